@@ -1,0 +1,36 @@
+"""Every error the native layer raises for a caller's mistake or a lack of resources."""
+
+
+class NativeError(Exception):
+    """Root of the layer's errors."""
+
+
+class ModelError(NativeError):
+    """A model cannot be found, read or served; the message names the model and the reason."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"cannot load model {model!r}: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+class OptionError(NativeError):
+    """An option's value cannot be honoured; `option` names it."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(f"{option}: {reason}")
+        self.option = option
+        self.reason = reason
+
+
+class BatchError(NativeError):
+    """A batch contradicts the context's state (unknown sequence, wrong position, token out of range)."""
+
+
+class OutOfBlocks(NativeError):
+    """The KV pool has too few free blocks for what was asked; nothing was allocated."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} KV blocks needed, {free} free")
+        self.needed = needed
+        self.free = free
