@@ -1,1 +1,1 @@
-"""The native layer: model context, paged KV cache, forward passes and sampling; synchronous, no event loop."""
+"""The native layer: model context, paged KV cache, forward passes, sampling; synchronous, no event loop."""
