@@ -1,0 +1,547 @@
+"""The Batcher: the actor that owns the model context and a pool of sequence slots, and serves every caller.
+
+    batcher = await start(nursery, Batcher(open_context, options), name="batcher")
+    result = await batcher.call(Generate(GenerateRequest(prompt="Hello", max_tokens=8)), timeout=None)
+
+A request's way: `handle_call` validates it and holds the reply; an idle Batcher waits for `batch_size` requests or
+`batch_timeout`; then ticks follow one another until nothing is left. A tick has four phases:
+
+    finish   sequences whose caller is gone or whose deadline passed give their slot and blocks back
+    plan     the scheduler, a pure function, picks decodes and prefill chunks; paused ones give up their blocks
+    start    newly picked requests take a slot and share what was evaluated before (`seq_cp`, prefix cache)
+    step     one `Context.step` on the worker thread; its result comes back as the message `Stepped`
+
+Messages are handled while a step runs, so the Batcher always answers; only it touches its state, and the context
+only between two steps or on the worker.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import outcome
+import trio
+
+from genbatch.actors.batcher_messages import Generate, GetStats
+from genbatch.actors.batcher_stats import BatcherStats
+from genbatch.actors.genserver import NOREPLY, Down, From, GenServer, Monitor, Timer
+from genbatch.actors.held_prompts import HeldPrompts
+from genbatch.actors.intake import Intake
+from genbatch.actors.kv_view import KVView
+from genbatch.actors.llm_request import Phase
+from genbatch.actors.options import BatcherOptions
+from genbatch.actors.request import Request
+from genbatch.actors.scheduler import SchedulerOutput, normalize_output
+from genbatch.actors.scheduler_spec import build_scheduler
+from genbatch.actors.sequence import HeldPrompt, Sequence, Slotted
+from genbatch.actors.worker import Worker
+from genbatch.nif.batch import Entry, Logits
+from genbatch.nif.context import Context
+from genbatch.nif.sampler import Sampled, SampleFault, token_logprobs
+from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, QueueFull, Unavailable
+from genbatch.proto.messages import FinishReason, Token
+
+# Prompts with more characters than this are tokenized off the event loop.
+INLINE_PROMPT_CHARS = 8192
+# What a refused caller is told to wait, per request ahead of it, until a measured rate is known.
+RETRY_MS_PER_REQUEST = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The accumulation window is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A long prompt has been tokenized."""
+
+    request: Request
+    tokens: outcome.Outcome[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One entry of a step and whose it is."""
+
+    owner: Slotted
+    entry: Entry
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What a step gave one entry."""
+
+    drawn: Sampled | SampleFault | None
+    prompt_logprobs: list[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step has ended on the worker thread."""
+
+    batch: list[Planned]
+    result: outcome.Outcome[list[Evaluated]]
+    seconds: float
+
+
+class Batcher(GenServer):
+    """Owns the context; see the module's docstring for a request's way.
+
+    Args:
+        open_context: makes the context; runs once, on the worker thread.
+        options: see BatcherOptions.
+    """
+
+    def __init__(self, open_context: Callable[[], Context], options: BatcherOptions | None = None) -> None:
+        super().__init__()
+        self.options = options or BatcherOptions()
+        self.stats = BatcherStats()
+        self.pending: list[Sequence] = []  # by priority, then arrival
+        self.sequences: dict[int, Sequence] = {}  # by slot
+        self.seq_pool = set(range(self.options.n_parallel))  # free slots
+        self._open_context = open_context
+        self._requests: dict[Monitor, Request] = {}
+        self._groups: deque[list[Planned]] = deque()  # what is left to evaluate in this tick
+        self._stepping = False
+        self._window: Timer | None = None
+
+    # Callbacks
+
+    async def init(self) -> None:
+        self._worker = Worker("genbatch-model")
+        self._tokenizing = Worker("genbatch-tokenizer")
+        self.ctx = await self._worker.run(self._open_context)
+        self.intake = Intake(self.ctx.model, self.options, self.ctx.max_positions)
+        self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
+        self.scheduler = build_scheduler(self.options, KVView(self.ctx.kv))
+        for content in self.options.system_prompts:
+            await self._hold_configured(content)
+
+    async def handle_call(self, request: object, from_: From[Any]) -> object:
+        match request:
+            case Generate():
+                self._receive(request, from_)
+                return NOREPLY
+            case GetStats():
+                return self._stats()
+            case _:
+                raise TypeError(f"the Batcher has no call {type(request).__name__}")
+
+    async def handle_info(self, message: object) -> None:
+        match message:
+            case Stepped():
+                self._stepped(message)
+            case Down():
+                request = self._requests.get(message.monitor)
+                if request:
+                    request.abandoned = "cancelled"
+                    self._collect_when_idle()
+            case Encoded():
+                self._encoded(message.request, message.tokens)
+            case Flush():
+                self._window = None
+                self._tick_when_idle()
+
+    async def terminate(self, reason: object) -> None:
+        for request in list(self._requests.values()):
+            request.fail(Unavailable("the batcher has stopped"))
+        self._requests.clear()
+        await self._tokenizing.close()
+        if hasattr(self, "ctx"):
+            await self._worker.run(self.ctx.close)
+        await self._worker.close()
+
+    # Receiving
+
+    def _receive(self, message: Generate, from_: From[Any]) -> None:
+        wanted = message.request
+        try:
+            self.intake.check(wanted)
+            self._check_queue(wanted.n)
+        except GenbatchError as error:
+            self.stats.refused += 1
+            reply_error(from_, error)
+            return
+        now = trio.current_time()
+        request = Request(
+            wanted=wanted,
+            from_=from_,
+            monitor=self.monitor(from_),
+            on_token=message.on_token,
+            client=message.client,
+            accepted_at=now,
+            expires_at=None if wanted.deadline_s is None else now + wanted.deadline_s,
+        )
+        self._requests[request.monitor] = request
+        if self.intake.size(wanted) <= INLINE_PROMPT_CHARS:
+            self._encoded(request, outcome.capture(self.intake.encode, wanted))
+        else:
+            ref = self.ref
+            self._tokenizing.submit(
+                self.intake.encode,
+                wanted,
+                on_done=lambda tokens: ref.info(Encoded(request, tokens), control=True),
+            )
+
+    def _check_queue(self, wanted_sequences: int) -> None:
+        waiting = len(self.pending)
+        if waiting + wanted_sequences > self.options.max_queue + len(self.seq_pool):
+            raise QueueFull(
+                f"{waiting} requests are waiting, {self.options.max_queue} may", retry_after_ms=self._retry_ms(waiting)
+            )
+
+    def _retry_ms(self, waiting: int) -> int:
+        """When a slot for one more should be free: the waiting ones' share of the recent pace."""
+        latency = self.stats.median_latency()
+        if latency is None:
+            return RETRY_MS_PER_REQUEST * waiting
+        return max(1, round(1000 * latency * waiting / self.options.n_parallel))
+
+    def _encoded(self, request: Request, tokens: "outcome.Outcome[list[int]]") -> None:
+        try:
+            request.prompt_tokens = tokens.unwrap()
+            max_tokens = self.intake.max_tokens(request.wanted, len(request.prompt_tokens))
+        except GenbatchError as error:
+            self.stats.refused += 1
+            self._end(request, error)
+            return
+        self.stats.accepted += 1
+        self.stats.prompt_tokens += len(request.prompt_tokens)
+        request.sequences = self.intake.sequences(request, max_tokens)
+        self._share_first_message(request)
+        for sequence in request.sequences:
+            insort(self.pending, sequence, key=_waiting_key)
+        if len(self.pending) >= self.options.flush_size:
+            self._tick_when_idle()
+        elif not self._stepping and self._window is None:
+            self._window = self.send_after(self.options.batch_timeout / 1000, Flush())
+
+    # Shared system prompts
+
+    async def _hold_configured(self, content: str) -> None:
+        held = self.intake.held_prompt(self.intake.system_prompt(content), b"")
+        held.pinned = True
+        if not self.held.hold(held):
+            raise SchedulerError(f"more system prompts than max_held_prompts ({self.options.max_held_prompts})")
+        assert held.seq_id is not None
+        await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
+        held.move(Phase.PREFILLING)
+        held.num_computed = len(held.tokens)
+
+    def _share_first_message(self, request: Request) -> None:
+        """Lets the request share a held prompt; holds its first message when another request had the same."""
+        if request.wanted.prompt_logprobs is not None:
+            return  # needs the logits of every prompt token
+        first = request.sequences[0]
+        held = self.held.find(request.prompt_tokens, first.cache_key)
+        if held is None:
+            prefix = self.intake.first_message(request.wanted)
+            if len(prefix) < len(request.prompt_tokens) and self.held.notice(prefix, first.cache_key):
+                held = self._hold(prefix, first.cache_key)
+        if held is not None:
+            first.donor = held
+            first.num_shared = len(held.tokens)
+
+    def _hold(self, prefix: list[int], key: bytes) -> HeldPrompt | None:
+        held = self.intake.held_prompt(prefix, key)
+        if self.held.hold(held):
+            return held
+        oldest = self.held.least_recent()
+        if oldest is None or self._stepping:
+            return None  # the context is not touched while a step runs
+        self.ctx.seq_rm(self.held.drop(oldest))
+        self.held.hold(held)
+        return held
+
+    # The tick
+
+    def _tick_when_idle(self) -> None:
+        if not self._stepping:
+            self._tick()
+
+    def _tick(self) -> None:
+        """One round of finish, plan, start and step; nothing happens when nothing can be done."""
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        self._finish_abandoned()
+        plan = self._plan()
+        for owner in plan.paused_requests:
+            self._pause(owner)
+        self._groups = deque(group for group in self._start(plan) if group)
+        if self._groups:
+            self._step()
+        elif self.pending:
+            self._make_room()
+
+    def _finish_abandoned(self) -> None:
+        now = trio.current_time()
+        for request in list(self._requests.values()):
+            if request.abandoned is None and request.expires_at is not None and now >= request.expires_at:
+                request.abandoned = "deadline"
+            if request.abandoned is not None:
+                self._abandon(request, request.abandoned)
+
+    def _abandon(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request early: to a caller that is still there with what was generated so far."""
+        for sequence in request.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._release(sequence)
+                request.finish(sequence, reason)
+        self._count_finished(reason)
+        self._end(request, None if request.choices else DeadlineExceeded("the deadline passed before the first step"))
+
+    def _plan(self) -> SchedulerOutput:
+        evaluating = self.held.evaluating()
+        ready = [sequence for sequence in self.pending if not sequence.waits_for_donor]
+        if self.seq_pool:
+            for sequence in ready[: len(self.seq_pool)]:
+                sequence.num_computed = self._reusable(sequence)
+        active: list[LlmRequest] = [*evaluating, *self.sequences.values(), *ready]
+        if not active:
+            return SchedulerOutput([], [], [], {})
+        return normalize_output(self.scheduler.schedule_request(active, set()), active)
+
+    def _reusable(self, sequence: Sequence) -> int:
+        """Positions a waiting sequence will share when it starts, so that the plan counts only its own."""
+        if sequence.donor_ready:
+            return sequence.num_shared
+        if sequence.request.wanted.prompt_logprobs is not None:
+            return 0
+        return self.ctx.kv.match_prefix(sequence.tokens, sequence.cache_key)
+
+    def _pause(self, owner: LlmRequest) -> None:
+        """Takes a sequence's blocks; it waits in its old turn and evaluates all its tokens again."""
+        assert isinstance(owner, Sequence)
+        if owner.seq_id is None:
+            return
+        self._free_slot(owner)
+        owner.pause()
+        self.stats.preemptions += 1
+        insort(self.pending, owner, key=_waiting_key)
+
+    def _start(self, plan: SchedulerOutput) -> list[list[Planned]]:
+        """Gives slots to the newly picked and lays out the step: its forwards, each a list of entries."""
+        chunks = []
+        for owner in plan.context_requests:
+            assert isinstance(owner, Slotted)
+            if isinstance(owner, Sequence) and owner.seq_id is None:
+                self._admit(owner)
+            elif owner.phase is Phase.PENDING:
+                owner.move(Phase.PREFILLING)
+            size = min(plan.chunk_sizes.get(owner.request_id, owner.context_remaining), owner.context_remaining)
+            chunks.append(_planned(owner, size))
+        decodes = [_planned(owner, 1) for owner in plan.generation_requests if isinstance(owner, Sequence)]
+        return [decodes + chunks]
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Moves a waiting sequence into a slot, with whatever is already evaluated of its beginning."""
+        self.pending.remove(sequence)
+        seq_id = min(self.seq_pool)
+        self.seq_pool.remove(seq_id)
+        self.sequences[seq_id] = sequence
+        sequence.seq_id = seq_id
+        sequence.move(Phase.PREFILLING)
+        donor = sequence.donor
+        if donor is not None and sequence.donor_ready:
+            assert donor.seq_id is not None
+            self.ctx.seq_cp(donor.seq_id, seq_id, 0, sequence.num_shared)
+            sequence.num_computed = sequence.num_shared
+            if isinstance(donor, HeldPrompt):
+                donor.last_used = trio.current_time()
+        elif sequence.request.wanted.prompt_logprobs is None:
+            sequence.num_computed = self.ctx.attach_prefix(seq_id, sequence.tokens, sequence.cache_key)
+        if sequence.num_pauses == 0:
+            shared = sequence.donor is not None and sequence.donor_ready
+            self.stats.count_cached(sequence.num_computed, shared=shared)
+            if sequence.choice == 0:
+                sequence.request.cached_tokens = sequence.num_computed
+
+    def _make_room(self) -> None:
+        """Nothing runs and nothing could start: drops held prompts, then refuses what can never fit."""
+        if self.sequences or self.held.evaluating():
+            return
+        oldest = self.held.least_recent()
+        if oldest is not None:
+            self.ctx.seq_rm(self.held.drop(oldest))
+        else:
+            first = self.pending[0]
+            self._fail(first.request, PromptTooLong("the KV cache cannot hold this request", field=None))
+        self._tick()
+
+    # The step
+
+    def _step(self) -> None:
+        """Evaluates the tick's next group on the worker thread."""
+        batch = self._groups.popleft()
+        self._stepping = True
+        started = trio.current_time()
+        ref = self.ref
+
+        def done(result: "outcome.Outcome[list[Evaluated]]") -> None:
+            ref.info(Stepped(batch, result, trio.current_time() - started), control=True)
+
+        self._worker.submit(self._evaluate, batch, on_done=done)
+
+    def _evaluate(self, batch: list[Planned]) -> list[Evaluated]:
+        """Runs on the worker thread; reads what the plan holds and changes nothing but the context."""
+        samplers = [planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None for planned in batch]
+        logits, drawn = self.ctx.step([planned.entry for planned in batch], samplers)
+        return [
+            Evaluated(draw, _prompt_logprobs(planned, rows))
+            for planned, rows, draw in zip(batch, logits, drawn, strict=True)
+        ]
+
+    def _stepped(self, message: Stepped) -> None:
+        result = message.result
+        if isinstance(result, outcome.Error):
+            self._split(message.batch, result.error)
+        else:
+            self.stats.count_step(len(message.batch), message.seconds)
+            for planned, evaluated in zip(message.batch, result.unwrap(), strict=True):
+                self._commit(planned, evaluated)
+        while self._groups:
+            self._groups[0] = [planned for planned in self._groups[0] if planned.owner.seq_id is not None]
+            if self._groups[0]:
+                self._step()
+                return
+            self._groups.popleft()
+        self._stepping = False
+        self._tick()
+
+    def _split(self, batch: list[Planned], error: BaseException) -> None:
+        """A step failed and left no trace: its halves are tried, until what is at fault stands alone."""
+        if not isinstance(error, Exception):
+            raise error
+        if isinstance(error, OutOfBlocks) and len(self.sequences) > 1:
+            # The newest gives way, as a plan would have it; the rest is planned anew.
+            self._groups.clear()
+            self._pause(max(self.sequences.values(), key=_waiting_key))
+            return
+        if len(batch) > 1:
+            half = len(batch) // 2
+            self._groups.extendleft([batch[half:], batch[:half]])
+            return
+        owner = batch[0].owner
+        if isinstance(owner, HeldPrompt):
+            self.ctx.seq_rm(self.held.drop(owner))
+        elif isinstance(owner, Sequence):
+            self._fail(owner.request, EngineError(f"the step failed: {error}"))
+
+    def _commit(self, planned: Planned, evaluated: Evaluated) -> None:
+        """Books what a step gave: positions, the token drawn, its text, and the end if it was the last."""
+        owner = planned.owner
+        owner.num_computed += len(planned.entry.tokens)
+        if not isinstance(owner, Sequence):
+            self.stats.prefilled_tokens += len(planned.entry.tokens)
+            return
+        request = owner.request
+        if owner.phase is Phase.PREFILLING:
+            self.stats.prefilled_tokens += len(planned.entry.tokens)
+        if evaluated.prompt_logprobs is not None and owner.choice == 0:
+            request.prompt_logprobs = (request.prompt_logprobs or [None]) + evaluated.prompt_logprobs
+        drawn = evaluated.drawn
+        if isinstance(drawn, SampleFault):
+            self._fail(request, EngineError(drawn.reason))
+        elif drawn is not None and request.abandoned is None:
+            self._accept(owner, drawn)
+
+    def _accept(self, sequence: Sequence, drawn: Sampled) -> None:
+        request = sequence.request
+        if sequence.phase is Phase.PREFILLING:
+            sequence.move(Phase.DECODING)
+        if request.first_token_at is None:
+            request.first_token_at = trio.current_time()
+            self.stats.ttft.append(request.first_token_at - request.accepted_at)
+        sequence.sampler.accept(drawn.token_id)
+        sequence.tokens.append(drawn.token_id)
+        index = sequence.num_generated
+        sequence.num_generated += 1
+        self.stats.generation_tokens += 1
+        text = sequence.output.push(drawn)
+        if request.on_token is not None:
+            try:
+                request.on_token(
+                    Token(text=text, token_id=drawn.token_id, index=index, logprob=drawn.logprob, choice=sequence.choice)
+                )
+            except Exception as error:  # the caller's own function: its fault ends its request only
+                self._fail(request, EngineError(f"on_token raised {error!r}"))
+                return
+        if sequence.output.finish_reason is not None:
+            self._finish(sequence, sequence.output.finish_reason)
+
+    # Ending
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Frees the sequence first, so that a caller who reads its reply finds the room already there."""
+        request = sequence.request
+        self._release(sequence)
+        if request.finish(sequence, reason):
+            self.stats.count_finished(reason, trio.current_time() - request.accepted_at)
+            self._end(request, None)
+
+    def _fail(self, request: Request, error: GenbatchError) -> None:
+        for sequence in request.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._release(sequence)
+        self.stats.count_finished("error", trio.current_time() - request.accepted_at)
+        self._end(request, error)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.seq_id is not None:
+            self._free_slot(sequence)
+        else:
+            self.pending.remove(sequence)
+        sequence.move(Phase.FINISHED)
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        seq_id = sequence.seq_id
+        assert seq_id is not None
+        self.ctx.seq_rm(seq_id)
+        del self.sequences[seq_id]
+        self.seq_pool.add(seq_id)
+        sequence.seq_id = None
+
+    def _end(self, request: Request, error: GenbatchError | None) -> None:
+        """The one place where a request is forgotten and its caller answered."""
+        del self._requests[request.monitor]
+        self.demonitor(request.monitor)
+        if error is not None:
+            request.fail(error)
+        else:
+            request.reply()
+
+    def _stats(self) -> dict[str, Any]:
+        kv = self.ctx.kv
+        return {
+            **self.stats.snapshot(),
+            "model": self.ctx.model.name,
+            "runner": self.ctx.runner.name,
+            "requests_running": len(self.sequences),
+            "requests_waiting": len(self.pending),
+            "n_parallel": self.options.n_parallel,
+            "held_prompts": len(self.held),
+            "kv_blocks_total": kv.num_blocks,
+            "kv_blocks_free": kv.free_blocks,
+            "kv_blocks_used": kv.used_blocks,
+            "kv_block_size": kv.block_size,
+        }
+
+
+def _waiting_key(sequence: LlmRequest) -> tuple[int, int]:
+    return sequence.waiting_key
+
+
+def _planned(owner: Slotted, size: int) -> Planned:
+    start = owner.num_computed
+    tokens = owner.tokens[start : start + size]
+    assert owner.seq_id is not None and tokens, "planned without a slot or without tokens"
+    draws = start + size == len(owner.tokens) and isinstance(owner, Sequence)
+    logits = Logits.LAST if draws else Logits.NONE
+    if isinstance(owner, Sequence) and owner.request.wanted.prompt_logprobs is not None and start < owner.num_prompt_tokens:
+        logits = Logits.ALL
+    return Planned(owner, Entry(owner.seq_id, tokens, start, logits), draws)

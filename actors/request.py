@@ -1,0 +1,72 @@
+"""Request: what one caller asked, the sequences it became, and the one reply it gets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from genbatch.actors.genserver import From, Monitor, reply, reply_error
+from genbatch.actors.sequence import Sequence
+from genbatch.proto.messages import Choice, FinishReason, GenerateRequest, Result, Token, TokenLogprob, Usage
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A caller's request from its acceptance to its single reply.
+
+    Args:
+        wanted: the validated message.
+        prompt_tokens: token ids of the prompt.
+        from_: whom to reply to.
+        monitor: tells when the caller is gone.
+        on_token: called once per token, must not block; None when only the whole is wanted.
+        accepted_at, expires_at: seconds on the event loop's clock.
+    """
+
+    wanted: GenerateRequest
+    prompt_tokens: list[int]
+    from_: "From[Any]"
+    monitor: Monitor
+    on_token: Callable[[Token], None] | None
+    client: str
+    accepted_at: float
+    expires_at: float | None = None
+    first_token_at: float | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    abandoned: FinishReason | None = None  # why nobody waits any more; acted on at the next tick
+    replied: bool = False
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """Books a sequence's end; returns whether it was the request's last."""
+        self.choices[sequence.choice] = sequence.output.choice(reason)
+        return len(self.choices) == len(self.sequences)
+
+    def result(self) -> Result:
+        """The reply: the first choice, and all of them when several were asked for."""
+        choices = tuple(self.choices[index] for index in sorted(self.choices))
+        first = choices[0]
+        return Result(
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            usage=Usage(
+                prompt_tokens=len(self.prompt_tokens),
+                completion_tokens=sum(len(choice.token_ids) for choice in choices),
+                cached_tokens=self.cached_tokens,
+            ),
+            logprobs=first.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            choices=choices if len(choices) > 1 else (),
+        )
+
+    def reply(self) -> None:
+        """Sends the result to the caller."""
+        self.replied = True
+        reply(self.from_, self.result())
+
+    def fail(self, error: Exception) -> None:
+        """Sends the error that ended the request to the caller."""
+        self.replied = True
+        reply_error(self.from_, error)

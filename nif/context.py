@@ -1,0 +1,308 @@
+"""Context: the one stateful door to a model, its paged KV cache and its forward pass.
+
+    model = load_model("smollm2")
+    ctx = Context(model, open_runner(model), n_ctx=8192, n_parallel=8)
+    logits = ctx.prefill(tokens, seq_id=0, n_past=0)
+    ctx.decode_batch([(0, int(logits.argmax()), len(tokens))])
+
+Synchronous. The tensors are touched by `eval` and what calls it, always on one thread; the sequence operations
+(`seq_cp`, `seq_rm`, `attach_prefix`) move block ids only and may be called between two steps.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from genbatch.nif.batch import Entry, Logits, RaggedBatch
+from genbatch.nif.detokenizer import Detokenizer
+from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.kv_cache import KVCache
+from genbatch.nif.model import Model
+from genbatch.nif.runner import Runner
+from genbatch.nif.sampler import Sampled, SampleFault, SamplerState, sample
+from genbatch.nif.sampling_params import SamplingParams
+
+
+class Context:
+    """A model's KV pool and the sequences that live in it.
+
+    Args:
+        model: what was loaded; its tokenizer gives the text that `decode_batch` returns.
+        runner: executes the forward pass and owns the KV tensors.
+        n_ctx: positions in the pool, all sequences together.
+        n_parallel: sequences that callers use; their ids are 0 .. n_parallel - 1.
+        n_held: further sequences, with the ids after those, for prompts held to be shared.
+        block_size: positions a KV block holds.
+        n_batch: most tokens `prefill` evaluates in one forward.
+        max_per_sequence: most positions one sequence may take; None leaves it to the pool.
+        allow_block_sharing: whether finished blocks may be reused by content (the prefix cache).
+
+    Raises:
+        OptionError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        runner: Runner,
+        *,
+        n_ctx: int = 8192,
+        n_parallel: int = 8,
+        n_held: int = 0,
+        block_size: int = 16,
+        n_batch: int = 512,
+        max_per_sequence: int | None = None,
+        allow_block_sharing: bool = True,
+    ) -> None:
+        for option, value in (("n_ctx", n_ctx), ("n_parallel", n_parallel), ("block_size", block_size)):
+            if value < 1:
+                raise OptionError(option, f"must be at least 1, not {value}")
+        if n_batch < 1:
+            raise OptionError("n_batch", f"must be at least 1, not {n_batch}")
+        self.model = model
+        self.runner = runner
+        self.n_ctx = n_ctx
+        self.n_batch = n_batch
+        self.num_sequences = n_parallel + n_held
+        num_blocks = [
+            _pool_blocks(group.window, n_ctx, block_size, n_batch, self.num_sequences) for group in runner.groups
+        ]
+        self.kv = KVCache(
+            runner.groups,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_sequences=self.num_sequences,
+            max_per_sequence=max_per_sequence,
+            allow_block_sharing=allow_block_sharing,
+        )
+        runner.allocate(num_blocks, block_size)
+        self._samplers: dict[int, SamplerState] = {}
+        self._texts: dict[int, Detokenizer] = {}
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions one sequence may hold, prompt and output together."""
+        whole_pool = min(pool.num_blocks for pool in self.kv.pools) * self.kv.block_size
+        bounds = [self.n_ctx, whole_pool, self.model.max_position]
+        if self.kv.max_per_sequence is not None:
+            bounds.append(self.kv.max_per_sequence)
+        return min(bounds)
+
+    # Evaluating
+
+    def eval(self, batch: Sequence[Entry]) -> list[torch.Tensor]:
+        """Runs one forward over all entries, decodes and prefill chunks mixed.
+
+        Returns:
+            Per entry its logits, [rows, vocab_size] float32, with 0, 1 or len(tokens) rows as `entry.logits` says.
+
+        Raises:
+            BatchError: an entry contradicts the context (position, sequence, token id); nothing was changed.
+            OutOfBlocks: the pool cannot hold the new positions; nothing was changed.
+        """
+        self._check(batch)
+        reservation = self.kv.reserve([(entry.seq_id, entry.tokens, entry.n_past) for entry in batch])
+        try:
+            for group, pairs in enumerate(reservation.copies):
+                if pairs:
+                    self.runner.copy_blocks(group, pairs)
+            rows = self.runner.forward(self._layout(batch))
+        except BaseException:
+            # A forward that failed must leave no trace: the same entries may be evaluated again.
+            reservation.rollback()
+            raise
+        reservation.commit()
+        return list(rows.split([_num_rows(entry) for entry in batch]))
+
+    def step(
+        self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None]
+    ) -> tuple[list[torch.Tensor], list[Sampled | SampleFault | None]]:
+        """Evaluates a batch and draws the next token of every entry that has a sampler.
+
+        Samplers are read, not changed: whoever accepts a token tells its sampler.
+
+        Returns:
+            Per entry its logits as `eval` returns them, and its draw (None without a sampler).
+        """
+        logits = self.eval(batch)
+        drawn: list[Sampled | SampleFault | None] = [None] * len(batch)
+        chosen = [i for i, state in enumerate(samplers) if state is not None]
+        if chosen:
+            states = [state for state in samplers if state is not None]
+            last = torch.cat([logits[i][-1:] for i in chosen])
+            positions = [batch[i].n_past + len(batch[i].tokens) for i in chosen]
+            for i, draw in zip(chosen, sample(last, states, positions), strict=True):
+                drawn[i] = draw
+        return logits, drawn
+
+    def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> torch.Tensor:
+        """Evaluates a prompt in chunks of `n_batch` tokens.
+
+        Returns:
+            The logits of the last token, [vocab_size] float32.
+
+        Raises:
+            BatchError: no tokens, or they do not continue the sequence.
+            OutOfBlocks: the pool cannot hold the prompt; the chunks before stay evaluated.
+        """
+        if not tokens:
+            raise BatchError("prefill needs at least one token")
+        for start in range(0, len(tokens), self.n_batch):
+            chunk = tokens[start : start + self.n_batch]
+            last = start + len(chunk) == len(tokens)
+            [logits] = self.eval(
+                [Entry(seq_id, chunk, n_past + start, Logits.LAST if last else Logits.NONE)]
+            )
+        return logits[-1]
+
+    def decode_batch(self, entries: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, str]]:
+        """One forward over one token of each of several sequences, and each sequence's next token.
+
+        Args:
+            entries: (seq_id, token_id, position) triples, one a sequence.
+
+        Returns:
+            (seq_id, next_token_id, token_text) triples; the text is what became final with this token, so that
+            the texts of a sequence joined are its output and a code point is never split.
+
+        Raises:
+            BatchError: as `eval`; or a sequence's logits held no number that could be drawn from.
+            OutOfBlocks: as `eval`.
+        """
+        batch = [Entry(seq_id, (token_id,), position) for seq_id, token_id, position in entries]
+        self._check(batch)
+        states = [self._samplers.setdefault(seq_id, SamplerState(SamplingParams(), ())) for seq_id, _, _ in entries]
+        _, drawn = self.step(batch, states)
+        decoded = []
+        for (seq_id, _, _), state, draw in zip(entries, states, drawn, strict=True):
+            if not isinstance(draw, Sampled):
+                raise BatchError(f"sequence {seq_id}: {draw.reason if draw else 'nothing drawn'}")
+            state.accept(draw.token_id)
+            text = self._texts.setdefault(seq_id, Detokenizer(self.model.tokenizer))
+            decoded.append((seq_id, draw.token_id, text.push(draw.token_id)))
+        return decoded
+
+    def set_sampling(self, seq_id: int, params: SamplingParams, prompt_tokens: Sequence[int] = ()) -> None:
+        """How `decode_batch` draws the tokens of a sequence from now on; greedy unless set.
+
+        `prompt_tokens` count for the repetition penalty.
+        """
+        self.kv.length(seq_id)  # raises BatchError for a sequence that does not exist
+        self._samplers[seq_id] = SamplerState(params, prompt_tokens)
+
+    # Sequences
+
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Makes positions [p0, p1) of `src` belong to `dst` too, without copying or evaluating them.
+
+        Whole blocks are shared; a partly covered last block is shared until one of the two writes to it.
+
+        Args:
+            p0: where `dst` continues; it must hold exactly p0 positions.
+            p1: one past the last position; None means all that `src` holds.
+
+        Raises:
+            BatchError: the range does not fit either sequence.
+        """
+        self.kv.seq_cp(src, dst, p0, p1)
+
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
+        """Forgets positions [p0, p1) of a sequence, its tail or all of it; its blocks return to the pool.
+
+        Raises:
+            BatchError: the range would leave a hole: later positions were computed from it.
+        """
+        self.kv.seq_rm(seq_id, p0, p1)
+        if p0 == 0:
+            # A slot's next user must not inherit the last one's sampler or half a code point.
+            self._samplers.pop(seq_id, None)
+            self._texts.pop(seq_id, None)
+
+    def attach_prefix(self, seq_id: int, tokens: Sequence[int], key: bytes = b"") -> int:
+        """Shares what finished sequences left of this prompt's beginning; returns how many positions.
+
+        Args:
+            tokens: the whole prompt; its last token is always left to be evaluated.
+            key: keeps owners apart: only blocks written under the same key match.
+        """
+        return self.kv.attach_prefix(seq_id, tokens, key)
+
+    def close(self) -> None:
+        """Releases the KV pool."""
+        self.runner.close()
+
+    # Helpers
+
+    def _check(self, batch: Sequence[Entry]) -> None:
+        if not batch:
+            raise BatchError("an empty batch")
+        width = self.runner.vocab_size
+        for entry in batch:
+            if not entry.tokens:
+                raise BatchError(f"sequence {entry.seq_id}: an entry without tokens")
+            for token in entry.tokens:
+                if not 0 <= token < width:
+                    raise BatchError(f"sequence {entry.seq_id}: token id {token} is outside 0..{width - 1}")
+
+    def _layout(self, batch: Sequence[Entry]) -> RaggedBatch:
+        counts = np.fromiter((len(entry.tokens) for entry in batch), np.int64, len(batch))
+        n_past = np.fromiter((entry.n_past for entry in batch), np.int64, len(batch))
+        starts = np.zeros(len(batch) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        total = int(starts[-1])
+        owner = np.repeat(np.arange(len(batch)), counts)  # [T] the entry each token belongs to
+        positions = np.arange(total) - np.repeat(starts[:-1] - n_past, counts)
+        kv_lens = n_past + counts
+        block_size = self.kv.block_size
+        width = -(-int(kv_lens.max()) // block_size)
+        tables, slots = [], []
+        for group in range(len(self.runner.groups)):
+            table = np.zeros((len(batch), width), np.int32)
+            for row, entry in enumerate(batch):
+                blocks = self.kv.block_table(group, entry.seq_id)
+                table[row, : len(blocks)] = blocks
+            tables.append(self._tensor(table))
+            block_ids = table[owner, positions // block_size].astype(np.int64)
+            slots.append(self._tensor(block_ids * block_size + positions % block_size))
+        tokens = np.fromiter((token for entry in batch for token in entry.tokens), np.int64, total)
+        return RaggedBatch(
+            input_ids=self._tensor(tokens),
+            positions=self._tensor(positions),
+            query_starts=self._tensor(starts.astype(np.int32)),
+            kv_lens=self._tensor(kv_lens.astype(np.int32)),
+            slots=tuple(slots),
+            block_tables=tuple(tables),
+            logit_rows=self._tensor(_logit_rows(batch, starts)),
+            max_query_len=int(counts.max()),
+            max_kv_len=int(kv_lens.max()),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.runner.device, non_blocking=True)
+
+
+def _num_rows(entry: Entry) -> int:
+    if entry.logits is Logits.ALL:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST else 0
+
+
+def _logit_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
+    rows: list[int] = []
+    for index, entry in enumerate(batch):
+        if entry.logits is Logits.ALL:
+            rows.extend(range(int(starts[index]), int(starts[index + 1])))
+        elif entry.logits is Logits.LAST:
+            rows.append(int(starts[index + 1]) - 1)
+    return np.array(rows, np.int64)
+
+
+def _pool_blocks(window: int | None, n_ctx: int, block_size: int, n_batch: int, num_sequences: int) -> int:
+    """Blocks a layer group needs: a windowed group never holds more than its windows and the step in flight."""
+    whole = -(-n_ctx // block_size)
+    if window is None:
+        return whole
+    # Each sequence keeps its window, which may straddle one block more; the step's own tokens come on top.
+    kept = num_sequences * (-(-window // block_size) + 1)
+    return min(whole, kept + -(-n_batch // block_size) + num_sequences)

@@ -1,0 +1,27 @@
+"""Run from outside the checkout against the installed wheel: every package is there and the model answers."""
+
+import importlib
+import pkgutil
+
+import trio
+
+for layer in ("nif", "proto", "actors", "clients"):
+    package = importlib.import_module(f"genbatch.{layer}")
+    assert "site-packages" in package.__path__[0], package.__path__
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if ".kernels." not in module.name:  # need triton, an extra
+            importlib.import_module(module.name)
+
+from genbatch.clients import open_batcher  # noqa: E402
+
+
+async def main() -> None:
+    async with open_batcher("smollm2", n_parallel=2) as batcher:
+        answer = await batcher.generate(
+            messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=16
+        )
+    assert answer.text == "The capital of France is Paris.", answer
+    print("smoke: every module imports, the batcher answers", repr(answer.text))
+
+
+trio.run(main)

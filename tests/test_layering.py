@@ -1,0 +1,56 @@
+"""The import directions that keep the layers apart, read from the source files."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ALLOWED = {
+    "nif": {"nif"},
+    "proto": {"proto"},
+    "actors": {"actors", "nif", "proto"},
+    "clients": {"clients", "actors", "proto", "nif"},
+}
+RUNTIME = {"errors", "genserver", "mailbox", "monitor", "ref", "registry", "supervisor", "telemetry", "worker"}
+FILES = [path for layer in ALLOWED for path in sorted((ROOT / layer).rglob("*.py"))]
+
+
+def imported_modules(path: Path) -> set[str]:
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module)
+            modules.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return modules
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    layer = path.relative_to(ROOT).parts[0]
+    ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("genbatch.")}
+    assert ours <= ALLOWED[layer], f"{layer} imports {ours - ALLOWED[layer]}"
+
+
+@pytest.mark.parametrize("layer", ["nif", "proto"])
+def test_the_lower_layers_know_no_event_loop_and_no_sockets(layer: str) -> None:
+    for path in (ROOT / layer).rglob("*.py"):
+        names = {name.split(".")[0] for name in imported_modules(path)}
+        assert not names & {"trio", "zmq", "asyncio", "socket"}, path
+
+
+def test_the_runtime_knows_nothing_of_batching() -> None:
+    for path in (ROOT / "actors").glob("*.py"):
+        if path.stem in RUNTIME:
+            ours = {name for name in imported_modules(path) if name.startswith("genbatch.")}
+            allowed = tuple(f"genbatch.actors.{stem}" for stem in RUNTIME)
+            assert all(name.startswith(allowed) for name in ours if name != "genbatch.actors"), (path, ours)
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    for path in FILES:
+        names = imported_modules(path)
+        assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, path
+        assert "torch.load" not in path.read_text(), path
