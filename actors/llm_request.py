@@ -1,0 +1,145 @@
+"""The unit of scheduling: one sequence's lengths and its place in the request lifecycle."""
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """Where a request stands; `LlmRequest.move` is the only way from one to the next."""
+
+    PENDING = "pending"  # waits for admission, holds no KV blocks
+    PREFILLING = "prefilling"  # admitted, part of its context is still to be computed
+    DECODING = "decoding"  # one token a step
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.PENDING: frozenset({Phase.PREFILLING, Phase.FINISHED}),
+    Phase.PREFILLING: frozenset({Phase.DECODING, Phase.PENDING, Phase.FINISHED}),
+    Phase.DECODING: frozenset({Phase.PENDING, Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+class LlmRequestState(Enum):
+    """TensorRT-LLM's view of a request; schedulers compare the values, so their order matters."""
+
+    CONTEXT_INIT = 1
+    GENERATION_IN_PROGRESS = 2
+    GENERATION_TO_COMPLETE = 3  # its next token is the last one that max_new_tokens allows
+    GENERATION_COMPLETE = 4
+
+
+class IllegalTransition(Exception):
+    """A request was moved to a phase that does not follow its own."""
+
+    def __init__(self, request_id: int, old: Phase, new: Phase) -> None:
+        super().__init__(f"request {request_id} cannot go from {old.name} to {new.name}")
+        self.request_id = request_id
+        self.old = old
+        self.new = new
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LlmRequest:
+    """One sequence as a scheduler sees it: lengths in tokens, never the tokens themselves.
+
+    Two requests are equal only if they are the same object, so sets of them cost no field comparisons.
+
+    Args:
+        request_id: internal identity, never reused within a process.
+        num_prompt_tokens: length of the prompt, at least 1.
+        max_new_tokens: how many tokens may be generated; 0 for a prompt that is only evaluated.
+        arrival: monotonic counter of the order in which requests came.
+        priority: the lower value is served first; ties go by arrival.
+        num_computed: positions whose KV is held (llama.cpp's n_past); while PENDING, those that it will
+            share as soon as it is admitted.
+        num_generated: tokens sampled so far; the last of them has no KV until the next step.
+        num_cached: of num_computed, the tokens that were shared and not prefilled.
+        num_pauses: how often its KV was taken away.
+    """
+
+    request_id: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    arrival: int
+    priority: int = 0
+    phase: Phase = Phase.PENDING
+    num_computed: int = 0
+    num_generated: int = 0
+    num_cached: int = 0
+    num_pauses: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the text generated so far."""
+        return self.num_prompt_tokens + self.num_generated
+
+    @property
+    def context_remaining(self) -> int:
+        """Tokens whose KV is still to be computed: the rest of the context, or 1 while decoding.
+
+        A paused request holds no KV, so what it had generated counts as context again.
+        """
+        return self.num_prompt_tokens + self.num_generated - self.num_computed
+
+    @property
+    def max_positions(self) -> int:
+        """Positions held at full length: the last token that may be generated never needs its KV."""
+        return self.num_prompt_tokens + max(self.max_new_tokens, 1) - 1
+
+    @property
+    def waiting_key(self) -> tuple[int, int]:
+        """Sort key of the waiting list."""
+        return self.priority, self.arrival
+
+    @property
+    def state(self) -> LlmRequestState:
+        """The phase in TensorRT-LLM's terms."""
+        if self.phase is Phase.DECODING:
+            if self.num_generated + 1 >= self.max_new_tokens:
+                return LlmRequestState.GENERATION_TO_COMPLETE
+            return LlmRequestState.GENERATION_IN_PROGRESS
+        if self.phase is Phase.FINISHED:
+            return LlmRequestState.GENERATION_COMPLETE
+        return LlmRequestState.CONTEXT_INIT
+
+    def move(self, phase: Phase) -> None:
+        """Enters `phase`.
+
+        Raises:
+            IllegalTransition: `phase` does not follow the current one; nothing was changed.
+        """
+        if phase not in TRANSITIONS[self.phase]:
+            raise IllegalTransition(self.request_id, self.phase, phase)
+        self.phase = phase
+
+    def pause(self) -> None:
+        """Back to PENDING without KV; the caller releases the blocks and puts it in the waiting list.
+
+        Raises:
+            IllegalTransition: the request is neither prefilling nor decoding; nothing was changed.
+        """
+        self.move(Phase.PENDING)
+        self.num_computed = 0
+        self.num_cached = 0
+        self.num_pauses += 1
+
+
+RequestList = list[LlmRequest]
+
+
+def split_by_phase(
+    requests: Iterable[LlmRequest], inflight_request_ids: Set[int] = frozenset()
+) -> tuple[RequestList, RequestList, RequestList]:
+    """The decoding, prefilling and pending requests that are not in flight, each in the order given."""
+    decoding: RequestList = []
+    prefilling: RequestList = []
+    pending: RequestList = []
+    lists = {Phase.DECODING: decoding, Phase.PREFILLING: prefilling, Phase.PENDING: pending}
+    for request in requests:
+        chosen = lists.get(request.phase)
+        if chosen is not None and request.request_id not in inflight_request_ids:
+            chosen.append(request)
+    return decoding, prefilling, pending

@@ -1,0 +1,223 @@
+"""Attention over the paged KV cache: the function transformers' own modules call, and its plain-torch form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.layer_group import LayerGroup
+
+ATTENTION_NAME = "genbatch_paged"
+"""What `attn_implementation` is set to. transformers builds no mask for a name it does not know one for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer hands to attention for the T tokens of a step; the tensors may be strided views."""
+
+    layer: int
+    query: torch.Tensor  # [T, H, D]
+    key: torch.Tensor  # [T, Hkv, D]
+    value: torch.Tensor  # [T, Hkv, Dv]
+    scaling: float
+    softcap: float | None  # scores become softcap * tanh(scores / softcap)
+    sinks: torch.Tensor | None  # [H], one more score a head that takes weight and gives no value
+    window: int | None  # what the module believes its window to be; the layer group decides
+
+
+class AttentionStep(Protocol):
+    """One step's way through the layers: writes keys and values to the pool and attends over it."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Returns the layer's attention output, [T, H, Dv]."""
+        ...
+
+
+def register_attention() -> None:
+    """Makes `ATTENTION_NAME` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, H, T, D]
+    key: torch.Tensor,  # [1, Hkv, T, D]
+    value: torch.Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    genbatch_step: AttentionStep | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function registered with transformers; everything about the step comes in `genbatch_step`.
+
+    Raises:
+        ValueError: the layer wants something that attention over block tables does not do.
+    """
+    layer = getattr(module, "layer_idx", None)
+    if genbatch_step is None:
+        raise ValueError(f"attention {ATTENTION_NAME!r} was called outside a paged step")
+    if not isinstance(layer, int):
+        raise ValueError(f"{type(module).__name__} does not know its layer index")
+    if attention_mask is not None:
+        raise ValueError(f"layer {layer} brings its own attention mask")
+    if position_bias is not None:
+        raise ValueError(f"layer {layer} adds a position bias to its scores")
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        raise ValueError(f"layer {layer} attends to later tokens")
+    call = AttentionCall(
+        layer=layer,
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap=softcap,
+        sinks=s_aux,
+        window=sliding_window,
+    )
+    return genbatch_step.attend(call).unsqueeze(0), None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPool:
+    """One layer's share of the KV pool."""
+
+    keys: torch.Tensor  # [num_blocks, Hkv, block_size, D]
+    values: torch.Tensor  # [num_blocks, Hkv, block_size, Dv]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One entry's rows of the batch and the keys that they can reach."""
+
+    start: int
+    stop: int
+    blocks: torch.Tensor  # [n] int64, the blocks that hold a key in reach
+    skip: int  # keys of the first block that are out of reach
+    length: int  # keys in reach
+    mask: torch.Tensor | None  # [stop - start, length] bool, True attends; None: all rows attend to all keys
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    """What the layers of one group share in a step."""
+
+    blocks: torch.Tensor  # [T] int64, where each new token goes
+    offsets: torch.Tensor  # [T] int64, and at which position of that block
+    spans: list[_Span]
+
+
+class TorchStep:
+    """A step in plain torch: gathers each entry's own keys and attends with SDPA (fp32 accumulation).
+
+    It is the oracle of the faster ones and runs on every device. An entry only ever sees keys named by its own
+    row of the block table, cut to its own length, so nothing of another sequence can reach it.
+
+    Args:
+        batch: the step's ragged layout.
+        groups: the model's layer groups, in the order of `batch.slots`.
+        pools: one a layer.
+        block_size: positions a block.
+    """
+
+    def __init__(
+        self, batch: RaggedBatch, groups: Sequence[LayerGroup], pools: Sequence[LayerPool], block_size: int
+    ) -> None:
+        self._pools = pools
+        self._plans: dict[int, _GroupPlan] = {}
+        starts, kv_lens = batch.query_starts.tolist(), batch.kv_lens.tolist()
+        for index, group in enumerate(groups):
+            slots = batch.slots[index]
+            table = batch.block_tables[index]
+            spans = [
+                _span(starts[b], starts[b + 1], kv_lens[b], table[b], group.window, block_size)
+                for b in range(len(kv_lens))
+            ]
+            plan = _GroupPlan(slots // block_size, slots % block_size, spans)
+            self._plans.update(dict.fromkeys(group.layers, plan))
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Writes the layer's keys and values, then attends entry by entry; returns [T, H, Dv]."""
+        plan, pool = self._plans[call.layer], self._pools[call.layer]
+        pool.keys[plan.blocks, :, plan.offsets] = call.key.to(pool.keys.dtype)
+        pool.values[plan.blocks, :, plan.offsets] = call.value.to(pool.values.dtype)
+        rows = [_attend_span(call, pool, span) for span in plan.spans]
+        return torch.cat(rows).to(call.query.dtype)
+
+
+def _span(
+    start: int, stop: int, kv_len: int, table: torch.Tensor, window: int | None, block_size: int
+) -> _Span:
+    n_past = kv_len - (stop - start)
+    lowest = 0 if window is None else max(0, n_past - window + 1)
+    first_block = lowest // block_size
+    blocks = table[first_block : -(-kv_len // block_size)].long()
+    mask = None
+    if stop - start > 1:
+        queries = torch.arange(n_past, kv_len, device=table.device)[:, None]
+        keys = torch.arange(lowest, kv_len, device=table.device)[None]
+        mask = keys <= queries
+        if window is not None:
+            mask &= keys > queries - window
+    return _Span(start, stop, blocks, lowest - first_block * block_size, kv_len - lowest, mask)
+
+
+def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Tensor:
+    """Attention of one entry's rows over its own keys; returns [n, H, Dv]."""
+    keys, values = _gather(pool.keys, span), _gather(pool.values, span)  # [Hkv, L, D], [Hkv, L, Dv]
+    num_rows, num_heads, dim = span.stop - span.start, call.query.shape[1], call.query.shape[2]
+    num_kv_heads = keys.shape[0]
+    per_kv_head = num_heads // num_kv_heads
+    # The query heads that share a KV head lie along the query positions: keys are never repeated, and
+    # SDPA's bfloat16 path on CPU is several times faster so than with enable_gqa.
+    query = call.query[span.start : span.stop].to(keys.dtype)
+    query = query.view(num_rows, num_kv_heads, per_kv_head, dim).permute(1, 2, 0, 3)
+    query = query.reshape(num_kv_heads, per_kv_head * num_rows, dim)
+    mask = None if span.mask is None else span.mask.repeat(per_kv_head, 1)
+    if call.softcap is None and call.sinks is None:
+        # Four dimensions, since SDPA's fused kernels refuse three.
+        out = scaled_dot_product_attention(
+            query[None], keys[None], values[None], None if mask is None else mask[None, None], scale=call.scaling
+        )[0]
+    else:
+        sinks = None if call.sinks is None else call.sinks.view(num_kv_heads, per_kv_head)
+        out = _explicit_attention(query, keys, values, mask, call.scaling, call.softcap, sinks)
+    out = out.view(num_kv_heads, per_kv_head, num_rows, -1).permute(2, 0, 1, 3)
+    return out.reshape(num_rows, num_heads, -1)
+
+
+def _gather(pool: torch.Tensor, span: _Span) -> torch.Tensor:
+    """The span's keys or values, [Hkv, L, D]."""
+    gathered = pool.transpose(0, 1).index_select(1, span.blocks).flatten(1, 2)
+    return gathered[:, span.skip : span.skip + span.length]
+
+
+def _explicit_attention(
+    query: torch.Tensor,  # [Hkv, G * n, D]
+    keys: torch.Tensor,  # [Hkv, L, D]
+    values: torch.Tensor,  # [Hkv, L, Dv]
+    mask: torch.Tensor | None,  # [G * n, L]
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [Hkv, G]
+) -> torch.Tensor:
+    """Attention spelled out in float32, for what SDPA has no argument for; returns [Hkv, G * n, Dv]."""
+    scores = query.float() @ keys.float().transpose(1, 2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        rows_per_head = scores.shape[1] // sinks.shape[1]
+        extra = sinks.float().repeat_interleave(rows_per_head, dim=1).unsqueeze(-1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
+    return (weights @ values.float()).to(values.dtype)

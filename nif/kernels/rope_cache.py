@@ -1,0 +1,229 @@
+"""Rotary embedding of queries and keys, and the writing of keys and values into the paged KV cache.
+
+The plain-torch twins are `reference.rope_and_write` and `reference.write_kv`.
+"""
+# A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-incomplete-defs=False
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_rotated(
+    source_ptr,  # this token's heads, HEAD values each
+    norm_ptr,
+    heads,
+    dims,
+    mask,
+    cos,
+    sin,
+    eps,
+    HEAD: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """The two halves of every head after the optional per-head RMSNorm and the rotation, in float32."""
+    HALF: tl.constexpr = HEAD // 2
+    offsets = heads[:, None] * HEAD + dims[None, :]
+    first = tl.load(source_ptr + offsets, mask=mask, other=0.0)
+    second = tl.load(source_ptr + offsets + HALF, mask=mask, other=0.0)
+    kind = first.dtype
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    if HAS_NORM:
+        in_half = dims < HALF
+        square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD
+        factor = 1.0 / tl.sqrt(square + eps)
+        first_weight = tl.load(norm_ptr + dims, mask=in_half, other=0.0)
+        second_weight = tl.load(norm_ptr + HALF + dims, mask=in_half, other=0.0)
+        # Rounded to the model's type before the weight, as the models themselves do.
+        first = ((first * factor[:, None]).to(kind) * first_weight[None, :]).to(tl.float32)
+        second = ((second * factor[:, None]).to(kind) * second_weight[None, :]).to(tl.float32)
+    return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_positions"])
+def _rope_cache_kernel(
+    query_ptr,  # [T, QUERY_HEADS, HEAD] out
+    qkv_ptr,  # [T, (QUERY_HEADS + 2 * KV_HEADS) * HEAD]
+    key_ptr,
+    value_ptr,
+    slots_ptr,  # [T] int64
+    positions_ptr,  # [T] int64
+    cos_ptr,  # [num_positions, HEAD // 2] float32
+    sin_ptr,
+    query_norm_ptr,  # [HEAD] or None
+    key_norm_ptr,
+    eps,
+    num_slots,
+    num_positions,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    QUERY_PAD: tl.constexpr,
+    KV_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """One program: all heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = HEAD // 2
+    dims = tl.arange(0, HALF_PAD)
+    in_half = dims < HALF
+    position = tl.load(positions_ptr + token)
+    known = in_half & (position >= 0) & (position < num_positions)
+    cos = tl.load(cos_ptr + position * HALF + dims, mask=known, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + dims, mask=known, other=0.0)
+    qkv_ptr += token * (QUERY_HEADS + 2 * KV_HEADS) * HEAD
+
+    heads = tl.arange(0, QUERY_PAD)
+    mask = (heads < QUERY_HEADS)[:, None] & in_half[None, :]
+    first, second = _load_rotated(qkv_ptr, query_norm_ptr, heads, dims, mask, cos, sin, eps, HEAD, HAS_NORM)
+    out = query_ptr + token * QUERY_HEADS * HEAD + heads[:, None] * HEAD + dims[None, :]
+    tl.store(out, first.to(query_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + HALF, second.to(query_ptr.dtype.element_ty), mask=mask)
+
+    slot = tl.load(slots_ptr + token)
+    if (slot < 0) | (slot >= num_slots):
+        return  # a padding row writes nowhere
+    heads = tl.arange(0, KV_PAD)
+    mask = (heads < KV_HEADS)[:, None] & in_half[None, :]
+    cell = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * HEAD
+    cells = cell + heads[:, None] * BLOCK_SIZE * HEAD + dims[None, :]
+    keys = qkv_ptr + QUERY_HEADS * HEAD
+    first, second = _load_rotated(keys, key_norm_ptr, heads, dims, mask, cos, sin, eps, HEAD, HAS_NORM)
+    tl.store(key_ptr + cells, first.to(key_ptr.dtype.element_ty), mask=mask)
+    tl.store(key_ptr + cells + HALF, second.to(key_ptr.dtype.element_ty), mask=mask)
+    values = keys + KV_HEADS * HEAD + heads[:, None] * HEAD + dims[None, :]
+    tl.store(value_ptr + cells, tl.load(values, mask=mask), mask=mask)
+    tl.store(value_ptr + cells + HALF, tl.load(values + HALF, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _write_kv_kernel(
+    key_cache_ptr,
+    value_cache_ptr,
+    key_ptr,  # [T, KV_HEADS, HEAD] with strides
+    value_ptr,
+    slots_ptr,  # [T] int64
+    num_slots,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    KV_PAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+):
+    """One program: all KV heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    heads = tl.arange(0, KV_PAD)[:, None]
+    dims = tl.arange(0, HEAD_PAD)[None, :]
+    mask = (heads < KV_HEADS) & (dims < HEAD)
+    key = tl.load(key_ptr + token * key_token_stride + heads * key_head_stride + dims, mask=mask)
+    value = tl.load(value_ptr + token * value_token_stride + heads * value_head_stride + dims, mask=mask)
+    cells = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * HEAD + heads * BLOCK_SIZE * HEAD + dims
+    tl.store(key_cache_ptr + cells, key.to(key_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(value_cache_ptr + cells, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    num_heads: int,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Normalises each query and key head if asked, rotates them, and writes keys and values to their slots.
+
+    Args:
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_size], contiguous: queries, keys, values.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_size], written.
+        slots: [T] int64, block id * block_size + offset; a negative one is skipped.
+        positions: [T] int64, below the length of the tables.
+        cos, sin: [positions, head_size // 2] float32.
+        query_norm, key_norm: [head_size] weights of a per-head RMSNorm, both or neither.
+
+    Returns:
+        The rotated queries, [T, num_heads, head_size].
+    """
+    num_tokens = qkv.shape[0]
+    num_blocks, num_kv_heads, block_size, head_size = key_cache.shape
+    query = torch.empty((num_tokens, num_heads, head_size), dtype=qkv.dtype, device=qkv.device)
+    _rope_cache_kernel[(num_tokens,)](
+        query,
+        qkv,
+        key_cache,
+        value_cache,
+        slots,
+        positions,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
+        eps,
+        num_blocks * block_size,
+        cos.shape[0],
+        key_cache.stride(0),
+        BLOCK_SIZE=block_size,
+        QUERY_HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HEAD=head_size,
+        QUERY_PAD=triton.next_power_of_2(num_heads),
+        KV_PAD=triton.next_power_of_2(num_kv_heads),
+        HALF_PAD=triton.next_power_of_2(head_size // 2),
+        HAS_NORM=query_norm is not None,
+        num_warps=4,
+    )
+    return query
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Writes keys and values [T, num_kv_heads, head_size] to their slots; a negative slot is skipped.
+
+    The last dimension of `key` and `value` is contiguous; the others may have any stride.
+    """
+    num_tokens = key.shape[0]
+    num_blocks, num_kv_heads, block_size, head_size = key_cache.shape
+    _write_kv_kernel[(num_tokens,)](
+        key_cache,
+        value_cache,
+        key,
+        value,
+        slots,
+        num_blocks * block_size,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_cache.stride(0),
+        BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads,
+        HEAD=head_size,
+        KV_PAD=triton.next_power_of_2(num_kv_heads),
+        HEAD_PAD=triton.next_power_of_2(head_size),
+        num_warps=4,
+    )
