@@ -22,15 +22,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import outcome
+import torch
 import trio
 
 from genbatch.actors.batcher_messages import Generate, GetStats
 from genbatch.actors.batcher_stats import BatcherStats
-from genbatch.actors.genserver import NOREPLY, Down, From, GenServer, Monitor, Timer
+from genbatch.actors.batching_type import BatchingType
+from genbatch.actors.genserver import NOREPLY, Down, From, GenServer, Monitor, Reason, Timer, reply_error
 from genbatch.actors.held_prompts import HeldPrompts
 from genbatch.actors.intake import Intake
 from genbatch.actors.kv_view import KVView
-from genbatch.actors.llm_request import Phase
+from genbatch.actors.llm_request import LlmRequest, Phase
 from genbatch.actors.options import BatcherOptions
 from genbatch.actors.request import Request
 from genbatch.actors.scheduler import SchedulerOutput, normalize_output
@@ -39,9 +41,18 @@ from genbatch.actors.sequence import HeldPrompt, Sequence, Slotted
 from genbatch.actors.worker import Worker
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
-from genbatch.nif.sampler import Sampled, SampleFault, token_logprobs
-from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, QueueFull, Unavailable
-from genbatch.proto.messages import FinishReason, Token
+from genbatch.nif.errors import OutOfBlocks
+from genbatch.nif.logprobs import token_logprobs
+from genbatch.nif.sampler import Sampled, SampleFault
+from genbatch.proto.errors import (
+    DeadlineExceeded,
+    EngineError,
+    GenbatchError,
+    PromptTooLong,
+    QueueFull,
+    Unavailable,
+)
+from genbatch.proto.messages import FinishReason, Token, TokenLogprob
 
 # Prompts with more characters than this are tokenized off the event loop.
 INLINE_PROMPT_CHARS = 8192
@@ -76,7 +87,7 @@ class Evaluated:
     """What a step gave one entry."""
 
     drawn: Sampled | SampleFault | None
-    prompt_logprobs: list[Any] | None
+    prompt_logprobs: list[TokenLogprob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +108,6 @@ class Batcher(GenServer):
     """
 
     def __init__(self, open_context: Callable[[], Context], options: BatcherOptions | None = None) -> None:
-        super().__init__()
         self.options = options or BatcherOptions()
         self.stats = BatcherStats()
         self.pending: list[Sequence] = []  # by priority, then arrival
@@ -117,7 +127,9 @@ class Batcher(GenServer):
         self.ctx = await self._worker.run(self._open_context)
         self.intake = Intake(self.ctx.model, self.options, self.ctx.max_positions)
         self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
-        self.scheduler = build_scheduler(self.options, KVView(self.ctx.kv))
+        kv_view = KVView(self.ctx.kv)
+        self.scheduler = build_scheduler(self.options.scheduling, kv_view)
+        self._limits = self.options.scheduling.limits(kv_view.block_size)
         for content in self.options.system_prompts:
             await self._hold_configured(content)
 
@@ -146,7 +158,7 @@ class Batcher(GenServer):
                 self._window = None
                 self._tick_when_idle()
 
-    async def terminate(self, reason: object) -> None:
+    async def terminate(self, reason: Reason) -> None:
         for request in list(self._requests.values()):
             request.fail(Unavailable("the batcher has stopped"))
         self._requests.clear()
@@ -225,18 +237,16 @@ class Batcher(GenServer):
     async def _hold_configured(self, content: str) -> None:
         held = self.intake.held_prompt(self.intake.system_prompt(content), b"")
         held.pinned = True
-        if not self.held.hold(held):
-            raise SchedulerError(f"more system prompts than max_held_prompts ({self.options.max_held_prompts})")
-        assert held.seq_id is not None
-        await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
-        held.move(Phase.PREFILLING)
+        if self.held.hold(held):
+            assert held.seq_id is not None
+            await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
         held.num_computed = len(held.tokens)
 
     def _share_first_message(self, request: Request) -> None:
         """Lets the request share a held prompt; holds its first message when another request had the same."""
-        if request.wanted.prompt_logprobs is not None:
-            return  # needs the logits of every prompt token
         first = request.sequences[0]
+        if first.scores_prompt:
+            return
         held = self.held.find(request.prompt_tokens, first.cache_key)
         if held is None:
             prefix = self.intake.first_message(request.wanted)
@@ -272,11 +282,13 @@ class Batcher(GenServer):
         plan = self._plan()
         for owner in plan.paused_requests:
             self._pause(owner)
+        for owner in plan.never_fitting:
+            self._refuse(owner)
         self._groups = deque(group for group in self._start(plan) if group)
         if self._groups:
             self._step()
-        elif self.pending:
-            self._make_room()
+        elif plan.paused_requests or plan.never_fitting:
+            self._tick()  # what they gave back may let others in
 
     def _finish_abandoned(self) -> None:
         now = trio.current_time()
@@ -296,29 +308,32 @@ class Batcher(GenServer):
         self._end(request, None if request.choices else DeadlineExceeded("the deadline passed before the first step"))
 
     def _plan(self) -> SchedulerOutput:
-        evaluating = self.held.evaluating()
+        """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked."""
         ready = [sequence for sequence in self.pending if not sequence.waits_for_donor]
-        if self.seq_pool:
-            for sequence in ready[: len(self.seq_pool)]:
-                sequence.num_computed = self._reusable(sequence)
-        active: list[LlmRequest] = [*evaluating, *self.sequences.values(), *ready]
-        if not active:
-            return SchedulerOutput([], [], [], {})
-        return normalize_output(self.scheduler.schedule_request(active, set()), active)
+        candidates = ready[: len(self.seq_pool)]
+        for sequence in candidates:
+            sequence.num_computed = self._reusable(sequence)
+        active: list[LlmRequest] = [*self.held.evaluating(), *self.sequences.values(), *ready]
+        try:
+            output = self.scheduler.schedule_request(active, frozenset()) if active else ([], [], [])
+            return normalize_output(output, active, frozenset(), self._limits)
+        finally:
+            for sequence in candidates:
+                sequence.num_computed = 0
 
     def _reusable(self, sequence: Sequence) -> int:
-        """Positions a waiting sequence will share when it starts, so that the plan counts only its own."""
         if sequence.donor_ready:
             return sequence.num_shared
-        if sequence.request.wanted.prompt_logprobs is not None:
+        if sequence.scores_prompt:
             return 0
-        return self.ctx.kv.match_prefix(sequence.tokens, sequence.cache_key)
+        return self.ctx.kv.peek_prefix(sequence.tokens, sequence.cache_key)
 
     def _pause(self, owner: LlmRequest) -> None:
         """Takes a sequence's blocks; it waits in its old turn and evaluates all its tokens again."""
-        assert isinstance(owner, Sequence)
-        if owner.seq_id is None:
+        if isinstance(owner, HeldPrompt):
+            self.ctx.seq_rm(self.held.drop(owner))
             return
+        assert isinstance(owner, Sequence)
         self._free_slot(owner)
         owner.pause()
         self.stats.preemptions += 1
@@ -331,12 +346,12 @@ class Batcher(GenServer):
             assert isinstance(owner, Slotted)
             if isinstance(owner, Sequence) and owner.seq_id is None:
                 self._admit(owner)
-            elif owner.phase is Phase.PENDING:
-                owner.move(Phase.PREFILLING)
             size = min(plan.chunk_sizes.get(owner.request_id, owner.context_remaining), owner.context_remaining)
             chunks.append(_planned(owner, size))
         decodes = [_planned(owner, 1) for owner in plan.generation_requests if isinstance(owner, Sequence)]
-        return [decodes + chunks]
+        if self.options.batching_type is BatchingType.INFLIGHT_FUSED_BATCHING:
+            return [decodes + chunks]
+        return [chunks, decodes]
 
     def _admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence into a slot, with whatever is already evaluated of its beginning."""
@@ -346,32 +361,29 @@ class Batcher(GenServer):
         self.sequences[seq_id] = sequence
         sequence.seq_id = seq_id
         sequence.move(Phase.PREFILLING)
-        donor = sequence.donor
-        if donor is not None and sequence.donor_ready:
-            assert donor.seq_id is not None
-            self.ctx.seq_cp(donor.seq_id, seq_id, 0, sequence.num_shared)
-            sequence.num_computed = sequence.num_shared
+        donor, num_shared = sequence.donor, 0
+        if donor is not None and donor.seq_id is not None and sequence.donor_ready:
+            num_shared = sequence.num_shared
+            self.ctx.seq_cp(donor.seq_id, seq_id, 0, num_shared)
             if isinstance(donor, HeldPrompt):
                 donor.last_used = trio.current_time()
-        elif sequence.request.wanted.prompt_logprobs is None:
+        if not sequence.scores_prompt:
             sequence.num_computed = self.ctx.attach_prefix(seq_id, sequence.tokens, sequence.cache_key)
         if sequence.num_pauses == 0:
-            shared = sequence.donor is not None and sequence.donor_ready
-            self.stats.count_cached(sequence.num_computed, shared=shared)
+            self.stats.shared_tokens += num_shared
+            self.stats.reused_tokens += sequence.num_computed - num_shared
             if sequence.choice == 0:
                 sequence.request.cached_tokens = sequence.num_computed
 
-    def _make_room(self) -> None:
-        """Nothing runs and nothing could start: drops held prompts, then refuses what can never fit."""
-        if self.sequences or self.held.evaluating():
-            return
+    def _refuse(self, owner: LlmRequest) -> None:
+        """The scheduler finds no way to fit it: a held prompt makes room first, then the request ends."""
         oldest = self.held.least_recent()
         if oldest is not None:
             self.ctx.seq_rm(self.held.drop(oldest))
-        else:
-            first = self.pending[0]
-            self._fail(first.request, PromptTooLong("the KV cache cannot hold this request", field=None))
-        self._tick()
+        elif isinstance(owner, Sequence) and owner.phase is not Phase.FINISHED:
+            self._fail(owner.request, PromptTooLong("the KV cache cannot hold this request"))
+        elif isinstance(owner, HeldPrompt):
+            self.ctx.seq_rm(self.held.drop(owner))
 
     # The step
 
@@ -442,8 +454,11 @@ class Batcher(GenServer):
         request = owner.request
         if owner.phase is Phase.PREFILLING:
             self.stats.prefilled_tokens += len(planned.entry.tokens)
-        if evaluated.prompt_logprobs is not None and owner.choice == 0:
-            request.prompt_logprobs = (request.prompt_logprobs or [None]) + evaluated.prompt_logprobs
+        if evaluated.prompt_logprobs:
+            request.prompt_logprobs = request.prompt_logprobs or [None]
+            # A prompt that was paused is scored again: the same numbers take the same places.
+            first = planned.entry.n_past + 1
+            request.prompt_logprobs[first : first + len(evaluated.prompt_logprobs)] = evaluated.prompt_logprobs
         drawn = evaluated.drawn
         if isinstance(drawn, SampleFault):
             self._fail(request, EngineError(drawn.reason))
@@ -509,7 +524,7 @@ class Batcher(GenServer):
     def _end(self, request: Request, error: GenbatchError | None) -> None:
         """The one place where a request is forgotten and its caller answered."""
         del self._requests[request.monitor]
-        self.demonitor(request.monitor)
+        request.monitor.cancel()
         if error is not None:
             request.fail(error)
         else:
@@ -532,6 +547,19 @@ class Batcher(GenServer):
         }
 
 
+def _prompt_logprobs(planned: Planned, rows: torch.Tensor) -> list[TokenLogprob]:
+    """Log-probs of the prompt tokens that follow this chunk's tokens; rows are the chunk's logits."""
+    owner, entry = planned.owner, planned.entry
+    if entry.logits is not Logits.ALL or not isinstance(owner, Sequence):
+        return []
+    following = owner.tokens[entry.n_past + 1 : min(entry.n_past + len(entry.tokens) + 1, owner.num_prompt_tokens)]
+    scored = token_logprobs(rows[: len(following)], torch.tensor(following), owner.request.wanted.prompt_logprobs or 0)
+    return [
+        TokenLogprob(token_id=token_id, logprob=score.logprob, top=dict(score.top))
+        for token_id, score in zip(following, scored, strict=True)
+    ]
+
+
 def _waiting_key(sequence: LlmRequest) -> tuple[int, int]:
     return sequence.waiting_key
 
@@ -542,6 +570,6 @@ def _planned(owner: Slotted, size: int) -> Planned:
     assert owner.seq_id is not None and tokens, "planned without a slot or without tokens"
     draws = start + size == len(owner.tokens) and isinstance(owner, Sequence)
     logits = Logits.LAST if draws else Logits.NONE
-    if isinstance(owner, Sequence) and owner.request.wanted.prompt_logprobs is not None and start < owner.num_prompt_tokens:
+    if isinstance(owner, Sequence) and owner.scores_prompt and start < owner.num_prompt_tokens - 1:
         logits = Logits.ALL
     return Planned(owner, Entry(owner.seq_id, tokens, start, logits), draws)

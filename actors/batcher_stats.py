@@ -33,13 +33,6 @@ class BatcherStats:
         self.scheduled_entries += num_entries
         self.step_seconds += seconds
 
-    def count_cached(self, num_tokens: int, *, shared: bool) -> None:
-        """Books prompt tokens that needed no prefill: shared by seq_cp, or reused from the prefix cache."""
-        if shared:
-            self.shared_tokens += num_tokens
-        else:
-            self.reused_tokens += num_tokens
-
     def count_finished(self, reason: str, seconds: float) -> None:
         """Books a request's end after `seconds`."""
         self.finished[reason] = self.finished.get(reason, 0) + 1

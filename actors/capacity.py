@@ -22,7 +22,9 @@ class PauseOrder(Enum):
     """Whom MAX_UTILIZATION pauses when the pool is full."""
 
     NEWEST = "newest"  # the last admitted; the one that has run longest is never paused
-    OLDEST = "oldest"  # transformers' soft reset: the oldest, or the newest if a reset already blocks new requests
+    OLDEST = (
+        "oldest"  # transformers' soft reset: the oldest, or the newest if a reset already blocks new requests
+    )
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):
@@ -133,7 +135,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         return CapacityOutput([], [], never_fitting=running)
 
     def _victim(self, running: RequestList, reset_blocks: bool) -> int:
-        # Resetting each request at most once as the oldest keeps a steady stream of new ones from starving it.
+        # Each request is reset once at most as the oldest: a steady stream of new ones must not starve it.
         if self.pause_order is PauseOrder.OLDEST and not reset_blocks and not running[0].num_pauses:
             return 0
         return len(running) - 1

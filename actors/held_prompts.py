@@ -60,6 +60,7 @@ class HeldPrompts:
         if not self._free_slots:
             return False
         held.seq_id = self._free_slots.pop()
+        held.move(Phase.PREFILLING)
         self._held.append(held)
         return True
 

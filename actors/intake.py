@@ -2,20 +2,24 @@
 
 import secrets
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import count
 
 from genbatch.actors.options import BatcherOptions
 from genbatch.actors.output import Output
 from genbatch.actors.request import Request
 from genbatch.actors.sequence import HeldPrompt, Sequence
-from genbatch.nif.errors import ModelError
 from genbatch.nif.model import Model
+from genbatch.nif.prefix_cache import prefix_key
 from genbatch.nif.sampler import SamplerState
 from genbatch.nif.sampling_params import SamplingParams
+from genbatch.nif.tokenizer import ChatTemplateError
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest, validate_request
 
 MAX_SEED = 2**64
+# First messages whose tokens are remembered.
+MAX_PREFIXES = 64
 
 
 class Intake:
@@ -33,6 +37,8 @@ class Intake:
         self._options = options
         self.max_positions = max_positions
         self._ids: Iterator[int] = count(1)
+        # Finding a prefix renders several conversations; callers repeat the same first message.
+        self._prefix_of = lru_cache(MAX_PREFIXES)(self._find_prefix)
 
     def check(self, wanted: GenerateRequest) -> None:
         """Raises InvalidRequest for whatever can be told without tokenizing."""
@@ -67,8 +73,8 @@ class Intake:
             try:
                 messages = [{"role": message.role, "content": message.content} for message in wanted.messages]
                 return self._tokenizer.apply_chat_template(messages)
-            except ModelError as error:
-                raise InvalidRequest("messages", error.reason) from error
+            except ChatTemplateError as error:
+                raise InvalidRequest("messages", str(error)) from error
         assert wanted.prompt is not None
         tokens = self._tokenizer.encode(wanted.prompt)
         if not tokens:
@@ -80,11 +86,14 @@ class Intake:
         if not wanted.messages:
             return []
         first = wanted.messages[0]
-        return self._tokenizer.template_prefix([{"role": first.role, "content": first.content}])
+        return self._prefix_of(first.role, first.content)
 
     def system_prompt(self, content: str) -> list[int]:
         """The tokens that conversations with this system message start with."""
-        return self._tokenizer.template_prefix([{"role": "system", "content": content}])
+        return self._prefix_of("system", content)
+
+    def _find_prefix(self, role: str, content: str) -> list[int]:
+        return self._tokenizer.template_prefix([{"role": role, "content": content}])
 
     def held_prompt(self, tokens: list[int], key: bytes) -> HeldPrompt:
         """A prompt to hold, as a unit of scheduling."""
@@ -142,10 +151,12 @@ class Intake:
                 tokens=list(request.prompt_tokens),
                 request=request,
                 choice=choice,
-                cache_key=wanted.tenant.encode(),
+                cache_key=prefix_key(wanted.tenant),
+                scores_prompt=wanted.prompt_logprobs is not None and choice == 0,
                 sampler=SamplerState(self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids), request.prompt_tokens),
                 output=Output(
-                    self._tokenizer,
+                    self._tokenizer.backend,
+                    request.prompt_tokens,
                     stop=wanted.stop,
                     stop_ids=stop_ids,
                     max_tokens=max_tokens,

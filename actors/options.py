@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from genbatch.actors.batching_type import BatchingType
+from genbatch.actors.capacity import PauseOrder, SchedulerPolicy
 from genbatch.actors.scheduler import RequestScheduler
+from genbatch.actors.scheduler_spec import SchedulerOptions
 from genbatch.proto.messages import RequestLimits
 
 
@@ -13,15 +16,19 @@ class BatcherOptions:
 
     Args:
         n_parallel: sequences decoded at once.
-        batch_size: pending requests that end the accumulation at once; 0 means n_parallel.
+        batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
         batch_timeout: milliseconds an idle Batcher waits for more requests before it starts.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
-        max_queue: most requests waiting for a slot; one more is refused with a retry hint.
+        max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint.
         scheduler: "fifo", "prefill_first", "module:Class", or a RequestScheduler.
-        scheduler_policy: "MAX_UTILIZATION" (pauses under pressure) or "GUARANTEED_NO_EVICT".
-        max_held_prompts: most system prompts whose KV is held for requests to share.
+        scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order: see SchedulerOptions.
         system_prompts: contents of system messages to hold from the start.
+        max_held_prompts: most system prompts whose KV is held for requests to share, those included.
         limits: caps on what one request may ask.
+
+    Raises:
+        SchedulerError: an option of the scheduler is out of range.
+        ValueError: another one is; the message names it.
     """
 
     n_parallel: int = 8
@@ -30,12 +37,37 @@ class BatcherOptions:
     max_batch_tokens: int = 512
     max_queue: int = 256
     scheduler: str | RequestScheduler = "fifo"
-    scheduler_policy: str = "MAX_UTILIZATION"
-    max_held_prompts: int = 4
+    scheduler_policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION
+    batching_type: BatchingType = BatchingType.INFLIGHT_FUSED_BATCHING
+    cache_budget: int | None = None
+    enable_chunked_context: bool = True
+    margin: float | None = None
+    pause_order: PauseOrder | None = None
     system_prompts: Sequence[str] = ()
+    max_held_prompts: int = 4
     limits: RequestLimits = field(default_factory=RequestLimits)
+    scheduling: SchedulerOptions = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "batch_timeout", "max_queue", "max_held_prompts"):
+            if not getattr(self, name) >= 0:  # also refuses NaN
+                raise ValueError(f"{name}: {getattr(self, name)} is less than 0")
+        if len(self.system_prompts) > self.max_held_prompts:
+            raise ValueError(f"system_prompts: {len(self.system_prompts)} are more than max_held_prompts")
+        scheduling = SchedulerOptions(
+            scheduler=self.scheduler,
+            policy=self.scheduler_policy,
+            batching_type=self.batching_type,
+            max_num_requests=self.n_parallel,
+            max_batch_tokens=self.max_batch_tokens,
+            cache_budget=self.cache_budget,
+            enable_chunked_context=self.enable_chunked_context,
+            margin=self.margin,
+            pause_order=self.pause_order,
+        )
+        object.__setattr__(self, "scheduling", scheduling)
 
     @property
     def flush_size(self) -> int:
-        """Pending requests at which an idle Batcher starts without waiting longer."""
+        """Pending sequences at which an idle Batcher starts without waiting longer."""
         return self.batch_size or self.n_parallel

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Sequence
 
+from tokenizers import Tokenizer
+
 from genbatch.nif.detokenizer import Detokenizer
 from genbatch.nif.sampler import Sampled
 from genbatch.nif.stop_text import StopMatcher
-from genbatch.nif.tokenizer import Tokenizer
 from genbatch.proto.messages import Choice, FinishReason, TokenLogprob
 
 
@@ -13,6 +14,8 @@ class Output:
     """Turns drawn tokens into text that never splits a code point nor shows a part of a stop string.
 
     Args:
+        tokenizer: the backend that decodes.
+        prompt_tokens: what the output continues.
         stop: strings that end the output and are not part of it.
         stop_ids: token ids that end the output; their text is not part of it.
         max_tokens: tokens after which the output ends with "length".
@@ -26,6 +29,7 @@ class Output:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        prompt_tokens: Sequence[int],
         *,
         stop: Sequence[str],
         stop_ids: Collection[int],
@@ -33,7 +37,7 @@ class Output:
         min_tokens: int = 0,
         wants_logprobs: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, prompt_tokens)
         self._stop = StopMatcher(stop)
         self._stop_ids = stop_ids
         self._max_tokens = max_tokens

@@ -26,4 +26,6 @@ class PrefillFirstScheduler(MicroBatchScheduler):
         step = StepPlan(self.limits)
         if step.add_contexts(prefilling) and step.add_decodes(decoding):
             step.add_contexts(pending)
-        return step.output()
+        return MicroBatchOutput(
+            step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting
+        )

@@ -5,7 +5,7 @@
             return [r for r in active_requests if self.can_hold(r)], []   # fitting, paused
 
     scheduler = SimpleScheduler(Mine(), FIFOScheduler(limits))
-    context_requests, generation_requests, paused_requests = scheduler.schedule_request(active_requests, set())
+    context_requests, generation_requests, paused_requests = scheduler.schedule_request(active, set())
 
 Every scheduler is given the active requests in one order: the running ones, longest admitted first, then the
 waiting ones, next in turn first. So it may stop reading at the first that does not fit.
@@ -104,22 +104,14 @@ class SimpleScheduler(RequestScheduler):
         Blocks that a step in flight still writes cannot be released. When the capacity scheduler wants such a
         request paused or refused, nothing else is planned: the next plan does it, once the step has ended.
         """
-        capacity = self.capacity_scheduler.schedule_request(active_requests)
-        if not isinstance(capacity, CapacityOutput):
-            fitting_requests, paused_requests = capacity
-            capacity = CapacityOutput(fitting_requests, paused_requests)
-        paused = [r for r in capacity.paused_requests if r.request_id not in inflight_request_ids]
-        refused = [r for r in capacity.never_fitting if r.request_id not in inflight_request_ids]
-        if (len(paused), len(refused)) != (len(capacity.paused_requests), len(capacity.never_fitting)):
+        capacity = CapacityOutput.of(self.capacity_scheduler.schedule_request(active_requests))
+        paused = _grounded(capacity.paused_requests, inflight_request_ids)
+        refused = _grounded(capacity.never_fitting, inflight_request_ids)
+        if len(paused) < len(capacity.paused_requests) or len(refused) < len(capacity.never_fitting):
             return SchedulerOutput([], [], paused, never_fitting=refused)
         step = self.micro_batch_scheduler.schedule(capacity.fitting_requests, inflight_request_ids)
-        if not isinstance(step, MicroBatchOutput):
-            context_requests, generation_requests = step
-            step = MicroBatchOutput(context_requests, generation_requests)
-        return SchedulerOutput(
-            context_requests=step.context_requests,
-            generation_requests=step.generation_requests,
-            paused_requests=paused,
-            chunk_sizes=step.chunk_sizes,
-            never_fitting=[*refused, *step.never_fitting],
-        )
+        return MicroBatchOutput.of(step).as_plan(paused, refused)
+
+
+def _grounded(requests: RequestList, inflight_request_ids: Set[int]) -> RequestList:
+    return [request for request in requests if request.request_id not in inflight_request_ids]

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from genbatch.actors.llm_request import LlmRequest, Phase, RequestList
 from genbatch.actors.step_plan import StepLimits, StepPlan
 
+PlainPlan = tuple[RequestList, RequestList, RequestList]  # context, generation, paused
+
 
 class SchedulerError(Exception):
     """A scheduler cannot be built, or returned a plan that cannot be run; the message names the offence."""
@@ -25,6 +27,18 @@ class CapacityOutput:
     paused_requests: RequestList
     never_fitting: RequestList = field(default_factory=list)
 
+    @classmethod
+    def of(cls, output: "CapacityOutput | tuple[RequestList, RequestList]") -> "CapacityOutput":
+        """The answer of a scheduler that may have returned the plain lists.
+
+        Raises:
+            SchedulerError: it returned something else.
+        """
+        if isinstance(output, CapacityOutput):
+            return output
+        fitting_requests, paused_requests = _lists(output, cls, 2)
+        return cls(fitting_requests, paused_requests)
+
     def __iter__(self) -> Iterator[RequestList]:
         yield self.fitting_requests
         yield self.paused_requests
@@ -38,6 +52,28 @@ class MicroBatchOutput:
     generation_requests: RequestList
     chunk_sizes: Mapping[int, int] = field(default_factory=dict)
     never_fitting: RequestList = field(default_factory=list)
+
+    @classmethod
+    def of(cls, output: "MicroBatchOutput | tuple[RequestList, RequestList]") -> "MicroBatchOutput":
+        """The answer of a scheduler that may have returned the plain lists.
+
+        Raises:
+            SchedulerError: it returned something else.
+        """
+        if isinstance(output, MicroBatchOutput):
+            return output
+        context_requests, generation_requests = _lists(output, cls, 2)
+        return cls(context_requests, generation_requests)
+
+    def as_plan(self, paused_requests: RequestList, never_fitting: RequestList) -> "SchedulerOutput":
+        """The whole plan, with what the capacity scheduler decided."""
+        return SchedulerOutput(
+            context_requests=self.context_requests,
+            generation_requests=self.generation_requests,
+            paused_requests=paused_requests,
+            chunk_sizes=self.chunk_sizes,
+            never_fitting=[*never_fitting, *self.never_fitting],
+        )
 
     def __iter__(self) -> Iterator[RequestList]:
         yield self.context_requests
@@ -62,6 +98,18 @@ class SchedulerOutput:
     chunk_sizes: Mapping[int, int] = field(default_factory=dict)
     never_fitting: RequestList = field(default_factory=list)
 
+    @classmethod
+    def of(cls, output: "SchedulerOutput | PlainPlan") -> "SchedulerOutput":
+        """The plan of a scheduler that may have returned the plain lists.
+
+        Raises:
+            SchedulerError: it returned something else.
+        """
+        if isinstance(output, SchedulerOutput):
+            return output
+        context_requests, generation_requests, paused_requests = _lists(output, cls, 3)
+        return cls(context_requests, generation_requests, paused_requests)
+
     def __iter__(self) -> Iterator[RequestList]:
         yield self.context_requests
         yield self.generation_requests
@@ -78,9 +126,6 @@ class SchedulerOutput:
         return sum(self.chunk_sizes.values())
 
 
-PlainPlan = tuple[RequestList, RequestList, RequestList]
-
-
 def normalize_output(
     output: SchedulerOutput | PlainPlan,
     active_requests: Sequence[LlmRequest],
@@ -95,7 +140,7 @@ def normalize_output(
         SchedulerError: not a plan; a request twice, not active, in flight or in the wrong phase; a chunk
             that is missing or larger than the context; a budget exceeded.
     """
-    plan = _as_plan(output)
+    plan = SchedulerOutput.of(output)
     _check_membership(plan, active_requests, inflight_request_ids)
     _check_phases(plan)
     if plan.context_requests and not plan.chunk_sizes:
@@ -105,15 +150,10 @@ def normalize_output(
     return plan
 
 
-def _as_plan(output: object) -> SchedulerOutput:
-    if isinstance(output, SchedulerOutput):
+def _lists(output: object, wanted: type, count: int) -> tuple[RequestList, ...]:
+    if isinstance(output, tuple) and len(output) == count and all(isinstance(part, list) for part in output):
         return output
-    if isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, list) for part in output):
-        return SchedulerOutput(*output)
-    raise SchedulerError(
-        "a scheduler returns a SchedulerOutput or three lists "
-        f"(context_requests, generation_requests, paused_requests), not {output!r:.200}"
-    )
+    raise SchedulerError(f"a scheduler returned {output!r:.200}, neither {wanted.__name__} nor {count} lists")
 
 
 def _check_membership(plan: SchedulerOutput, active: Sequence[LlmRequest], inflight: Set[int]) -> None:
@@ -150,13 +190,10 @@ def _with_chunk_sizes(plan: SchedulerOutput, limits: StepLimits) -> SchedulerOut
     if not step.add_decodes(plan.generation_requests):
         raise SchedulerError(f"{len(plan.generation_requests)} generation requests exceed the step's budgets")
     step.add_contexts(plan.context_requests)
-    return SchedulerOutput(
-        context_requests=step.context_requests,
-        generation_requests=step.generation_requests,
-        paused_requests=plan.paused_requests,
-        chunk_sizes=step.chunk_sizes,
-        never_fitting=[*plan.never_fitting, *step.never_fitting],
+    filled = MicroBatchOutput(
+        step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting
     )
+    return filled.as_plan(plan.paused_requests, plan.never_fitting)
 
 
 def _check_chunks(plan: SchedulerOutput) -> None:

@@ -63,3 +63,4 @@ class Sequence(Slotted):
     sampler: SamplerState
     choice: int = 0
     cache_key: bytes = b""  # keeps tenants' reusable blocks apart
+    scores_prompt: bool = False  # its prompt's log-probs are wanted, so every prompt token is evaluated

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the function transformers' own modules call, and its plain-torch form."""
+"""Attention over the paged KV cache: the function transformers' modules call, and its plain-torch form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,8 +118,8 @@ class _GroupPlan:
 class TorchStep:
     """A step in plain torch: gathers each entry's own keys and attends with SDPA (fp32 accumulation).
 
-    It is the oracle of the faster ones and runs on every device. An entry only ever sees keys named by its own
-    row of the block table, cut to its own length, so nothing of another sequence can reach it.
+    It is the oracle of the faster ones and runs on every device. An entry only ever sees keys named by its
+    own row of the block table, cut to its own length, so nothing of another sequence can reach it.
 
     Args:
         batch: the step's ragged layout.
@@ -184,9 +184,8 @@ def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Ten
     mask = None if span.mask is None else span.mask.repeat(per_kv_head, 1)
     if call.softcap is None and call.sinks is None:
         # Four dimensions, since SDPA's fused kernels refuse three.
-        out = scaled_dot_product_attention(
-            query[None], keys[None], values[None], None if mask is None else mask[None, None], scale=call.scaling
-        )[0]
+        bias = None if mask is None else mask[None, None]
+        out = scaled_dot_product_attention(query[None], keys[None], values[None], bias, scale=call.scaling)[0]
     else:
         sinks = None if call.sinks is None else call.sinks.view(num_kv_heads, per_kv_head)
         out = _explicit_attention(query, keys, values, mask, call.scaling, call.softcap, sinks)

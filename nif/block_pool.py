@@ -5,9 +5,9 @@
     pool.share(first)      # a second block table holds it
     pool.release(first)    # still held once
 
-A block is used (held at least once), free without known content (uninitialized), or free with the content and the
-hash it had when it was released (initialized), so that a later prompt may take it back. Every operation is O(1) a
-block; ids are 0 .. num_blocks - 1.
+A block is used (held at least once), free without known content (uninitialized), or free with the content and
+the hash it had when it was released (initialized), so that a later prompt may take it back. Every operation
+is O(1) a block; ids are 0 .. num_blocks - 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,9 @@ class BlockPool:
             raise OptionError("num_blocks", f"must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks  # by block id
-        self.hashes: list[bytes | None] = [None] * num_blocks  # by block id; None: content unknown or incomplete
+        self.hashes: list[bytes | None] = [
+            None
+        ] * num_blocks  # by block id; None: content unknown or incomplete
         self._on_forget = on_forget
         self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids go out first
         self._initialized: dict[int, None] = {}  # in order of release
@@ -79,7 +81,7 @@ class BlockPool:
         self.references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Holds each block once less, in this order; one held no more is free, initialized if its hash is known."""
+        """Holds each block once less, in this order; one held no more is free, and initialized if hashed."""
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -114,7 +116,9 @@ class BlockPool:
             assert counted == expected, f"block {block} is counted {counted} times and held {expected} times"
         free = self._uninitialized + list(self._initialized)
         used = [block for block, count in enumerate(self.references) if count > 0]
-        assert sorted(free + used) == list(range(self.num_blocks)), "free and used blocks do not partition the ids"
+        assert sorted(free + used) == list(range(self.num_blocks)), (
+            "free and used blocks do not partition the ids"
+        )
         for block in self._uninitialized:
             assert self.hashes[block] is None, f"uninitialized block {block} has a hash"
         for block in self._initialized:

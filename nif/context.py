@@ -23,6 +23,8 @@ from genbatch.nif.runner import Runner
 from genbatch.nif.sampler import Sampled, SampleFault, SamplerState, sample
 from genbatch.nif.sampling_params import SamplingParams
 
+GREEDY = SamplingParams(seed=0)
+
 
 class Context:
     """A model's KV pool and the sequences that live in it.
@@ -83,8 +85,7 @@ class Context:
     @property
     def max_positions(self) -> int:
         """Most positions one sequence may hold, prompt and output together."""
-        whole_pool = min(pool.num_blocks for pool in self.kv.pools) * self.kv.block_size
-        bounds = [self.n_ctx, whole_pool, self.model.max_position]
+        bounds = [self.n_ctx, self.model.max_position]
         if self.kv.max_per_sequence is not None:
             bounds.append(self.kv.max_per_sequence)
         return min(bounds)
@@ -172,14 +173,14 @@ class Context:
         """
         batch = [Entry(seq_id, (token_id,), position) for seq_id, token_id, position in entries]
         self._check(batch)
-        states = [self._samplers.setdefault(seq_id, SamplerState(SamplingParams(), ())) for seq_id, _, _ in entries]
+        states = [self._samplers.setdefault(seq_id, SamplerState(GREEDY, ())) for seq_id, _, _ in entries]
         _, drawn = self.step(batch, states)
         decoded = []
         for (seq_id, _, _), state, draw in zip(entries, states, drawn, strict=True):
             if not isinstance(draw, Sampled):
                 raise BatchError(f"sequence {seq_id}: {draw.reason if draw else 'nothing drawn'}")
             state.accept(draw.token_id)
-            text = self._texts.setdefault(seq_id, Detokenizer(self.model.tokenizer))
+            text = self._texts.setdefault(seq_id, Detokenizer(self.model.tokenizer.backend))
             decoded.append((seq_id, draw.token_id, text.push(draw.token_id)))
         return decoded
 
@@ -214,7 +215,7 @@ class Context:
             BatchError: the range would leave a hole: later positions were computed from it.
         """
         self.kv.seq_rm(seq_id, p0, p1)
-        if p0 == 0:
+        if self.kv.length(seq_id) == 0:
             # A slot's next user must not inherit the last one's sampler or half a code point.
             self._samplers.pop(seq_id, None)
             self._texts.pop(seq_id, None)
@@ -261,7 +262,7 @@ class Context:
             table = np.zeros((len(batch), width), np.int32)
             for row, entry in enumerate(batch):
                 blocks = self.kv.block_table(group, entry.seq_id)
-                table[row, : len(blocks)] = blocks
+                table[row, : len(blocks)] = np.frombuffer(blocks, np.int32)
             tables.append(self._tensor(table))
             block_ids = table[owner, positions // block_size].astype(np.int64)
             slots.append(self._tensor(block_ids * block_size + positions % block_size))

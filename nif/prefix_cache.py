@@ -1,8 +1,9 @@
 """The prefix cache: which block holds which tokens after which tokens, for whom.
 
-A completed block's name is SHA-256 over the name of the block before it and its own token ids; the first block's
-parent is derived from a key, so that owners with different keys never find each other's blocks, not even by timing.
-The cache holds no references: a block that nobody uses stays findable until the allocator takes it.
+A completed block's name is SHA-256 over the name of the block before it and its own token ids; the first
+block's parent is derived from a key, so that owners with different keys never find each other's blocks, not
+even by timing. The cache holds no references: a block that nobody uses stays findable until the allocator
+takes it.
 """
 
 from array import array
@@ -100,7 +101,9 @@ class PrefixCache:
             AssertionError: they differ.
         """
         kept = {name: block for block, name in enumerate(hashes) if name is not None}
-        assert kept == self._blocks[group], f"group {group}: the prefix cache and the pool know different blocks"
+        assert kept == self._blocks[group], (
+            f"group {group}: the prefix cache and the pool know different blocks"
+        )
 
     def _name(self, parent: bytes, tokens: Sequence[int], index: int) -> bytes:
         start = index * self.block_size

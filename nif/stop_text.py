@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class StopMatcher:
     """Watches one text that arrives in pieces.
 
-    However the text is cut into pieces, what comes out joined is the whole text up to the first occurrence of
-    any stop string, the stop string excluded. Where two occurrences overlap, the one that begins first counts.
+    However the text is cut into pieces, what comes out joined is the whole text up to the first occurrence
+    of any stop string, that one excluded. Where two occurrences overlap, the one that begins first counts.
     Each character costs amortised constant time per stop string (Knuth, Morris and Pratt).
 
     Example:
@@ -30,7 +30,8 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, bool]:
         """Takes the next piece and returns what may be shown, and whether the text has ended.
 
-        Once it has ended, every further piece gives ("", True).
+        A stop string that lies inside the beginning of a longer one ends the text once the longer one is out
+        of the question. After the end, every further piece gives ("", True).
         """
         if self._stopped:
             return "", True
@@ -56,6 +57,11 @@ class StopMatcher:
         if self._stopped:
             return ""
         return self._finish()[0]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text; one still in question at the end counts after `flush`."""
+        return self._stopped and self._found is not None
 
     def _advance(self, character: str, end: int) -> None:
         """Moves every stop string's automaton by one character; `end` counts the held ones up to it."""

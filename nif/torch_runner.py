@@ -41,9 +41,9 @@ class TorchRunner:
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
         assert not self._pools, "allocate is called once"
-        blocks_of_layer = {
-            layer: count for group, count in zip(self.groups, num_blocks, strict=True) for layer in group.layers
-        }
+        blocks_of_layer: dict[int, int] = {}
+        for group, count in zip(self.groups, num_blocks, strict=True):
+            blocks_of_layer.update(dict.fromkeys(group.layers, count))
         for layer, shape in enumerate(self._model.layers):
             rows = (blocks_of_layer[layer], shape.num_kv_heads, block_size)
             keys, values = (
@@ -92,7 +92,7 @@ class TorchRunner:
         ids = self._ids(blocks)
         tensors = self._tensors(group)
         sizes = [tensor[0].nbytes for tensor in tensors]
-        for tensor, part in zip(tensors, content.to(self.device).split(sizes, dim=1), strict=True):
+        for tensor, part in zip(tensors, torch.split(content.to(self.device), sizes, dim=1), strict=True):
             rows = part.contiguous().view(self._model.dtype)
             tensor[ids] = rows.view(len(blocks), *tensor.shape[1:])
 

@@ -1,11 +1,66 @@
-"""Where there is no GPU, Triton kernels run under Triton's interpreter.
+"""What all tests share: the interpreter for Triton where there is no GPU, small random models, the default model.
 
-Triton decides when it is first imported, and transformers imports it: the variable must be set before any test module.
+Triton decides when it is first imported, and transformers imports it: the variable must be set before any test
+module.
 """
 
+import importlib.util
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+from genbatch.nif.model import Model, load_model
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> ModuleType:
+    """The module `tests/nif/tiny_models.py`; tests are no package, so it is loaded by its path."""
+    path = Path(__file__).parent / "nif" / "tiny_models.py"
+    spec = importlib.util.spec_from_file_location("tiny_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tiny_models"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(
+    tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """tiny_model_dir("llama") is the directory of a small random model of the family, made once a session."""
+    made: dict[str, Path] = {}
+
+    def directory(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny_models.build_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Model]:
+    """tiny_model("llama") is that model loaded on the CPU in float32, once a session."""
+    loaded: dict[str, Model] = {}
+
+    def model(family: str) -> Model:
+        if family not in loaded:
+            loaded[family] = load_model(str(tiny_model_dir(family)), dtype="float32", n_gpu_layers=0)
+        return loaded[family]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """The default model in float32 on the CPU, loaded once a session; the first time it is fetched and converted."""
+    return load_model("smollm2", dtype="float32", n_gpu_layers=0)

@@ -87,6 +87,7 @@ def _ragged_attention_kernel(
     table_ptr,  # [B, table_width] int32
     query_starts_ptr,  # [B + 1] int32
     kv_lens_ptr,  # [B] int32
+    sinks_ptr,  # [query_heads] or None
     num_sequences,
     table_width,
     num_blocks,
@@ -105,6 +106,7 @@ def _ragged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     LOG2_E: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """One program: ROWS // GROUP tokens of one sequence, with the GROUP query heads that share a KV head."""
     tile = tl.program_id(0)
@@ -144,7 +146,7 @@ def _ragged_attention_kernel(
     if HAS_WINDOW:
         # Whole tiles before the first query's window hold nothing that any row sees.
         first_key = tl.maximum(kv_len - query_len + first_token - window + 1, 0) // KEYS * KEYS
-    output, _, total = _attend_keys(
+    output, maximum, total = _attend_keys(
         query,
         query_positions,
         first_key,
@@ -166,6 +168,13 @@ def _ragged_attention_kernel(
         HAS_WINDOW,
         LOG2_E,
     )
+    if HAS_SINKS:
+        # A sink is one more score of the head: it takes weight and gives no value.
+        sink = tl.load(sinks_ptr + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
+        new_maximum = tl.maximum(maximum, sink)
+        correction = tl.exp2(maximum - new_maximum)
+        output = output * correction[:, None]
+        total = total * correction + tl.exp2(sink - new_maximum)
     # A row without a single valid key (padding) gives zeros, not 0 / 0.
     output = output / tl.where(total > 0.0, total, 1.0)[:, None]
     out_offsets = ((query_start + tokens).to(tl.int64) * tl.num_programs(1) * GROUP + heads) * HEAD
@@ -285,6 +294,7 @@ def paged_attention(
     max_query_len: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int = 1,
 ) -> torch.Tensor:
     """Causal attention of ragged queries over their sequences' blocks; the queries' own keys are already written.
@@ -298,7 +308,9 @@ def paged_attention(
         max_query_len: longest query; 1 allows the split kernel.
         window: positions a token attends to, itself included; None for all.
         softcap: scores become softcap * tanh(score / softcap).
-        num_splits: shares of a decode's keys worked on in parallel, a power of two; see `choose_num_splits`.
+        sinks: [num_heads], one more score a head that takes weight and gives no value.
+        num_splits: shares of a decode's keys worked on in parallel, a power of two; see `choose_num_splits`. Taken
+            as 1 where a query is longer than 1 or there are sinks.
 
     Returns:
         [T, num_heads, head_size] in the query's type.
@@ -308,7 +320,7 @@ def paged_attention(
     num_sequences, table_width = block_table.shape
     group = num_heads // num_kv_heads
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    splitting = num_splits > 1 and max_query_len == 1
+    splitting = num_splits > 1 and max_query_len == 1 and sinks is None
     rows, keys, num_warps, num_stages = tile_shape(
         group, head_size, query.element_size(), decode=max_query_len == 1
     )
@@ -338,7 +350,18 @@ def paged_attention(
     if not splitting:
         num_tiles = num_tokens // (rows // group) + num_sequences
         _ragged_attention_kernel[(num_tiles, num_kv_heads)](
-            out, query, key_cache, value_cache, block_table, query_starts, kv_lens, num_sequences, *numbers, **shape
+            out,
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_starts,
+            kv_lens,
+            sinks,
+            num_sequences,
+            *numbers,
+            **shape,
+            HAS_SINKS=sinks is not None,
         )
         return out
     partial = torch.empty((num_tokens, num_heads, num_splits, head_size), dtype=torch.float32, device=query.device)

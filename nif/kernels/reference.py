@@ -17,6 +17,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over block tables; arguments and result as in `paged_attention.paged_attention`."""
     _, num_heads, head_size = query.shape
@@ -42,7 +43,10 @@ def paged_attention(
         hidden = distance < 0
         if window is not None:
             hidden |= distance >= window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, end - begin, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :kv_len]
         out[begin:end] = (weights @ value).transpose(0, 1).to(query.dtype)
     return out
 

@@ -1,0 +1,86 @@
+"""The supervision tree: the Batcher, and behind it a gateway for every address it is reachable at.
+
+    async with open_service(EngineOptions(model_path="smollm2"), BatcherOptions(), bind="ipc://...") as service:
+        await service.batcher.call(GetStats())
+
+rest_for_one: a Batcher that crashed is started anew over the model in memory, and the gateways after it; a gateway
+that crashed is started anew alone.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from genbatch.actors.batcher import Batcher
+from genbatch.actors.options import BatcherOptions
+from genbatch.actors.ref import ActorRef
+from genbatch.actors.supervisor import ChildSpec, Supervisor
+from genbatch.actors.telemetry import Telemetry
+from genbatch.nif.context import Context
+from genbatch.nif.engine import Engine, EngineOptions, load_engine
+from genbatch.nif.quiet_transformers import Progress
+
+# The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.
+BATCHER_SHUTDOWN_S = 30.0
+# Callers wait in the mailbox only while a message is being handled; the queue proper has its own bound.
+MAILBOX_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running tree.
+
+    Args:
+        batcher: a ref that survives restarts.
+        engine: the loaded model.
+        addresses: where the gateways are reachable.
+    """
+
+    batcher: ActorRef
+    engine: Engine
+    telemetry: Telemetry
+    addresses: tuple[str, ...] = ()
+
+
+@asynccontextmanager
+async def open_service(
+    engine_options: EngineOptions,
+    batcher_options: BatcherOptions,
+    *,
+    bind: str | None = None,
+    progress: Progress | None = None,
+) -> AsyncIterator[Service]:
+    """Loads the model and runs the tree for as long as the body runs.
+
+    Args:
+        bind: a ZeroMQ address to listen at; None for callers in this program only.
+        progress: called on another thread as progress(stage, done, total).
+
+    Raises:
+        ModelError, OptionError, StartFailed: before any request is taken.
+    """
+    # Loading cannot be interrupted; who gives up waiting need not wait for its end.
+    engine = await trio.to_thread.run_sync(load_engine, engine_options, progress, abandon_on_cancel=True)
+    telemetry = Telemetry()
+    open_context = context_factory(engine, batcher_options)
+    children = [
+        ChildSpec("batcher", lambda: Batcher(open_context, batcher_options), shutdown=BATCHER_SHUTDOWN_S, mailbox_size=MAILBOX_SIZE)
+    ]
+    supervisor = Supervisor(children, strategy="rest_for_one", name="service", telemetry=telemetry)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(supervisor.run)
+        yield Service(supervisor.registry.ref("batcher"), engine, telemetry)
+        nursery.cancel_scope.cancel()
+
+
+def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:
+    """What a Batcher opens its context with, at its start and at each restart."""
+    return partial(
+        engine.open_context,
+        n_parallel=options.n_parallel,
+        n_held=options.max_held_prompts,
+        n_batch=options.max_batch_tokens,
+    )

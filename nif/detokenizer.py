@@ -1,0 +1,145 @@
+"""Turns a stream of token ids into text that never has to be taken back."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer, decoders
+
+_REPLACEMENT = "\ufffd"  # what decoders give for bytes that are not, or not yet, a code point
+_CONTEXT_TOKENS = 8  # enough to tell a word's first token from one inside a text
+_MAX_PENDING = 4  # a code point has at most four bytes, so longer waits end in replacement characters anyway
+
+
+class Detokenizer:
+    """Decodes one sequence's output token by token, skipping special tokens and ids without a token.
+
+    Pieces joined, with the flush, are what the tokenizer decodes from all ids at once. The one exception are
+    tokenizers with byte fallback, where a run of byte tokens that turns out not to be UTF-8 would change text
+    already shown: there the text shown stays.
+
+    Args:
+        tokenizer: the fast tokenizer's backend (`backend_tokenizer` of transformers' class).
+        prompt_token_ids: what precedes the output. Tokenizers that drop the space before a text's first word
+            keep it in an output that follows a prompt; without a prompt they drop it.
+    """
+
+    __slots__ = ("_decoding",)
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+        vocabulary = _Vocabulary(tokenizer)
+        self._decoding: _Decoding
+        if isinstance(tokenizer.decoder, decoders.ByteLevel):
+            self._decoding = _ByteDecoding(vocabulary)
+        else:
+            self._decoding = _WindowDecoding(vocabulary, prompt_token_ids)
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that is final now; "" while a code point is incomplete."""
+        return self._decoding.push(token_id)
+
+    def flush(self) -> str:
+        """Returns the rest, an incomplete code point as U+FFFD; the sequence has ended."""
+        return self._decoding.flush()
+
+
+class _Decoding(Protocol):
+    def push(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class _Vocabulary:
+    """The tokens that have a text."""
+
+    __slots__ = ("_special", "tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None if it has no text."""
+        if token_id in self._special:
+            return None
+        token: str | None = self.tokenizer.id_to_token(token_id)
+        return token
+
+
+class _ByteDecoding:
+    """Byte-level vocabularies: tokens are bytes, and only their boundaries matter."""
+
+    __slots__ = ("_utf8", "_vocabulary")
+
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        token = self._vocabulary.token(token_id)
+        return "" if token is None else self._utf8.decode(_token_bytes(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoding:
+    """Any other decoder: decodes a few tokens with and without the newest, and shows the difference."""
+
+    __slots__ = ("_shown", "_vocabulary", "_window")
+
+    def __init__(self, vocabulary: _Vocabulary, prompt_token_ids: Sequence[int]) -> None:
+        self._vocabulary = vocabulary
+        tail = prompt_token_ids[-_CONTEXT_TOKENS:]
+        self._window = [i for i in tail if vocabulary.token(i) is not None]
+        self._shown = len(self._window)  # tokens of the window whose text is out
+
+    def push(self, token_id: int) -> str:
+        if self._vocabulary.token(token_id) is None:
+            return ""
+        self._window.append(token_id)
+        text = self._unshown()
+        pending = len(self._window) - self._shown
+        if (not text or text.endswith(_REPLACEMENT)) and pending < _MAX_PENDING:
+            return ""
+        del self._window[: self._shown]
+        self._shown = len(self._window)
+        return text
+
+    def flush(self) -> str:
+        text = self._unshown()
+        self._shown = len(self._window)
+        return text
+
+    def _unshown(self) -> str:
+        shown = self._decode(self._window[: self._shown])
+        text = self._decode(self._window)
+        if text.startswith(shown):
+            return text[len(shown) :]
+        return self._decode(self._window[self._shown :])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._vocabulary.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def _character_bytes() -> dict[str, int]:
+    """GPT-2's table: printable Latin-1 characters stand for themselves, other bytes for U+0100 and up."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _character_bytes()
+
+
+def _token_bytes(token: str) -> bytes:
+    """The bytes that a byte-level token stands for; an added token with other characters is its own text."""
+    try:
+        return bytes([_BYTES[character] for character in token])
+    except KeyError:
+        return token.encode()

@@ -1,0 +1,103 @@
+"""Compiles the C files for the machine at hand, once, into the cache directory."""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from genbatch.nif.model_source import cache_directory
+from genbatch.nif.native.errors import NativeUnavailable
+
+SOURCE_DIRECTORY = Path(__file__).parent
+# gnu11 for madvise and sched_yield; no contraction: see simd.h.
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+_COMPILERS = ("cc", "gcc", "clang")
+_TIMEOUT_S = 300
+
+
+def native_flags() -> tuple[str, ...]:
+    """The flags that let the compiler use everything this CPU has."""
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64", "i686") else ("-mcpu=native",)
+
+
+def build_library(machine_flags: Sequence[str] | None = None) -> Path:
+    """Path of the shared library for this machine, compiled if the cache has none.
+
+    Args:
+        machine_flags: instead of `native_flags()`; tests build for lesser machines.
+
+    Raises:
+        NativeUnavailable: there is no compiler, or it failed.
+    """
+    compiler = _compiler()
+    flags = [*FLAGS, *(native_flags() if machine_flags is None else machine_flags)]
+    sources = sorted(SOURCE_DIRECTORY.glob("*.c"))
+    if not sources:
+        raise NativeUnavailable("the installation lacks the C sources")
+    target = cache_directory() / "native" / f"{_key(compiler, flags)}.so"
+    if target.is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            output = Path(scratch) / "library.so"
+            compile_sources(compiler, flags, sources, output)
+            # A rename replaces atomically: a second process may have built the same meanwhile.
+            output.replace(target)
+    except OSError as fault:
+        raise NativeUnavailable(f"cannot write the compiled kernels to {target.parent}: {fault}") from fault
+    return target
+
+
+def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:
+    """Runs the compiler.
+
+    Raises:
+        NativeUnavailable: it failed; the reason holds the first line of its complaint.
+    """
+    command = [compiler, *flags, *map(str, sources), "-o", str(output), "-lm"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        raise NativeUnavailable(f"{compiler} did not run: {fault}") from fault
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise NativeUnavailable(f"{compiler} failed: {lines[0].strip() if lines else done.returncode}")
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CC")
+    candidates = (wanted,) if wanted else _COMPILERS
+    found = next((path for path in map(shutil.which, candidates) if path), None)
+    if found is None:
+        raise NativeUnavailable(f"no C compiler ({', '.join(candidates)}) is installed")
+    return found
+
+
+def _key(compiler: str, flags: Sequence[str]) -> str:
+    """Names a build by all that it depends on: sources, flags, compiler and CPU."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCE_DIRECTORY.glob("*.c"), *SOURCE_DIRECTORY.glob("*.h")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        raise NativeUnavailable(f"{compiler} did not run: {fault}") from fault
+    for part in (compiler, *flags, platform.machine(), _cpu()):
+        digest.update(part.encode() + b"\0")
+    digest.update(version.stdout)
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """The CPU's model and features: a home directory may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(named)}))

@@ -1,0 +1,128 @@
+/* The types that Python fills in (mirrored in library.py) and what the files call of one another. */
+#ifndef GENBATCH_H
+#define GENBATCH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define ABI_VERSION 1 /* bumped with any change to the structs below; library.py compares */
+#define COLUMNS 32 /* output columns of one weight block */
+#define MAX_GROUPS 4 /* layer groups */
+#define MAX_HEAD_DIM 256
+#define CHUNK_KEYS 64 /* keys between two rescalings of the softmax, aligned to absolute positions */
+
+enum weight_kind { WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 };
+enum kv_kind { KV_F32, KV_BF16 };
+
+/* y = x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
+typedef struct {
+    int32_t kind;
+    int32_t n; /* outputs; blocks are padded to a multiple of COLUMNS */
+    int32_t k; /* inputs, padded to a multiple of `group` */
+    int32_t group; /* inputs that share a scale; 1 for float kinds */
+    const void *weights;
+    const float *bias; /* [padded n], or NULL */
+} linear;
+
+typedef struct {
+    linear qkv, out, gate_up, down;
+    const float *attention_norm, *mlp_norm; /* [hidden] */
+    const float *q_norm, *k_norm; /* [head_dim], or NULL */
+    int32_t group; /* layer group, and this layer's place in it */
+    int32_t index_in_group;
+    int32_t window; /* positions attended to; INT32_MAX for all */
+    int32_t pad;
+} layer;
+
+typedef struct {
+    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, num_layers, vocab_size, num_groups;
+    float norm_eps, score_scale;
+    int32_t embedding_kind; /* WEIGHT_F32 or WEIGHT_BF16, row-major [vocab, hidden] */
+    int32_t pad;
+    const void *embedding;
+    const float *final_norm;
+    const layer *layers;
+    linear head;
+} model;
+
+/* The blocks of one layer group: [layer in group][block][kv head][keys then values]. */
+typedef struct {
+    uint8_t *base;
+    int64_t layer_stride, block_stride, head_stride, values_offset; /* bytes */
+    int32_t num_blocks;
+    int32_t block_size;
+    int32_t kind;
+    int32_t padded_keys; /* block_size rounded up to 16: the row length of the transposed keys */
+} cache;
+
+typedef struct {
+    int32_t num_tokens, num_entries, num_logit_rows, num_positions; /* the last: rows of cosines and sines */
+    const int64_t *input_ids, *positions; /* [num_tokens] */
+    const int32_t *query_starts, *kv_lens; /* [num_entries + 1], [num_entries] */
+    const int64_t *slots[MAX_GROUPS]; /* [num_tokens] */
+    const int32_t *block_tables[MAX_GROUPS]; /* [num_entries, table_width] */
+    int32_t table_width[MAX_GROUPS];
+    const int64_t *logit_rows; /* [num_logit_rows] */
+    const float *cosines, *sines; /* [num_positions, head_dim / 2] */
+    float *logits; /* [num_logit_rows, vocab_size] */
+} step;
+
+/* What is wrong with a step; the offending index goes to *where. */
+enum step_error {
+    STEP_OK,
+    STEP_TOKEN_ID, /* where: token */
+    STEP_POSITION, /* where: token */
+    STEP_SLOT, /* where: token */
+    STEP_QUERY_STARTS, /* where: entry */
+    STEP_KV_LEN, /* where: entry */
+    STEP_BLOCK_TABLE, /* where: entry */
+    STEP_LOGIT_ROW, /* where: row */
+    STEP_NO_MEMORY,
+};
+
+/* Rows of activations in the form that one kind of weight multiplies. */
+typedef struct {
+    void *data; /* float, bfloat16 or int8, `stride` elements a row */
+    float *scales; /* int8: [row, k / group] */
+    int32_t *sums; /* int8: sums of the group's integers */
+    int64_t stride;
+    int64_t groups; /* scales a row */
+} rows;
+
+/* threads.c */
+typedef struct pool pool;
+typedef void (*pool_function)(void *argument, int thread);
+pool *pool_create(int num_threads);
+void pool_destroy(pool *);
+int pool_size(const pool *);
+void pool_run(pool *, pool_function, void *argument);
+void pool_barrier(pool *);
+
+/* gemm_*.c: sums[count][COLUMNS] = rows[first .. first + count) x one weight block */
+void gemm_f32_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
+void gemm_bf16_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
+void gemm_i8_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
+void gemm_u4_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
+enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want float or bfloat16 rows */
+
+/* rows.c */
+void rms_norm(const float *x, const float *weight, float eps, int64_t size, float *out);
+void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size, int64_t group);
+void silu_multiply(const float *gate_up, float *out, int64_t count);
+
+/* attention.c */
+typedef struct {
+    const float *queries; /* [token][num_heads * head_dim] at `stride`, roped and scaled */
+    float *out; /* [token, num_heads * head_dim] */
+    int64_t query_stride;
+    const cache *cache;
+    int32_t layer, num_heads, num_kv_heads, head_dim, window;
+} attention;
+void kv_write(const cache *, int layer, int kv_head, int head_dim, int64_t slot, const float *key,
+              const float *value);
+int attention_tiles(int query_len, int heads_per_kv_head);
+void attention_tile(const attention *, int kv_head, int first_token, int query_len, int kv_len,
+                    const int32_t *table, int tile);
+
+#endif

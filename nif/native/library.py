@@ -1,0 +1,164 @@
+"""The C library as Python sees it: the structs of genbatch.h and the functions of step.c."""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+from genbatch.nif.native.build import build_library
+from genbatch.nif.native.errors import NativeUnavailable
+
+ABI_VERSION = 1
+COLUMNS = 32
+MAX_GROUPS = 4
+MAX_HEAD_DIM = 256
+ALL_POSITIONS = 2**31 - 1  # a window that hides nothing
+
+WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 = range(4)
+KV_F32, KV_BF16 = range(2)
+
+# In the order of enum step_error; "%d" is the index that step.c reports.
+STEP_ERRORS = (
+    "",
+    "token %d has an id outside the vocabulary",
+    "token %d is not at the position that follows its predecessors",
+    "token %d would be written outside the KV pool",
+    "the query starts are wrong at entry %d",
+    "entry %d has an impossible number of positions",
+    "entry %d has a block table that is too short or names a block outside the pool",
+    "logit row %d is not a token of the batch",
+    "no memory for the step",
+)
+STEP_NO_MEMORY = len(STEP_ERRORS) - 1
+
+
+class Linear(Structure):
+    """One merged weight matrix."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("group", c_int32),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Layer(Structure):
+    """One decoder layer."""
+
+    _fields_ = (
+        ("qkv", Linear),
+        ("out", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("group", c_int32),
+        ("index_in_group", c_int32),
+        ("window", c_int32),
+        ("pad", c_int32),
+    )
+
+
+class ModelStruct(Structure):
+    """The whole model."""
+
+    _fields_ = (
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("num_layers", c_int32),
+        ("vocab_size", c_int32),
+        ("num_groups", c_int32),
+        ("norm_eps", c_float),
+        ("score_scale", c_float),
+        ("embedding_kind", c_int32),
+        ("pad", c_int32),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("layers", POINTER(Layer)),
+        ("head", Linear),
+    )
+
+
+class Cache(Structure):
+    """The KV pool of one layer group."""
+
+    _fields_ = (
+        ("base", c_void_p),
+        ("layer_stride", c_int64),
+        ("block_stride", c_int64),
+        ("head_stride", c_int64),
+        ("values_offset", c_int64),
+        ("num_blocks", c_int32),
+        ("block_size", c_int32),
+        ("kind", c_int32),
+        ("padded_keys", c_int32),
+    )
+
+
+class Step(Structure):
+    """One ragged batch."""
+
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_entries", c_int32),
+        ("num_logit_rows", c_int32),
+        ("num_positions", c_int32),
+        ("input_ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_starts", c_void_p),
+        ("kv_lens", c_void_p),
+        ("slots", c_void_p * MAX_GROUPS),
+        ("block_tables", c_void_p * MAX_GROUPS),
+        ("table_width", c_int32 * MAX_GROUPS),
+        ("logit_rows", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Loads a library that `build_library` made and declares its functions.
+
+    Raises:
+        NativeUnavailable: it does not load, or its structs are not those above.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as fault:
+        raise NativeUnavailable(f"the compiled kernels do not load: {fault}") from fault
+    library.struct_bytes.restype = c_int64
+    library.struct_bytes.argtypes = (c_int,)
+    structs: tuple[type[Structure], ...] = (Linear, Layer, ModelStruct, Cache, Step)
+    sizes = [library.struct_bytes(i) for i in range(len(structs))]
+    if library.abi_version() != ABI_VERSION or sizes != [ctypes.sizeof(struct) for struct in structs]:
+        raise NativeUnavailable("the compiled kernels and the Python code disagree about their structs")
+    library.memory_allocate.restype = c_void_p
+    library.memory_allocate.argtypes = (c_int64,)
+    library.memory_free.restype = None
+    library.memory_free.argtypes = (c_void_p, c_int64)
+    library.engine_create.restype = c_void_p
+    library.engine_create.argtypes = (POINTER(ModelStruct), POINTER(Cache), c_int)
+    library.engine_destroy.restype = None
+    library.engine_destroy.argtypes = (c_void_p,)
+    library.engine_step.restype = c_int
+    library.engine_step.argtypes = (c_void_p, POINTER(Step), POINTER(c_int64))
+    return library
+
+
+@lru_cache(maxsize=1)
+def native_library() -> ctypes.CDLL:
+    """The library for this machine, built and loaded at the first call.
+
+    Raises:
+        NativeUnavailable: it cannot be built or loaded.
+    """
+    return open_library(build_library())

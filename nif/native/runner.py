@@ -1,0 +1,249 @@
+"""NativeRunner: models of the Llama family on the CPU, a whole step in one call into C.
+
+runner = native_runner(load_model("smollm2"), quantize="int8")
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.library import (
+    KV_BF16,
+    KV_F32,
+    MAX_GROUPS,
+    STEP_ERRORS,
+    STEP_NO_MEMORY,
+    WEIGHT_BF16,
+    WEIGHT_F32,
+    WEIGHT_I8,
+    Cache,
+    Step,
+    native_library,
+)
+from genbatch.nif.native.llama_weights import LlamaWeights, check_supported
+from genbatch.nif.native.memory import NativeMemory
+from genbatch.nif.native.rope_table import RopeTable
+
+if TYPE_CHECKING:
+    from genbatch.nif.model import Model
+
+QUANTIZE = ("none", "int8")
+_WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}
+_KEY_LANES = 16  # scores of one vector; a block's keys are padded to it
+
+
+def native_runner(
+    model: "Model",
+    *,
+    quantize: str = "none",
+    kv_dtype: torch.dtype | None = None,
+    n_threads: int | None = None,
+) -> "NativeRunner":
+    """Builds the kernels if need be, packs the weights and starts the threads.
+
+    Args:
+        model: what `load_model` returned, in float32 or bfloat16 on the CPU.
+        quantize: "none" keeps the model's own dtype; "int8" takes 8 bits for activations and 8, or where the
+            model's weights are 4-bit already those same 4, for weights.
+        kv_dtype: torch.float32 or torch.bfloat16; None takes float32 for float32 weights, else bfloat16.
+        n_threads: threads of a step; None takes the cores this process may use.
+
+    Raises:
+        NativeUnavailable: this machine or this model cannot; the reason is for a log line.
+        OptionError: an option has no such value.
+    """
+    if quantize not in QUANTIZE:
+        raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
+    if kv_dtype not in (None, torch.float32, torch.bfloat16):
+        raise OptionError("kv_dtype", f"{kv_dtype} is neither torch.float32 nor torch.bfloat16")
+    if n_threads is not None and n_threads < 1:
+        raise OptionError("n_threads", f"must be at least 1, not {n_threads}")
+    check_supported(model)
+    kind = WEIGHT_I8 if quantize == "int8" else WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
+    exact = kind == WEIGHT_F32
+    return NativeRunner(
+        model,
+        native_library(),
+        kind=kind,
+        kv_dtype=kv_dtype or (torch.float32 if exact else torch.bfloat16),
+        n_threads=n_threads or available_cores(),
+    )
+
+
+class NativeRunner:
+    """Runs steps in C; made by `native_runner`. Implements `Runner`.
+
+    A row's logits depend, to the last bit, on its own sequence only: not on the rest of the batch, on its place in
+    it, on how its prompt was chunked or on the number of threads.
+    """
+
+    def __init__(
+        self, model: "Model", library: ctypes.CDLL, *, kind: int, kv_dtype: torch.dtype, n_threads: int
+    ) -> None:
+        self.name = f"native ({_WEIGHT_NAMES[kind]}, {n_threads} thread{'s' if n_threads > 1 else ''})"
+        self.device = torch.device("cpu")
+        self.vocab_size = model.vocab_size
+        self.groups = model.groups
+        self._library = library
+        self._kv_dtype = kv_dtype
+        self._n_threads = n_threads
+        self._weights = LlamaWeights(model, library, kind)
+        self._rope = RopeTable(model)
+        self._shape = self._weights.struct
+        self._pools: list[NativeMemory] = []
+        self._caches: ctypes.Array[Cache] | None = None
+        self._engine: int | None = None
+
+    def bytes_per_block(self, group: int, block_size: int) -> int:
+        """Bytes of KV that one block of `group` takes, all the group's layers together."""
+        return len(self.groups[group].layers) * self._layer_bytes(block_size)
+
+    def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
+        """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
+        assert self._caches is None, "allocate is called once"
+        head_bytes = self._layer_bytes(block_size) // self._shape.num_kv_heads
+        padded_keys = _padded(block_size, _KEY_LANES)
+        caches = (Cache * len(self.groups))()
+        for i, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
+            pool = NativeMemory(self._library, count * self.bytes_per_block(i, block_size))
+            self._pools.append(pool)
+            caches[i] = Cache(
+                base=pool.address,
+                layer_stride=pool.tensor.numel() // len(group.layers),
+                block_stride=self._layer_bytes(block_size),
+                head_stride=head_bytes,
+                values_offset=padded_keys * self._shape.head_dim * self._kv_dtype.itemsize,
+                num_blocks=count,
+                block_size=block_size,
+                kind=KV_F32 if self._kv_dtype == torch.float32 else KV_BF16,
+                padded_keys=padded_keys,
+            )
+        self._caches = caches
+        self._engine = self._library.engine_create(ctypes.byref(self._shape), caches, self._n_threads)
+        if not self._engine:
+            raise MemoryError("cannot allocate the native engine")
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32.
+
+        Raises:
+            BatchError: a token, slot, position or block is out of range; nothing was written.
+            MemoryError: no room for the step's activations.
+        """
+        assert self._engine is not None, "forward needs a pool"
+        cosines, sines = self._rope.up_to(batch.max_kv_len)
+        logits = torch.empty(batch.logit_rows.numel(), self.vocab_size)
+        _check_sizes(batch, len(self.groups))
+        held = _Held()
+        step = Step(
+            num_tokens=batch.input_ids.numel(),
+            num_entries=batch.kv_lens.numel(),
+            num_logit_rows=batch.logit_rows.numel(),
+            num_positions=cosines.shape[0],
+            input_ids=held.address(batch.input_ids, torch.int64),
+            positions=held.address(batch.positions, torch.int64),
+            query_starts=held.address(batch.query_starts, torch.int32),
+            kv_lens=held.address(batch.kv_lens, torch.int32),
+            logit_rows=held.address(batch.logit_rows, torch.int64),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            logits=logits.data_ptr(),
+        )
+        for i in range(len(self.groups)):
+            step.slots[i] = held.address(batch.slots[i], torch.int64)
+            step.block_tables[i] = held.address(batch.block_tables[i], torch.int32)
+            step.table_width[i] = batch.block_tables[i].shape[1]
+        where = ctypes.c_int64()
+        error = self._library.engine_step(self._engine, ctypes.byref(step), ctypes.byref(where))
+        if error == STEP_NO_MEMORY:
+            raise MemoryError(STEP_ERRORS[error])
+        if error:
+            raise BatchError(STEP_ERRORS[error] % where.value)
+        return logits
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, destination); every source is read before any block is written."""
+        if pairs:
+            sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
+            blocks = self._blocks(group)
+            blocks[:, destinations] = blocks[:, sources]
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8."""
+        return self._blocks(group)[:, list(blocks)].transpose(0, 1).flatten(1)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        into = self._blocks(group)
+        into[:, list(blocks)] = content.unflatten(1, (into.shape[0], -1)).transpose(0, 1)
+
+    def close(self) -> None:
+        """Stops the threads and releases the KV pool and the packed weights."""
+        if self._engine is not None:
+            self._library.engine_destroy(self._engine)
+            self._engine = None
+        for pool in self._pools:
+            pool.close()
+        self._pools = []
+        self._weights.close()
+
+    def _layer_bytes(self, block_size: int) -> int:
+        """Bytes of one block of one layer: keys for 16 lanes, values for pairs of positions."""
+        rows = _padded(block_size, _KEY_LANES) + _padded(block_size, 2)
+        return self._shape.num_kv_heads * rows * self._shape.head_dim * self._kv_dtype.itemsize
+
+    def _blocks(self, group: int) -> torch.Tensor:
+        """The group's pool as [layers, num_blocks, bytes of a layer's block]."""
+        assert self._caches is not None, "there is no pool yet"
+        cache = self._caches[group]
+        return self._pools[group].tensor.view(-1, cache.num_blocks, cache.block_stride)
+
+
+class _Held:
+    """Keeps the tensors whose addresses a step holds."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+
+    def address(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+        """The address of the tensor, copied if its layout is another one."""
+        plain = tensor.to(device="cpu", dtype=dtype).contiguous()
+        self._tensors.append(plain)
+        return plain.data_ptr()
+
+
+def _check_sizes(batch: RaggedBatch, num_groups: int) -> None:
+    """What C cannot see: that every array is as long as the counts say."""
+    tokens, entries = batch.input_ids.numel(), batch.kv_lens.numel()
+    sizes = [batch.positions.numel(), *(slots.numel() for slots in batch.slots)]
+    tables = [table.shape[0] for table in batch.block_tables]
+    if (
+        set(sizes) != {tokens}
+        or batch.query_starts.numel() != entries + 1
+        or set(tables) != {entries}
+        or not len(batch.slots) == len(tables) == num_groups <= MAX_GROUPS
+    ):
+        raise BatchError("the batch's tensors contradict each other in length")
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity and, in a container, its quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup of this version: only the affinity counts
+    return cores
+
+
+def _padded(size: int, to: int) -> int:
+    return size + -size % to

@@ -1,0 +1,439 @@
+/* One forward pass: every thread runs the whole of it and meets the others at a barrier after each phase.
+ *
+ * Inside a phase threads claim units of work from a counter, so a thread that lost its core for a while
+ * holds up one unit and not a fixed share. Which thread computes a unit does not change its result. */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "genbatch.h"
+#include "simd.h"
+
+/* Rows per unit of a linear: 20 tiles of 12. 240 rows x 576 floats are 540 KB and stay in L2 while the
+ * blocks of weights pass by. */
+#define PANEL 240
+#define PHASES_PER_LAYER 10
+#define PHASES_AROUND 4
+
+enum epilogue { STORE, ADD, SILU };
+
+typedef struct {
+    float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
+    rows operand;
+    float *scratch; /* a thread's: PANEL x COLUMNS sums, then a row of hidden size */
+    int64_t scratch_size;
+} workspace;
+
+typedef struct engine {
+    pool *pool;
+    const model *model;
+    const cache *caches;
+    workspace work;
+    void *memory; /* holds `work` */
+    int64_t capacity; /* bytes */
+    atomic_int *claims; /* a counter per phase */
+    const step *step;
+} engine;
+
+typedef struct {
+    engine *engine;
+    int thread;
+    int phase;
+} worker;
+
+static int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void phase_end(worker *w)
+{
+    w->phase++;
+    pool_barrier(w->engine->pool);
+}
+
+/* Claims [*from, *to) of `count` units; false when none are left. */
+static bool claim(worker *w, int64_t count, int64_t grain, int64_t *from, int64_t *to)
+{
+    *from = atomic_fetch_add_explicit(&w->engine->claims[w->phase], 1, memory_order_relaxed) * grain;
+    *to = smaller(*from + grain, count);
+    return *from < count;
+}
+
+/* About 8 claims a thread: fine enough to balance, coarse enough that weights stream in long runs. */
+static int64_t grain_of(const worker *w, int64_t count)
+{
+    int64_t grain = count / (8 * pool_size(w->engine->pool));
+    return grain < 1 ? 1 : grain;
+}
+
+/* Phases on rows */
+
+static int operand_kind(const linear *l)
+{
+    return l->kind == WEIGHT_BF16 ? (int)gemm_bf16_rows_kind() : l->kind == WEIGHT_U4 ? WEIGHT_I8 : l->kind;
+}
+
+static rows operand_for(const engine *e, const linear *l)
+{
+    rows operand = e->work.operand;
+    operand.stride = l->k;
+    operand.groups = l->k / l->group;
+    return operand;
+}
+
+/* operand[i] = norm(x[index[i]]) in the form that `l` multiplies; `index` and `weight` may be NULL. */
+static void prepare_phase(worker *w, const linear *l, const float *x, int64_t size, const int64_t *index,
+                          int64_t count, const float *weight)
+{
+    engine *e = w->engine;
+    rows operand = operand_for(e, l);
+    float *normed = e->work.scratch + w->thread * e->work.scratch_size + PANEL * COLUMNS;
+    int64_t from, to;
+    while (claim(w, count, grain_of(w, count), &from, &to)) {
+        for (int64_t i = from; i < to; i++) {
+            const float *row = x + (index ? index[i] : i) * size;
+            if (weight) rms_norm(row, weight, e->model->norm_eps, size, normed);
+            rows_put(operand_kind(l), &operand, i, weight ? normed : row, size, l->group);
+        }
+    }
+    phase_end(w);
+}
+
+static void embed_phase(worker *w)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    int64_t from, to, count = e->step->num_tokens;
+    while (claim(w, count, grain_of(w, count), &from, &to)) {
+        for (int64_t t = from; t < to; t++) {
+            int64_t at = e->step->input_ids[t] * m->hidden;
+            float *out = e->work.x + t * m->hidden;
+            if (m->embedding_kind == WEIGHT_F32) {
+                memcpy(out, (const float *)m->embedding + at, sizeof(float) * (size_t)m->hidden);
+                continue;
+            }
+            const uint16_t *row = (const uint16_t *)m->embedding + at;
+            for (int64_t i = 0; i < m->hidden; i++) {
+                uint32_t bits = (uint32_t)row[i] << 16;
+                memcpy(out + i, &bits, 4);
+            }
+        }
+    }
+    phase_end(w);
+}
+
+/* Rotates the two halves of a head as transformers does, after the optional norm. */
+static void rope(const engine *e, float *head, const float *norm, int64_t position, float scale)
+{
+    int half = e->model->head_dim / 2;
+    if (norm) rms_norm(head, norm, e->model->norm_eps, e->model->head_dim, head);
+    const float *cosines = e->step->cosines + position * half, *sines = e->step->sines + position * half;
+    for (int i = 0; i < half; i++) {
+        float a = head[i], b = head[half + i];
+        head[i] = (a * cosines[i] - b * sines[i]) * scale;
+        head[half + i] = (b * cosines[i] + a * sines[i]) * scale;
+    }
+}
+
+static void rope_and_cache_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    int64_t D = m->head_dim, pitch = (m->num_heads + 2 * m->num_kv_heads) * D;
+    int64_t from, to, count = (int64_t)e->step->num_tokens * m->num_kv_heads;
+    int per_head = m->num_heads / m->num_kv_heads;
+    while (claim(w, count, grain_of(w, count), &from, &to)) {
+        for (int64_t unit = from; unit < to; unit++) {
+            int64_t t = unit / m->num_kv_heads, position = e->step->positions[t];
+            int head = (int)(unit % m->num_kv_heads);
+            float *row = e->work.qkv + t * pitch;
+            for (int h = head * per_head; h < (head + 1) * per_head; h++)
+                rope(e, row + h * D, l->q_norm, position, m->score_scale);
+            float *key = row + (m->num_heads + head) * D;
+            rope(e, key, l->k_norm, position, 1.0f);
+            kv_write(&e->caches[l->group], l->index_in_group, head, (int)D, e->step->slots[l->group][t], key,
+                     key + m->num_kv_heads * D);
+        }
+    }
+    phase_end(w);
+}
+
+/* Attention */
+
+static void attention_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const step *s = e->step;
+    attention a = {.queries = e->work.qkv,
+                   .out = e->work.attended,
+                   .query_stride = (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim,
+                   .cache = &e->caches[l->group],
+                   .layer = l->index_in_group,
+                   .num_heads = m->num_heads,
+                   .num_kv_heads = m->num_kv_heads,
+                   .head_dim = m->head_dim,
+                   .window = l->window};
+    int per_head = m->num_heads / m->num_kv_heads;
+    int64_t tiles = 0, from, to;
+    for (int b = 0; b < s->num_entries; b++)
+        tiles += attention_tiles(s->query_starts[b + 1] - s->query_starts[b], per_head);
+    /* KV head outermost: sequences that share a prefix read its blocks one after another, out of L2. */
+    int64_t count = tiles * m->num_kv_heads, at = 0, passed = 0;
+    int b = 0;
+    while (claim(w, count, grain_of(w, count), &from, &to)) {
+        for (int64_t unit = from; unit < to; unit++) {
+            int64_t in_head = unit % tiles;
+            if (in_head < passed) b = 0, passed = 0;
+            for (;; b++) {
+                at = attention_tiles(s->query_starts[b + 1] - s->query_starts[b], per_head);
+                if (in_head < passed + at) break;
+                passed += at;
+            }
+            attention_tile(&a, (int)(unit / tiles), s->query_starts[b],
+                           s->query_starts[b + 1] - s->query_starts[b], s->kv_lens[b],
+                           s->block_tables[l->group] + (int64_t)b * s->table_width[l->group],
+                           (int)(in_head - passed));
+        }
+    }
+    phase_end(w);
+}
+
+/* Linears */
+
+static void finish(const linear *l, int64_t block, const float *sums, int64_t first, int64_t count,
+                   enum epilogue epilogue, float *out, int64_t pitch)
+{
+    int64_t column = block * COLUMNS, width = smaller(l->n - column, COLUMNS);
+    for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
+        float biased[COLUMNS];
+        const float *from = sums;
+        if (l->bias) {
+            for (int i = 0; i < COLUMNS; i++) biased[i] = sums[i] + l->bias[column + i];
+            from = biased;
+        }
+        float *to = out + (first + r) * pitch;
+        if (epilogue == SILU) {
+            silu_multiply(from, to + column / 2, pitch - column / 2);
+        } else if (epilogue == ADD) {
+            for (int i = 0; i < width; i++) to[column + i] += from[i];
+        } else {
+            memcpy(to + column, from, sizeof(float) * (size_t)width);
+        }
+    }
+}
+
+/* out[count, pitch] from the operand's rows. */
+static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogue epilogue, float *out,
+                         int64_t pitch)
+{
+    engine *e = w->engine;
+    rows operand = operand_for(e, l);
+    float *sums = e->work.scratch + w->thread * e->work.scratch_size;
+    int64_t blocks = padded(l->n, COLUMNS) / COLUMNS, panels = (count + PANEL - 1) / PANEL;
+    int64_t panel = panels ? (count + panels - 1) / panels : 0;
+    int64_t from, to, units = blocks * panels;
+    while (claim(w, units, grain_of(w, units), &from, &to)) {
+        for (int64_t unit = from; unit < to; unit++) {
+            int64_t block = unit % blocks, first = unit / blocks * panel;
+            int size = (int)smaller(panel, count - first);
+            if (l->kind == WEIGHT_F32) gemm_f32_block(l, block, &operand, first, size, sums);
+            if (l->kind == WEIGHT_BF16) gemm_bf16_block(l, block, &operand, first, size, sums);
+            if (l->kind == WEIGHT_I8) gemm_i8_block(l, block, &operand, first, size, sums);
+            if (l->kind == WEIGHT_U4) gemm_u4_block(l, block, &operand, first, size, sums);
+            finish(l, block, sums, first, size, epilogue, out, pitch);
+        }
+    }
+    phase_end(w);
+}
+
+/* The step */
+
+static void keep_phase(worker *w)
+{
+    engine *e = w->engine;
+    int64_t from, to, count = e->step->num_logit_rows, hidden = e->model->hidden;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++)
+            memcpy(e->work.kept + i * hidden, e->work.x + e->step->logit_rows[i] * hidden,
+                   sizeof(float) * (size_t)hidden);
+    phase_end(w);
+}
+
+static void run(void *argument, int thread)
+{
+    engine *e = argument;
+    const model *m = e->model;
+    const step *s = e->step;
+    workspace *work = &e->work;
+    worker w = {e, thread, 0};
+    int64_t width = (int64_t)m->num_heads * m->head_dim;
+    int64_t pitch = width + 2 * (int64_t)m->num_kv_heads * m->head_dim;
+    float *x = work->x;
+    int64_t count = s->num_tokens;
+    embed_phase(&w);
+    for (int i = 0; i < m->num_layers; i++) {
+        const layer *l = &m->layers[i];
+        prepare_phase(&w, &l->qkv, x, m->hidden, NULL, count, l->attention_norm);
+        linear_phase(&w, &l->qkv, count, STORE, work->qkv, pitch);
+        rope_and_cache_phase(&w, l);
+        const int64_t *index = NULL;
+        if (i == m->num_layers - 1) { /* behind the last cache write only the wanted rows matter */
+            if (s->num_logit_rows == 0) return;
+            keep_phase(&w);
+            x = work->kept;
+            index = s->logit_rows;
+            count = s->num_logit_rows;
+        }
+        attention_phase(&w, l);
+        prepare_phase(&w, &l->out, work->attended, width, index, count, NULL);
+        linear_phase(&w, &l->out, count, ADD, x, m->hidden);
+        prepare_phase(&w, &l->gate_up, x, m->hidden, NULL, count, l->mlp_norm);
+        linear_phase(&w, &l->gate_up, count, SILU, work->activated, m->intermediate);
+        prepare_phase(&w, &l->down, work->activated, m->intermediate, NULL, count, NULL);
+        linear_phase(&w, &l->down, count, ADD, x, m->hidden);
+    }
+    prepare_phase(&w, &m->head, x, m->hidden, NULL, count, m->final_norm);
+    linear_phase(&w, &m->head, count, STORE, s->logits, m->vocab_size);
+}
+
+/* Checks before anything is written, so that no id from outside becomes an address. */
+
+static enum step_error check_entry(const engine *e, int b)
+{
+    const step *s = e->step;
+    int first = s->query_starts[b], end = s->query_starts[b + 1];
+    if (first < 0 || end <= first || end > s->num_tokens) return STEP_QUERY_STARTS;
+    if (s->kv_lens[b] < end - first || s->kv_lens[b] > s->num_positions) return STEP_KV_LEN;
+    for (int t = first; t < end; t++)
+        if (s->positions[t] != s->kv_lens[b] - (end - t)) return STEP_POSITION;
+    for (int g = 0; g < e->model->num_groups; g++) {
+        const cache *c = &e->caches[g];
+        int blocks = (s->kv_lens[b] + c->block_size - 1) / c->block_size;
+        if (blocks > s->table_width[g]) return STEP_BLOCK_TABLE;
+        const int32_t *table = s->block_tables[g] + (int64_t)b * s->table_width[g];
+        for (int i = 0; i < blocks; i++)
+            if (table[i] < 0 || table[i] >= c->num_blocks) return STEP_BLOCK_TABLE;
+    }
+    return STEP_OK;
+}
+
+static enum step_error check(const engine *e, int64_t *where)
+{
+    const step *s = e->step;
+    if (s->num_entries < 1 || s->query_starts[0] != 0) return *where = 0, STEP_QUERY_STARTS;
+    if (s->query_starts[s->num_entries] != s->num_tokens) return *where = s->num_entries, STEP_QUERY_STARTS;
+    for (int64_t t = 0; t < s->num_tokens; t++) {
+        *where = t;
+        if (s->input_ids[t] < 0 || s->input_ids[t] >= e->model->vocab_size) return STEP_TOKEN_ID;
+        for (int g = 0; g < e->model->num_groups; g++) {
+            int64_t slots = (int64_t)e->caches[g].num_blocks * e->caches[g].block_size;
+            if (s->slots[g][t] < 0 || s->slots[g][t] >= slots) return STEP_SLOT;
+        }
+    }
+    for (int b = 0; b < s->num_entries; b++) {
+        enum step_error error = check_entry(e, b);
+        if (error) return *where = b, error;
+    }
+    for (int64_t i = 0; i < s->num_logit_rows; i++)
+        if (s->logit_rows[i] < 0 || s->logit_rows[i] >= s->num_tokens) return *where = i, STEP_LOGIT_ROW;
+    return STEP_OK;
+}
+
+/* Memory */
+
+void *memory_allocate(int64_t bytes)
+{
+    int64_t size = padded(bytes > 0 ? bytes : 1, 1 << 21);
+    void *p = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+#ifdef MADV_HUGEPAGE
+    madvise(p, (size_t)size, MADV_HUGEPAGE); /* weights are read front to back: fewer pages to look up */
+#endif
+    return p;
+}
+
+void memory_free(void *p, int64_t bytes)
+{
+    if (p) munmap(p, (size_t)padded(bytes > 0 ? bytes : 1, 1 << 21));
+}
+
+static int64_t largest_k(const model *m)
+{
+    int64_t k = m->head.k;
+    for (int i = 0; i < m->num_layers; i++) {
+        const layer *l = &m->layers[i];
+        const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down};
+        for (int j = 0; j < 4; j++) k = all[j]->k > k ? all[j]->k : k;
+    }
+    return k;
+}
+
+/* Lays the buffers of a step end to end, each on its own cache lines, growing the memory if need be. */
+static bool reserve(engine *e)
+{
+    const model *m = e->model;
+    int64_t T = e->step->num_tokens, R = e->step->num_logit_rows, k = largest_k(m);
+    int64_t width = (int64_t)m->num_heads * m->head_dim;
+    int64_t scratch_size = PANEL * COLUMNS + padded(m->hidden, 16);
+    int64_t count = T > R ? T : R; /* a row may be asked for twice */
+    int64_t floats[] = {T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
+                        count * m->intermediate, R * m->hidden, count * k, count * k / 16, count * k / 16,
+                        pool_size(e->pool) * scratch_size};
+    enum { NUM = sizeof(floats) / sizeof(floats[0]) };
+    int64_t total = 0;
+    for (int i = 0; i < NUM; i++) total += padded(floats[i], 16) + 16;
+    total *= (int64_t)sizeof(float);
+    if (total > e->capacity) {
+        memory_free(e->memory, e->capacity);
+        e->memory = memory_allocate(total);
+        e->capacity = e->memory ? total : 0;
+        if (!e->memory) return false;
+    }
+    float *at[NUM], *p = e->memory;
+    for (int i = 0; i < NUM; p += padded(floats[i], 16) + 16, i++) at[i] = p;
+    e->work = (workspace){at[0], at[1], at[2], at[3], at[4], {at[5], at[6], (int32_t *)at[7], 0, 0}, at[8],
+                          scratch_size};
+    return true;
+}
+
+/* What Python calls */
+
+int abi_version(void) { return ABI_VERSION; }
+
+/* For the caller to compare with its own idea of the structs. */
+int64_t struct_bytes(int which)
+{
+    const int64_t sizes[] = {sizeof(linear), sizeof(layer), sizeof(model), sizeof(cache), sizeof(step)};
+    return sizes[which];
+}
+
+/* `caches` holds num_groups of them. The model and the caches must outlive the engine. */
+engine *engine_create(const model *m, const cache *caches, int num_threads)
+{
+    engine *e = calloc(1, sizeof(*e));
+    if (!e) return NULL;
+    e->pool = pool_create(num_threads);
+    e->model = m;
+    e->caches = caches;
+    e->claims = calloc((size_t)(m->num_layers * PHASES_PER_LAYER + PHASES_AROUND), sizeof(atomic_int));
+    return e;
+}
+
+void engine_destroy(engine *e)
+{
+    pool_destroy(e->pool);
+    memory_free(e->memory, e->capacity);
+    free(e->claims);
+    free(e);
+}
+
+int engine_step(engine *e, const step *s, int64_t *where)
+{
+    e->step = s;
+    enum step_error error = check(e, where);
+    if (error) return error;
+    if (!reserve(e)) return STEP_NO_MEMORY;
+    memset(e->claims, 0, sizeof(atomic_int) * (size_t)(e->model->num_layers * PHASES_PER_LAYER + PHASES_AROUND));
+    pool_run(e->pool, run, e);
+    return STEP_OK;
+}

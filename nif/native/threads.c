@@ -1,0 +1,122 @@
+/* A pool whose threads run one function together and meet at barriers inside it.
+ *
+ * OpenMP is not used: torch brings its own libgomp, whose idle threads spin, and a step needs some
+ * ten barriers a layer, which must cost a fraction of a microsecond. The caller is thread 0. */
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "genbatch.h"
+
+/* Spins before a waiting thread offers its core to others: some 20 microseconds, longer than the
+ * imbalance between two healthy threads and far shorter than a scheduler's time slice. */
+#define SPINS 1000
+
+struct pool {
+    int num_threads;
+    pthread_t *threads;
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+    uint64_t runs; /* under mutex: how many times pool_run was called */
+    bool closing; /* under mutex */
+    pool_function function;
+    void *argument;
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_uint generation;
+};
+
+typedef struct {
+    pool *pool;
+    int thread;
+} start_argument;
+
+static inline void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+void pool_barrier(pool *p)
+{
+    unsigned generation = atomic_load_explicit(&p->generation, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&p->arrived, 1, memory_order_acq_rel) == p->num_threads - 1) {
+        atomic_store_explicit(&p->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&p->generation, generation + 1, memory_order_release);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&p->generation, memory_order_acquire) == generation; spins++) {
+        if (spins < SPINS)
+            relax();
+        else
+            sched_yield();
+    }
+}
+
+static void *thread_main(void *argument)
+{
+    start_argument start = *(start_argument *)argument;
+    pool *p = start.pool;
+    free(argument);
+    uint64_t seen = 0;
+    for (;;) {
+        pthread_mutex_lock(&p->mutex);
+        while (p->runs == seen && !p->closing) pthread_cond_wait(&p->wake, &p->mutex);
+        seen = p->runs;
+        bool closing = p->closing;
+        pthread_mutex_unlock(&p->mutex);
+        if (closing) return NULL;
+        p->function(p->argument, start.thread);
+        pool_barrier(p);
+    }
+}
+
+pool *pool_create(int num_threads)
+{
+    pool *p = aligned_alloc(64, (sizeof(pool) + 63) / 64 * 64);
+    if (!p) return NULL;
+    *p = (pool){.num_threads = num_threads};
+    p->threads = calloc((size_t)num_threads, sizeof(pthread_t));
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_cond_init(&p->wake, NULL);
+    for (int i = 1; i < num_threads; i++) {
+        start_argument *start = malloc(sizeof(*start));
+        *start = (start_argument){p, i};
+        if (pthread_create(&p->threads[i], NULL, thread_main, start) != 0) {
+            free(start);
+            p->num_threads = i; /* fewer threads than asked for; pool_size tells */
+            break;
+        }
+    }
+    return p;
+}
+
+void pool_destroy(pool *p)
+{
+    pthread_mutex_lock(&p->mutex);
+    p->closing = true;
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->mutex);
+    for (int i = 1; i < p->num_threads; i++) pthread_join(p->threads[i], NULL);
+    pthread_cond_destroy(&p->wake);
+    pthread_mutex_destroy(&p->mutex);
+    free(p->threads);
+    free(p);
+}
+
+int pool_size(const pool *p) { return p->num_threads; }
+
+void pool_run(pool *p, pool_function function, void *argument)
+{
+    p->function = function;
+    p->argument = argument;
+    pthread_mutex_lock(&p->mutex);
+    p->runs++;
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->mutex);
+    function(argument, 0);
+    pool_barrier(p);
+}

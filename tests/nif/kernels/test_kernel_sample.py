@@ -1,0 +1,104 @@
+"""Sampling on the device against the host's sampler, its twin."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genbatch.nif import sampler
+from genbatch.nif.kernels import sample as device_sampler
+from genbatch.nif.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling_params import SamplingParams
+
+VOCAB = 60
+
+params = st.builds(
+    SamplingParams,
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 4, 100]),
+    top_p=st.sampled_from([1.0, 0.3, 0.9]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.25]),
+    logit_bias=st.sampled_from([None, {0: 2.0, 7: -3.0}]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    min_tokens=st.sampled_from([0, 5]),
+    suppress=st.just(frozenset({7, 8})),
+)
+
+
+def state_of(params):
+    state = SamplerState(params, [1, 2, 7])
+    for token in (2, 9, 9):
+        state.accept(token)
+    return state
+
+
+def logits_of(rows, seed, device, vocab=VOCAB):
+    """Coarse values, so that many tokens tie."""
+    drawn = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed)) * 3
+    return drawn.mul(2).round().div(2).to(device)
+
+
+def assert_same(actual, expected):
+    assert [result.token_id for result in actual] == [result.token_id for result in expected]
+    for left, right in zip(actual, expected, strict=True):
+        assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
+        assert [token for token, _ in left.top] == [token for token, _ in right.top]
+        assert [value for _, value in left.top] == pytest.approx([value for _, value in right.top], abs=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(params, min_size=1, max_size=2), st.integers(0, 2**16), st.integers(0, 10**6))
+def test_device_draws_equal_the_hosts(device, rows, seed, position):
+    logits = logits_of(len(rows), seed, device)
+    states = [state_of(row) for row in rows]
+    positions = [position + row for row in range(len(rows))]
+    assert_same(
+        device_sampler.sample(logits, states, positions), sampler.sample(logits.cpu(), states, positions)
+    )
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_a_vocabulary_in_several_chunks_draws_as_the_host_does(device, monkeypatch, truncated):
+    monkeypatch.setattr(device_sampler, "_CHUNK", 16)
+    logits = logits_of(3, 5, device)
+    logits[:, 20:40] = -100.0  # a whole chunk of tokens whose weight is 0
+    limits = {"top_k": 9, "top_p": 0.8} if truncated else {}
+    states = [SamplerState(SamplingParams(seed=seed, temperature=1.0, **limits), []) for seed in range(3)]
+    assert_same(device_sampler.sample(logits, states, [4, 5, 6]), sampler.sample(logits.cpu(), states, [4, 5, 6]))
+
+
+def test_a_draw_depends_neither_on_its_row_nor_on_the_batch(device):
+    logits = logits_of(3, 8, device)
+    states = [SamplerState(SamplingParams(seed=s, temperature=2.0, top_p=0.95), []) for s in (11, 12, 13)]
+    together = device_sampler.sample(logits, states, [7, 8, 9])
+    order = [2, 0, 1]
+    shuffled = device_sampler.sample(
+        logits[order], [states[i] for i in order], [(7, 8, 9)[i] for i in order]
+    )
+    alone = [device_sampler.sample(logits[i : i + 1], [states[i]], [7 + i])[0] for i in range(3)]
+    assert together == alone == [shuffled[order.index(i)] for i in range(3)]
+
+
+def test_rows_without_a_number_to_draw_from_fault_alone(device):
+    logits = logits_of(4, 1, device)
+    logits[0, 5] = float("nan")
+    logits[1, 5] = float("inf")
+    greedy = SamplingParams(seed=0)
+    nothing_left = SamplingParams(seed=0, suppress=frozenset(range(VOCAB)), min_tokens=1)
+    states = [SamplerState(p, []) for p in (greedy, greedy, nothing_left, greedy)]
+    results = device_sampler.sample(logits, states, [0] * 4)
+    assert results == sampler.sample(logits.cpu(), states, [0] * 4)
+    assert [type(result) for result in results] == [SampleFault] * 3 + [Sampled]
+
+
+def test_an_edit_outside_the_vocabulary_changes_no_neighbour(device):
+    logits = torch.zeros((2, 8), device=device)
+    states = [
+        SamplerState(SamplingParams(seed=0, logit_bias={9: 5.0}), []),
+        SamplerState(SamplingParams(seed=0), []),
+    ]
+    assert device_sampler.edit_logits(logits, states).eq(0).all()

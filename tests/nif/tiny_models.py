@@ -1,0 +1,117 @@
+"""Small random models of several families, saved as Hugging Face directories."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 320
+WINDOW = 8
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+_CORPUS = [
+    "The capital of France is Paris. A pool of blocks is shared by every sequence.",
+    "def attend(query, keys): return softmax(query @ keys) # 0123456789 éàü 世界",
+    "system user assistant",
+]
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    # Large enough that attention decides the logits, which a real model's small weights would leave to the head.
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+_GROUPED: dict[str, Any] = {**_SHARED, "num_key_value_heads": 2, "head_dim": 8}
+_MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_GROUPED)),
+    "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_GROUPED)),
+    "mistral": (MistralForCausalLM, lambda: MistralConfig(**_GROUPED, sliding_window=WINDOW)),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        lambda: Gemma3TextConfig(
+            **_GROUPED, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8
+        ),
+    ),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        lambda: Gemma2Config(
+            **_GROUPED,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            attn_logit_softcapping=2.0,
+            query_pre_attn_scalar=8,
+        ),
+    ),
+    "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**_SHARED)),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        lambda: GptOssConfig(
+            **_GROUPED,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+}
+"""Per family its class and what makes its configuration."""
+
+
+def build_model(family: str, directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """Saves a random model of the family, with a tokenizer, and returns the directory."""
+    model_class, make_config = FAMILIES[family]
+    torch.manual_seed(len(family))
+    model_class(make_config()).save_pretrained(directory)
+    build_tokenizer(directory, chat_template=chat_template)
+    return directory
+
+
+def build_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """Saves a byte-level tokenizer that knows every text and has a few merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|begin|>", "<|start|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|end|>"
+    )
+    wrapped.chat_template = chat_template
+    wrapped.save_pretrained(directory)
