@@ -151,7 +151,8 @@ class Batcher(GenServer):
                 request = self._requests.get(message.monitor)
                 if request:
                     request.abandoned = "cancelled"
-                    self._collect_when_idle()
+                    if not self._stepping:
+                        self._finish_abandoned()
             case Encoded():
                 self._encoded(message.request, message.tokens)
             case Flush():
@@ -203,7 +204,8 @@ class Batcher(GenServer):
         waiting = len(self.pending)
         if waiting + wanted_sequences > self.options.max_queue + len(self.seq_pool):
             raise QueueFull(
-                f"{waiting} requests are waiting, {self.options.max_queue} may", retry_after_ms=self._retry_ms(waiting)
+                f"{waiting} requests are waiting, {self.options.max_queue} may",
+                retry_after_ms=self._retry_ms(waiting),
             )
 
     def _retry_ms(self, waiting: int) -> int:
@@ -304,8 +306,11 @@ class Batcher(GenServer):
             if sequence.phase is not Phase.FINISHED:
                 self._release(sequence)
                 request.finish(sequence, reason)
-        self._count_finished(reason)
-        self._end(request, None if request.choices else DeadlineExceeded("the deadline passed before the first step"))
+        self.stats.count_finished(reason, trio.current_time() - request.accepted_at)
+        self._end(
+            request,
+            None if request.choices else DeadlineExceeded("the deadline passed before the first step"),
+        )
 
     def _plan(self) -> SchedulerOutput:
         """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked."""
@@ -401,7 +406,10 @@ class Batcher(GenServer):
 
     def _evaluate(self, batch: list[Planned]) -> list[Evaluated]:
         """Runs on the worker thread; reads what the plan holds and changes nothing but the context."""
-        samplers = [planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None for planned in batch]
+        samplers = [
+            planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None
+            for planned in batch
+        ]
         logits, drawn = self.ctx.step([planned.entry for planned in batch], samplers)
         return [
             Evaluated(draw, _prompt_logprobs(planned, rows))
@@ -481,7 +489,13 @@ class Batcher(GenServer):
         if request.on_token is not None:
             try:
                 request.on_token(
-                    Token(text=text, token_id=drawn.token_id, index=index, logprob=drawn.logprob, choice=sequence.choice)
+                    Token(
+                        text=text,
+                        token_id=drawn.token_id,
+                        index=index,
+                        logprob=drawn.logprob,
+                        choice=sequence.choice,
+                    )
                 )
             except Exception as error:  # the caller's own function: its fault ends its request only
                 self._fail(request, EngineError(f"on_token raised {error!r}"))
@@ -532,6 +546,7 @@ class Batcher(GenServer):
 
     def _stats(self) -> dict[str, Any]:
         kv = self.ctx.kv
+        counts = kv.counts()
         return {
             **self.stats.snapshot(),
             "model": self.ctx.model.name,
@@ -540,9 +555,9 @@ class Batcher(GenServer):
             "requests_waiting": len(self.pending),
             "n_parallel": self.options.n_parallel,
             "held_prompts": len(self.held),
-            "kv_blocks_total": kv.num_blocks,
-            "kv_blocks_free": kv.free_blocks,
-            "kv_blocks_used": kv.used_blocks,
+            "kv_blocks_max": counts.max,
+            "kv_blocks_free": counts.free,
+            "kv_blocks_used": counts.used,
             "kv_block_size": kv.block_size,
         }
 

@@ -22,9 +22,7 @@ class PauseOrder(Enum):
     """Whom MAX_UTILIZATION pauses when the pool is full."""
 
     NEWEST = "newest"  # the last admitted; the one that has run longest is never paused
-    OLDEST = (
-        "oldest"  # transformers' soft reset: the oldest, or the newest if a reset already blocks new requests
-    )
+    OLDEST = "oldest"  # transformers' soft reset: the oldest, or the newest if a reset already blocks new requests
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):

@@ -13,9 +13,7 @@ class ActorDown(ActorError):
     """
 
     def __init__(self, name: str, reason: object = None) -> None:
-        super().__init__(
-            f"actor {name!r} is not running" if reason is None else f"actor {name!r} ended: {reason!r}"
-        )
+        super().__init__(f"actor {name!r} is not running" if reason is None else f"actor {name!r} ended: {reason!r}")
         self.name = name
         self.reason = reason
         if isinstance(reason, BaseException):

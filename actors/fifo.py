@@ -24,6 +24,4 @@ class FIFOScheduler(MicroBatchScheduler):
         step = StepPlan(self.limits)
         if step.add_decodes(decoding) and step.add_contexts(prefilling):
             step.add_contexts(pending)
-        return MicroBatchOutput(
-            step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting
-        )
+        return MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)

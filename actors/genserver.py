@@ -49,9 +49,7 @@ __all__ = [
     "start",
 ]
 
-MESSAGES_PER_TURN = (
-    16  # then other tasks get a turn, even if the mailbox never empties: a trio schedule costs ~5 us
-)
+MESSAGES_PER_TURN = 16  # then other tasks get a turn, even if the mailbox never empties: a trio schedule costs ~5 us
 
 
 class NoReply(enum.Enum):

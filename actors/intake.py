@@ -153,13 +153,16 @@ class Intake:
                 choice=choice,
                 cache_key=prefix_key(wanted.tenant),
                 scores_prompt=wanted.prompt_logprobs is not None and choice == 0,
-                sampler=SamplerState(self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids), request.prompt_tokens),
+                sampler=SamplerState(
+                    self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids), request.prompt_tokens
+                ),
                 output=Output(
                     self._tokenizer.backend,
                     request.prompt_tokens,
                     stop=wanted.stop,
                     stop_ids=stop_ids,
                     max_tokens=max_tokens,
+                    echo=self._echo(request),
                     wants_logprobs=wanted.logprobs is not None,
                 ),
             )
@@ -168,6 +171,12 @@ class Intake:
                 sequence.num_shared = len(request.prompt_tokens) - 1
             made.append(sequence)
         return made
+
+    def _echo(self, request: Request) -> str:
+        wanted = request.wanted
+        if not wanted.echo:
+            return ""
+        return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(request.prompt_tokens)
 
     def _sampling(self, wanted: GenerateRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
         return SamplingParams(

@@ -22,17 +22,13 @@ class LockstepScheduler(RequestScheduler):
         micro_batch_scheduler: spreads the group's contexts over steps; its budgets must hold the whole group.
     """
 
-    def __init__(
-        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
-    ) -> None:
+    def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
         super().__init__()
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
         self._group: frozenset[int] = frozenset()  # ids, some of them complete by now
 
-    def schedule_request(
-        self, active_requests: RequestList, inflight_request_ids: Set[int]
-    ) -> SchedulerOutput:
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Set[int]) -> SchedulerOutput:
         """See RequestScheduler.
 
         Raises:
@@ -47,7 +43,5 @@ class LockstepScheduler(RequestScheduler):
             group, refused = capacity.fitting_requests, capacity.never_fitting
             self._group = frozenset(request.request_id for request in group)
         contexts = [request for request in group if request.state is LlmRequestState.CONTEXT_INIT]
-        step = MicroBatchOutput.of(
-            self.micro_batch_scheduler.schedule(contexts or group, inflight_request_ids)
-        )
+        step = MicroBatchOutput.of(self.micro_batch_scheduler.schedule(contexts or group, inflight_request_ids))
         return step.as_plan([], refused)

@@ -1,9 +1,9 @@
 """Mailbox: what waits for one actor: messages in two lanes, timers, and the calls it has not answered.
 
 The normal lane is bounded: a message that does not fit is refused, never dropped. The control lane is served
-first and passes a full normal lane. It has no limit of its own because each thing in it is one of a number limited
-elsewhere: a `Down` per monitor and a timer per `send_after` that the actor itself asked for, a control call or a
-stop per waiting task. Whoever sends control casts and infos must likewise have a bounded number under way.
+first and passes a full normal lane. It has no limit of its own because what is in it is limited elsewhere: a
+`Down` per monitor and a timer per `send_after` that the actor itself asked for, a control call or a stop per
+waiting task. Whoever sends control casts and infos must likewise have a bounded number under way.
 """
 
 from bisect import insort
@@ -84,9 +84,7 @@ class Mailbox(Lifetime):
         self.max_size = max_size
         self.telemetry = telemetry
         self.owner: trio.lowlevel.Task | None = None
-        self.calls: dict[
-            From[Any], None
-        ] = {}  # delivered or waiting here, not answered; a dict, for its order
+        self.calls: dict[From[Any], None] = {}  # delivered or waiting here, not answered; a dict, for its order
         self.monitors: dict[Monitor, None] = {}  # what the actor watches
         self.closed: Reason | None = None
         self.ended = trio.Event()

@@ -19,11 +19,11 @@ class Output:
         stop: strings that end the output and are not part of it.
         stop_ids: token ids that end the output; their text is not part of it.
         max_tokens: tokens after which the output ends with "length".
-        min_tokens: tokens before which no stop id or stop string ends the output.
+        echo: what to put in front of the text.
         wants_logprobs: whether to keep each token's log-prob.
     """
 
-    __slots__ = ("_detokenizer", "_max_tokens", "_min_tokens", "_stop", "_stop_ids", "_wants_logprobs",
+    __slots__ = ("_detokenizer", "_echo", "_max_tokens", "_stop", "_stop_ids", "_wants_logprobs",
                  "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
 
     def __init__(
@@ -34,14 +34,14 @@ class Output:
         stop: Sequence[str],
         stop_ids: Collection[int],
         max_tokens: int,
-        min_tokens: int = 0,
+        echo: str = "",
         wants_logprobs: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_tokens)
         self._stop = StopMatcher(stop)
         self._stop_ids = stop_ids
         self._max_tokens = max_tokens
-        self._min_tokens = min_tokens
+        self._echo = echo
         self._wants_logprobs = wants_logprobs
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
@@ -55,7 +55,7 @@ class Output:
         if self._wants_logprobs:
             assert drawn.logprob is not None, "log-probs were asked for and not computed"
             self.logprobs.append(TokenLogprob(token_id=token_id, logprob=drawn.logprob, top=dict(drawn.top)))
-        ended = token_id in self._stop_ids and len(self.token_ids) > self._min_tokens
+        ended = token_id in self._stop_ids
         piece, stopped = ("", False) if ended else self._stop.push(self._detokenizer.push(token_id))
         if ended or stopped:
             self.finish_reason = "stop"
@@ -63,6 +63,8 @@ class Output:
             self.finish_reason = "length"
         if self.finish_reason and not stopped:
             piece += self._flush()
+        if len(self.token_ids) == 1:
+            piece = self._echo + piece
         self.text_parts.append(piece)
         return piece
 

@@ -26,6 +26,4 @@ class PrefillFirstScheduler(MicroBatchScheduler):
         step = StepPlan(self.limits)
         if step.add_contexts(prefilling) and step.add_decodes(decoding):
             step.add_contexts(pending)
-        return MicroBatchOutput(
-            step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting
-        )
+        return MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)

@@ -15,7 +15,6 @@ class Request:
 
     Args:
         wanted: the validated message.
-        prompt_tokens: token ids of the prompt.
         from_: whom to reply to.
         monitor: tells when the caller is gone.
         on_token: called once per token, must not block; None when only the whole is wanted.
@@ -23,12 +22,12 @@ class Request:
     """
 
     wanted: GenerateRequest
-    prompt_tokens: list[int]
     from_: "From[Any]"
     monitor: Monitor
     on_token: Callable[[Token], None] | None
     client: str
     accepted_at: float
+    prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
     expires_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0

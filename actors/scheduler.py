@@ -62,9 +62,7 @@ class CapacityScheduler(ABC):
     """Decides for which requests there is memory."""
 
     @abstractmethod
-    def schedule_request(
-        self, active_requests: RequestList
-    ) -> CapacityOutput | tuple[RequestList, RequestList]:
+    def schedule_request(self, active_requests: RequestList) -> CapacityOutput | tuple[RequestList, RequestList]:
         """The requests that memory is reserved for, and those to pause.
 
         Returns:
@@ -89,16 +87,12 @@ class MicroBatchScheduler(ABC):
 class SimpleScheduler(RequestScheduler):
     """First a CapacityScheduler, then a MicroBatchScheduler over what fits."""
 
-    def __init__(
-        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
-    ) -> None:
+    def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
         super().__init__()
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
 
-    def schedule_request(
-        self, active_requests: RequestList, inflight_request_ids: Set[int]
-    ) -> SchedulerOutput:
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Set[int]) -> SchedulerOutput:
         """See RequestScheduler.
 
         Blocks that a step in flight still writes cannot be released. When the capacity scheduler wants such a

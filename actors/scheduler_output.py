@@ -190,9 +190,7 @@ def _with_chunk_sizes(plan: SchedulerOutput, limits: StepLimits) -> SchedulerOut
     if not step.add_decodes(plan.generation_requests):
         raise SchedulerError(f"{len(plan.generation_requests)} generation requests exceed the step's budgets")
     step.add_contexts(plan.context_requests)
-    filled = MicroBatchOutput(
-        step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting
-    )
+    filled = MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)
     return filled.as_plan(plan.paused_requests, plan.never_fitting)
 
 

@@ -116,9 +116,7 @@ def build_scheduler(options: SchedulerOptions, kv_cache_manager: KVResources) ->
     if isinstance(scheduler, CapacityScheduler):
         return _join(options, scheduler, FIFOScheduler(limits))
     if options.batching_type is BatchingType.V1:
-        raise SchedulerError(
-            f"scheduler {options.scheduler!r}: a RequestScheduler decides joining, V1 forbids it"
-        )
+        raise SchedulerError(f"scheduler {options.scheduler!r}: a RequestScheduler decides joining, V1 forbids it")
     return scheduler
 
 
@@ -133,9 +131,7 @@ def _policy(options: SchedulerOptions, kv: KVResources) -> CapacityScheduler:
     )
 
 
-def _join(
-    options: SchedulerOptions, capacity: CapacityScheduler, micro_batch: MicroBatchScheduler
-) -> RequestScheduler:
+def _join(options: SchedulerOptions, capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> RequestScheduler:
     if options.batching_type is BatchingType.V1:
         return LockstepScheduler(capacity, micro_batch)
     return SimpleScheduler(capacity, micro_batch)
@@ -149,9 +145,7 @@ def _load(name: str) -> type[RequestScheduler] | type[CapacityScheduler] | type[
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
-        raise SchedulerError(
-            f"scheduler {name!r}: module {module_name!r} cannot be imported: {error}"
-        ) from error
+        raise SchedulerError(f"scheduler {name!r}: module {module_name!r} cannot be imported: {error}") from error
     named = getattr(module, class_name, None)
     if named is None:
         raise SchedulerError(f"scheduler {name!r}: module {module_name!r} has no {class_name!r}")

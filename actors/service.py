@@ -67,7 +67,12 @@ async def open_service(
     telemetry = Telemetry()
     open_context = context_factory(engine, batcher_options)
     children = [
-        ChildSpec("batcher", lambda: Batcher(open_context, batcher_options), shutdown=BATCHER_SHUTDOWN_S, mailbox_size=MAILBOX_SIZE)
+        ChildSpec(
+            "batcher",
+            lambda: Batcher(open_context, batcher_options),
+            shutdown=BATCHER_SHUTDOWN_S,
+            mailbox_size=MAILBOX_SIZE,
+        )
     ]
     supervisor = Supervisor(children, strategy="rest_for_one", name="service", telemetry=telemetry)
     async with trio.open_nursery() as nursery:

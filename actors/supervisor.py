@@ -44,8 +44,8 @@ class ChildSpec:
         id: its name among the children and in the supervisor's registry.
         start: makes a new GenServer, or gives an async function to run; called at every start.
         restart: permanent: always; transient: after an exception; temporary: never.
-        shutdown: seconds. An actor is asked to stop; after this time it is cancelled, and then its `terminate`
-            may take this time again. A task is cancelled at once; after this time it counts as overdue.
+        shutdown: seconds. An actor is asked to stop; after this time it is cancelled, then its `terminate` may
+            take this time again. A task is cancelled at once; after this time it counts as overdue.
         mailbox_size: an actor's, in messages.
     """
 
@@ -159,9 +159,7 @@ class Supervisor:
             if not child.is_started:
                 await child.ended.wait()
                 del self._running[spec.id]
-                raise StartFailed(spec.id) from (
-                    child.reason if isinstance(child.reason, Exception) else None
-                )
+                raise StartFailed(spec.id) from (child.reason if isinstance(child.reason, Exception) else None)
             self._emit("supervisor.child_start", spec)
 
     async def _stop(self, specs: Iterable[ChildSpec]) -> None:

@@ -42,7 +42,7 @@ class Telemetry:
         return bool(self._handlers)
 
     def attach(self, handler: Handler) -> Callable[[], None]:
-        """Calls `handler(event, measurements, metadata)` on every event until the returned function is called."""
+        """Calls `handler(event, measurements, metadata)` on each event until the returned function is called."""
         self._handlers.append(handler)
 
         def detach() -> None:

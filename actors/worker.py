@@ -65,9 +65,7 @@ class Worker:
         value: T = await trio.lowlevel.wait_task_rescheduled(abort)
         return value
 
-    def submit(
-        self, job: Callable[[*Ts], T], *args: *Ts, on_done: Callable[["outcome.Outcome[T]"], object]
-    ) -> None:
+    def submit(self, job: Callable[[*Ts], T], *args: *Ts, on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
         """Queues `job(*args)`; `on_done` gets its outcome on the event loop's thread.
 
         `on_done` is called from the event loop itself: it must be quick and must not raise. The one exception
@@ -86,7 +84,7 @@ class Worker:
         self._jobs.put(lambda: self._tell(deliver, outcome.capture(job, *args)))
 
     async def close(self) -> None:
-        """Refuses new jobs, waits for those taken, ends the thread (which ends anyway if this is cancelled)."""
+        """Refuses new jobs, waits for those taken, ends the thread (even if this is cancelled)."""
         self._closing.set()
         await self._ended.wait()
         self._thread.join()

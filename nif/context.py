@@ -114,7 +114,7 @@ class Context:
             reservation.rollback()
             raise
         reservation.commit()
-        return list(rows.split([_num_rows(entry) for entry in batch]))
+        return list(torch.split(rows, [_num_rows(entry) for entry in batch]))
 
     def step(
         self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None]
@@ -152,9 +152,7 @@ class Context:
         for start in range(0, len(tokens), self.n_batch):
             chunk = tokens[start : start + self.n_batch]
             last = start + len(chunk) == len(tokens)
-            [logits] = self.eval(
-                [Entry(seq_id, chunk, n_past + start, Logits.LAST if last else Logits.NONE)]
-            )
+            [logits] = self.eval([Entry(seq_id, chunk, n_past + start, Logits.LAST if last else Logits.NONE)])
         return logits[-1]
 
     def decode_batch(self, entries: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, str]]:

@@ -64,9 +64,7 @@ class Engine:
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Loads the model that the options name; raises as `load_model` does."""
-    model = load_model(
-        options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers, progress=progress
-    )
+    model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers, progress=progress)
     return Engine(model, options)
 
 

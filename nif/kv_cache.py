@@ -180,6 +180,13 @@ class KVCache:
         sequence.wake = 0
         return len(sequence.tokens)
 
+    def peek_prefix(self, tokens: Sequence[int], key: bytes = b"") -> int:
+        """Positions that `attach_prefix` would give an empty sequence now; counts as no query."""
+        cache = self._tables.prefix_cache
+        if cache is None:
+            return 0
+        return cache.known_run(tokens, key, (len(tokens) - 1) // self.block_size) * self.block_size
+
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Makes positions [p0, p1) of `src` belong to `dst` too.
 
@@ -273,6 +280,14 @@ class KVCache:
     def prefix_cache(self) -> PrefixCache | None:
         """The prefix cache with its counters; None while blocks are not shared by content."""
         return self._tables.prefix_cache
+
+    def exclusive_blocks(self, seq_id: int) -> tuple[int, ...]:
+        """Per group, the blocks that would become free if this sequence alone were removed."""
+        sequence = sequence_of(self._tables, seq_id)
+        exclusive = []
+        for pool, table, evicted in zip(self._tables.pools, sequence.tables, sequence.evicted, strict=True):
+            exclusive.append(sum(pool.references[block] == 1 for block in table[evicted:]))
+        return tuple(exclusive)
 
     def needed_to_completion(self, prompt_len: int, max_new_tokens: int) -> tuple[int, ...]:
         """Per group, the most blocks that a request alone holds until it has produced all its tokens.

@@ -86,6 +86,15 @@ class PrefixCache:
         self.num_hit_tokens += len(match.blocks) * self.block_size
         return match
 
+    def known_run(self, tokens: Sequence[int], key: bytes, max_blocks: int) -> int:
+        """How many of the prompt's first blocks are known; counts as no query."""
+        parent = root_hash(key)
+        for index in range(max_blocks):
+            parent = self._name(parent, tokens, index)
+            if not all(parent in known for known in self._blocks):
+                return index
+        return max_blocks
+
     def insert(self, group: int, name: bytes, block: int) -> bool:
         """Makes a completed block findable; False when another block is already known for that content."""
         return self._blocks[group].setdefault(name, block) == block

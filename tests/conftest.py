@@ -1,7 +1,7 @@
-"""What all tests share: the interpreter for Triton where there is no GPU, small random models, the default model.
+"""What all tests share: Triton's interpreter where there is no GPU, small random models, the default model.
 
-Triton decides when it is first imported, and transformers imports it: the variable must be set before any test
-module.
+Triton decides when it is first imported, and transformers imports it: the variable must be set before any
+test module.
 """
 
 import importlib.util
@@ -62,5 +62,5 @@ def tiny_model(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Model]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Model:
-    """The default model in float32 on the CPU, loaded once a session; the first time it is fetched and converted."""
+    """The default model in float32 on the CPU, loaded once a session; at first it is fetched and converted."""
     return load_model("smollm2", dtype="float32", n_gpu_layers=0)

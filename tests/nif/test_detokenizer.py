@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from genbatch.nif.detokenizer import Detokenizer
 from genbatch.nif.model_source import resolve_model
 
-TEXT = st.text(st.sampled_from("ab zé漢字語😀👩‍👧🏽🇫🇷́  .\n")) | st.text(max_size=20)
+TEXT = st.text(st.sampled_from("ab zé漢字語😀👩‍👧🏽🇫🇷́  .\n"))
 
 
 @cache
@@ -63,7 +63,7 @@ def test_smollm2_pieces_join_to_the_decoded_ids(token_ids: list[int]) -> None:
 @given(TEXT)
 @example("👩‍👩‍👧‍👦 漢字かな e\u0301 🇫🇷")
 def test_smollm2_never_shows_half_a_code_point(text: str) -> None:
-    token_ids = smollm2()(text.replace("\ufffd", "?")).input_ids
+    token_ids = smollm2()(text).input_ids
     pieces = stream(smollm2().backend_tokenizer, token_ids)
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) == smollm2().decode(token_ids, skip_special_tokens=True)

@@ -267,7 +267,7 @@ def test_a_fork_shares_the_past_and_nothing_of_the_future() -> None:
     assert (twin.params.seed, twin.num_generated) == (9, 1)
     assert tokens(sample(logits, [twin], [1])) == [1]
     twin.accept(1)
-    assert tokens(sample(logits, [one, twin], [1, 2])) == [1, 2]
+    assert tokens(sample(logits.expand(2, -1), [one, twin], [1, 2])) == [1, 2]
     assert (one.num_generated, twin.num_generated) == (1, 2)
 
 

@@ -19,7 +19,7 @@ FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_neox", "gpt_os
 def layout(
     runner: TorchRunner, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int
 ) -> RaggedBatch:
-    """A batch of (sequence, tokens, n_past); sequence s owns the s-th run of `capacity` blocks, back to front."""
+    """A batch of (sequence, tokens, n_past); sequence s owns the s-th `capacity` blocks, back to front."""
     table = torch.tensor([[(s + 1) * capacity - 1 - b for b in range(capacity)] for s, _, _ in parts])
     positions = [torch.arange(past, past + len(tokens)) for _, tokens, past in parts]
     slots = [
@@ -48,7 +48,7 @@ def runner_for(model: Model, sequences: int, capacity: int = 8) -> TorchRunner:
 
 @pytest.fixture(scope="module")
 def eager(tiny_model: Callable[[str], Model]) -> Callable[[str], tuple[torch.Tensor, torch.Tensor]]:
-    """Per family four random sequences [4, LENGTH] and their logits [4, LENGTH, vocab_size], by eager attention."""
+    """Per family four random sequences [4, LENGTH] and their eager logits [4, LENGTH, vocab_size]."""
     made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(family: str) -> tuple[torch.Tensor, torch.Tensor]:

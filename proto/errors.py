@@ -1,0 +1,132 @@
+"""Every error a request can end with, and the one table between these classes and the codes on the wire."""
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error as it travels; a map on the wire.
+
+    Args:
+        code: one of the codes of this file; a newer peer may send others.
+        message: one sentence for a person.
+        field: path of the parameter at fault, such as "messages[0].role"; None where no single one is.
+        retry_after_ms: milliseconds after which the same request may be tried again; None where retrying is no use.
+    """
+
+    code: str
+    message: str
+    field: str | None = None
+    retry_after_ms: int | None = None
+
+
+class GenbatchError(Exception):
+    """Root of the errors that a request can end with; `code` tells programs which, `str(error)` tells people."""
+
+    code = "error"
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_ms: int | None = None) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.message = message
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+    def to_wire(self) -> ErrorInfo:
+        """The error as it travels."""
+        return ErrorInfo(code=self.code, message=self.message, field=self.field, retry_after_ms=self.retry_after_ms)
+
+
+class InvalidRequest(GenbatchError):
+    """A parameter is missing, unknown, of the wrong type or out of its range; `field` names it."""
+
+    code = "invalid_request"
+
+    def __init__(self, field: str | None, message: str) -> None:
+        super().__init__(message, field=field)
+
+
+class PromptTooLong(GenbatchError):
+    """The prompt leaves no room in the context for even one token of output."""
+
+    code = "prompt_too_long"
+
+
+class ModelNotFound(GenbatchError):
+    """The service does not serve the model that was named."""
+
+    code = "model_not_found"
+
+
+class QueueFull(GenbatchError):
+    """Too many requests are waiting; `retry_after_ms` tells when to try again."""
+
+    code = "queue_full"
+
+
+class DeadlineExceeded(GenbatchError):
+    """The request's deadline passed before it had any result."""
+
+    code = "deadline_exceeded"
+
+
+class Cancelled(GenbatchError):
+    """The request was cancelled before it had ended."""
+
+    code = "cancelled"
+
+
+class EngineError(GenbatchError):
+    """The service failed at this request, through no fault of the caller."""
+
+    code = "engine_error"
+
+
+class Unavailable(GenbatchError):
+    """Nobody answers: no service at the address, the service is stopping, or the model is being restarted."""
+
+    code = "unavailable"
+
+
+class UnknownMethod(GenbatchError):
+    """The service has no such method."""
+
+    code = "unknown_method"
+
+
+class MalformedMessage(GenbatchError):
+    """Bytes that are not a message of the protocol."""
+
+    code = "malformed_message"
+
+
+class FrameTooLarge(GenbatchError):
+    """A message with more bytes than are taken."""
+
+    code = "frame_too_large"
+
+
+CLASSES: dict[str, type[GenbatchError]] = {
+    error.code: error
+    for error in (
+        InvalidRequest,
+        PromptTooLong,
+        ModelNotFound,
+        QueueFull,
+        DeadlineExceeded,
+        Cancelled,
+        EngineError,
+        Unavailable,
+        UnknownMethod,
+        MalformedMessage,
+        FrameTooLarge,
+    )
+}
+
+
+def from_wire(info: ErrorInfo) -> GenbatchError:
+    """The error that `info` describes; a plain GenbatchError with its `code` where the code is unknown."""
+    error_class = CLASSES.get(info.code, GenbatchError)
+    error = error_class.__new__(error_class)
+    GenbatchError.__init__(error, info.message, field=info.field, retry_after_ms=info.retry_after_ms)
+    if error_class is GenbatchError:
+        error.code = info.code
+    return error
