@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,19 +24,20 @@ from genbatch.nif.model import Model, load_model
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
     """The module `tests/nif/tiny_models.py`; tests are no package, so it is loaded by its path."""
-    path = Path(__file__).parent / "nif" / "tiny_models.py"
-    spec = importlib.util.spec_from_file_location("tiny_models", path)
+    return _module_at(Path(__file__).parent / "nif" / "tiny_models.py")
+
+
+def _module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tiny_models"] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="session")
-def tiny_model_dir(
-    tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def tiny_model_dir(tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """tiny_model_dir("llama") is the directory of a small random model of the family, made once a session."""
     made: dict[str, Path] = {}
 
@@ -58,6 +60,20 @@ def tiny_model(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Model]:
         return loaded[family]
 
     return model
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Any]:
+    """oracle("llama") answers for that model as transformers' `generate` does."""
+    module = _module_at(Path(__file__).parent / "oracle.py")
+    made: dict[str, Any] = {}
+
+    def find(family: str) -> Any:
+        if family not in made:
+            made[family] = module.Oracle(tiny_model_dir(family))
+        return made[family]
+
+    return find
 
 
 @pytest.fixture(scope="session")
