@@ -26,9 +26,15 @@ class From(Lifetime, Generic[T]):
         self._task = trio.lowlevel.current_task()
         self._replied = False
 
-    async def answer(self) -> T:
-        """Waits in the calling task. A reply wins over a cancellation that comes after it."""
-        result: T = await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.SUCCEEDED)
+    async def answer(self, deadline: float) -> T:
+        """Waits in the calling task, cancelled at `deadline`. What comes first wins, reply or cancellation."""
+
+        def give_up(_: object) -> trio.lowlevel.Abort:
+            # Here, and not when the task runs again: until then a reply could come and find it awake already.
+            self._abandon(Exit.TIMEOUT if trio.current_time() >= deadline else Exit.CANCELLED)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        result: T = await trio.lowlevel.wait_task_rescheduled(give_up)
         return result
 
     def reply(self, result: "outcome.Outcome[T]") -> None:
@@ -44,14 +50,13 @@ class From(Lifetime, Generic[T]):
         """Answers in place of an actor that no longer can."""
         self._settle(outcome.Error(error))
 
-    def abandon(self, reason: Exit) -> None:
+    def _abandon(self, reason: Exit) -> None:
         """The caller no longer waits: the request leaves the mailbox if it is still there, monitors fire."""
-        if self.alive:
-            del self._mailbox.calls[self]
-            self._mailbox.discard(self)
-            self.end(reason)
-            metadata = {"name": self._mailbox.name, "reason": reason}
-            self._mailbox.telemetry.execute("actor.call_abandoned", {}, metadata)
+        del self._mailbox.calls[self]
+        self._mailbox.discard(self)
+        self.end(reason)
+        metadata = {"name": self._mailbox.name, "reason": reason}
+        self._mailbox.telemetry.execute("actor.call_abandoned", {}, metadata)
 
     def _settle(self, result: "outcome.Outcome[T]") -> None:
         del self._mailbox.calls[self]
@@ -119,14 +124,11 @@ class ActorRef:
             await trio.lowlevel.checkpoint()  # a caller that retries in a loop must let the actor run
             raise
         mailbox.calls[from_] = None
-        try:
-            with trio.move_on_after(inf if timeout is None else timeout):
-                return await from_.answer()
-            assert timeout is not None
-            from_.abandon(Exit.TIMEOUT)
-            raise CallTimeout(self.name, timeout)
-        finally:
-            from_.abandon(Exit.CANCELLED)  # does nothing to a call that was answered
+        deadline = inf if timeout is None else trio.current_time() + timeout
+        with trio.CancelScope(deadline=deadline):
+            return await from_.answer(deadline)
+        assert timeout is not None
+        raise CallTimeout(self.name, timeout)
 
     def cast(self, message: object, *, control: bool = False) -> None:
         """Sends `message` to `handle_cast`, without a reply.

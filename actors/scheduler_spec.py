@@ -48,6 +48,9 @@ class SchedulerOptions:
         enable_chunked_context: see StepLimits.
         margin: share of free blocks below which MAX_UTILIZATION holds new requests; None: 0.2.
         pause_order: whom MAX_UTILIZATION pauses; None: the newest.
+
+    Raises:
+        SchedulerError: a value out of range, or one that nothing would read; the message names it.
     """
 
     scheduler: str | RequestScheduler = "fifo"
@@ -61,9 +64,6 @@ class SchedulerOptions:
     pause_order: PauseOrder | None = None
 
     def __post_init__(self) -> None:
-        """Raises:
-        SchedulerError: a value out of range, or two that contradict each other; the message names them.
-        """
         for name in ("max_num_requests", "max_batch_tokens"):
             if getattr(self, name) < 1:
                 raise SchedulerError(f"{name}: {getattr(self, name)} is less than 1")
@@ -71,10 +71,11 @@ class SchedulerOptions:
             raise SchedulerError(f"cache_budget: {self.cache_budget} is less than 1")
         if self.margin is not None and not 0 <= self.margin < 1:
             raise SchedulerError(f"margin: {self.margin} is not in 0 <= margin < 1")
-        if self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT:
+        never_pauses = SchedulerPolicy.GUARANTEED_NO_EVICT, BatchingType.V1
+        if self.policy in never_pauses or self.batching_type in never_pauses:
             for name in ("margin", "pause_order"):
                 if getattr(self, name) is not None:
-                    raise SchedulerError(f"{name}: only the policy MAX_UTILIZATION has one")
+                    raise SchedulerError(f"{name}: only MAX_UTILIZATION in in-flight batching has one")
         if self.batching_type is BatchingType.V1 and self.max_num_requests > self.max_batch_tokens:
             raise SchedulerError(
                 f"max_num_requests: a V1 group of {self.max_num_requests} cannot decode in lockstep "

@@ -153,9 +153,7 @@ class TorchStep:
         return torch.cat(rows).to(call.query.dtype)
 
 
-def _span(
-    start: int, stop: int, kv_len: int, table: torch.Tensor, window: int | None, block_size: int
-) -> _Span:
+def _span(start: int, stop: int, kv_len: int, table: torch.Tensor, window: int | None, block_size: int) -> _Span:
     n_past = kv_len - (stop - start)
     lowest = 0 if window is None else max(0, n_past - window + 1)
     first_block = lowest // block_size
@@ -195,7 +193,8 @@ def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Ten
 
 def _gather(pool: torch.Tensor, span: _Span) -> torch.Tensor:
     """The span's keys or values, [Hkv, L, D]."""
-    gathered = pool.transpose(0, 1).index_select(1, span.blocks).flatten(1, 2)
+    # Selected before transposing: index_select of a strided view would copy the whole pool first.
+    gathered = pool.index_select(0, span.blocks).transpose(0, 1).flatten(1, 2)
     return gathered[:, span.skip : span.skip + span.length]
 
 

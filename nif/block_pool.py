@@ -31,9 +31,7 @@ class BlockPool:
             raise OptionError("num_blocks", f"must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks  # by block id
-        self.hashes: list[bytes | None] = [
-            None
-        ] * num_blocks  # by block id; None: content unknown or incomplete
+        self.hashes: list[bytes | None] = [None] * num_blocks  # by block id; None: content unknown or incomplete
         self._on_forget = on_forget
         self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids go out first
         self._initialized: dict[int, None] = {}  # in order of release
@@ -116,9 +114,7 @@ class BlockPool:
             assert counted == expected, f"block {block} is counted {counted} times and held {expected} times"
         free = self._uninitialized + list(self._initialized)
         used = [block for block, count in enumerate(self.references) if count > 0]
-        assert sorted(free + used) == list(range(self.num_blocks)), (
-            "free and used blocks do not partition the ids"
-        )
+        assert sorted(free + used) == list(range(self.num_blocks)), "free and used blocks do not partition the ids"
         for block in self._uninitialized:
             assert self.hashes[block] is None, f"uninitialized block {block} has a hash"
         for block in self._initialized:

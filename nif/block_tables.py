@@ -46,14 +46,12 @@ class BlockTables:
         allow_block_sharing: bool,
     ) -> None:
         self.block_size = block_size
-        self.windows = [
-            (index, group.window) for index, group in enumerate(groups) if group.window is not None
-        ]
+        self.windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         # A windowed group has dropped what a later prompt would want back.
         shares = allow_block_sharing and not self.windows
         self.prefix_cache = PrefixCache(block_size, len(groups)) if shares else None
         self.pools = tuple(
-            BlockPool(count, partial(self.prefix_cache.forget, index) if self.prefix_cache else None)
+            BlockPool(count, partial(self.prefix_cache.forget, index) if self.prefix_cache is not None else None)
             for index, count in enumerate(num_blocks)
         )
         self.sequences = [KVSequence.empty(len(groups)) for _ in range(num_sequences)]
@@ -137,9 +135,7 @@ class BlockTables:
             shared = source.tables[group][start : self.blocks(p1)]
             for block in shared:
                 pool.share(block)
-            pool.release(
-                table[max(whole, target.evicted[group]) :]
-            )  # the partly filled one, which is covered
+            pool.release(table[max(whole, target.evicted[group]) :])  # the partly filled one, which is covered
             table[whole:] = array("i", [0] * (start - whole)) + shared
             if first > whole:
                 target.evicted[group] = first
@@ -207,12 +203,8 @@ class BlockTables:
             for group, table in enumerate(sequence.tables):
                 if sequence.writable > length and length % self.block_size:
                     block = table[blocks - 1]
-                    assert held[group][block] == 1, (
-                        f"sequence {seq_id} takes shared block {block} for its own"
-                    )
-                    assert self.pools[group].hashes[block] is None, (
-                        f"cached block {block} would be overwritten"
-                    )
+                    assert held[group][block] == 1, f"sequence {seq_id} takes shared block {block} for its own"
+                    assert self.pools[group].hashes[block] is None, f"cached block {block} would be overwritten"
             assert len(sequence.hashes) <= length // self.block_size, f"sequence {seq_id}: a name too many"
         for group, pool in enumerate(self.pools):
             pool.check_integrity(held[group])

@@ -172,9 +172,7 @@ class KVCache:
             sequence.key = key
             sequence.hashes.clear()
         cache.extend_hashes(sequence.hashes, sequence.tokens, key)
-        match = cache.match(
-            tokens, key, held=sequence.hashes, max_blocks=(len(tokens) - 1) // self.block_size
-        )
+        match = cache.match(tokens, key, held=sequence.hashes, max_blocks=(len(tokens) - 1) // self.block_size)
         if match.blocks:
             self._tables.adopt(sequence, tokens, match)
         sequence.wake = 0
@@ -330,9 +328,7 @@ class KVCache:
         self._open = None
 
     def _assert_idle(self) -> None:
-        assert self._open is None, (
-            "a step is in progress: its reservation is neither committed nor rolled back"
-        )
+        assert self._open is None, "a step is in progress: its reservation is neither committed nor rolled back"
 
     def _most_held(self, length: int) -> tuple[int, ...]:
         whole = self._tables.blocks(length)

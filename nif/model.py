@@ -64,9 +64,7 @@ class Model:
     max_position: int
 
 
-def load_model(
-    source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, progress: Progress | None = None
-) -> Model:
+def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, progress: Progress | None = None) -> Model:
     """Finds, loads and checks a model.
 
     Args:
@@ -117,9 +115,7 @@ def _device(n_gpu_layers: int) -> torch.device:
         raise OptionError(
             "n_gpu_layers", f"{n_gpu_layers!r} is not possible: all layers go to the GPU (-1) or none (0)"
         )
-    return (
-        torch.device("cuda", 0) if n_gpu_layers == -1 and torch.cuda.is_available() else torch.device("cpu")
-    )
+    return torch.device("cuda", 0) if n_gpu_layers == -1 and torch.cuda.is_available() else torch.device("cpu")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -136,9 +132,7 @@ def _supported_class(source: str, directory: Path) -> tuple[Any, PreTrainedConfi
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as fault:
-        raise ModelError(
-            source, f"config.json is not one that transformers can read: {_line(fault)}"
-        ) from fault
+        raise ModelError(source, f"config.json is not one that transformers can read: {_line(fault)}") from fault
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ModelError(source, f"{kind} is an encoder-decoder; only decoder-only causal models are served")

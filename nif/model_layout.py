@@ -33,9 +33,7 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
     layers_of: dict[int | None, list[int]] = {}
     for layer, kind in enumerate(kinds[:num_layers]):
         if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(
-                name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served"
-            )
+            raise ModelError(name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served")
         reach = window if kind == "sliding_attention" else None
         if kind == "sliding_attention" and reach is None:
             raise ModelError(name, f"layer {layer} attends within a window that config.json does not give")

@@ -77,6 +77,8 @@ def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
     Raises:
         ModelError: nothing of the kind exists, or it has no weights in safetensors or GGUF.
     """
+    if not source.strip():
+        raise ModelError(source, "the name is empty")
     if source in NAMED_MODELS:
         return ModelSource(source, _named_directory(source, NAMED_MODELS[source], progress))
     path = Path(source).expanduser()
@@ -256,9 +258,7 @@ def _snapshot(source: str, progress: Progress) -> Path:
     try:
         with quiet_transformers():
             bar = _reporting_bar(progress)
-            found = huggingface_hub.snapshot_download(
-                source, allow_patterns=_SNAPSHOT_PATTERNS, tqdm_class=bar
-            )
+            found = huggingface_hub.snapshot_download(source, allow_patterns=_SNAPSHOT_PATTERNS, tqdm_class=bar)
     except LocalEntryNotFoundError as fault:
         raise ModelError(
             source,

@@ -110,9 +110,7 @@ class PrefixCache:
             AssertionError: they differ.
         """
         kept = {name: block for block, name in enumerate(hashes) if name is not None}
-        assert kept == self._blocks[group], (
-            f"group {group}: the prefix cache and the pool know different blocks"
-        )
+        assert kept == self._blocks[group], f"group {group}: the prefix cache and the pool know different blocks"
 
     def _name(self, parent: bytes, tokens: Sequence[int], index: int) -> bytes:
         start = index * self.block_size

@@ -62,7 +62,8 @@ class SamplerState:
         """Records that the sequence goes on with `token_id`; call it once the step has succeeded."""
         self.num_generated += 1
         if self.params.penalised:
-            self._counts[self._rank(token_id)] += 1.0
+            rank = self._rank(token_id)  # first: it may replace the arrays
+            self._counts[rank] += 1.0
 
     def fork(self, seed: int) -> Self:
         """Returns an independent state with the same past, drawing by `seed`: a parallel sample, a beam."""
@@ -188,14 +189,9 @@ def _report(
 ) -> list[Sampled | SampleFault]:
     """Joins tokens, faults and the log-probabilities that were asked for."""
     results: list[Sampled | SampleFault] = [
-        SampleFault(reason) if token is None else Sampled(token)
-        for token, reason in zip(tokens, reasons, strict=True)
+        SampleFault(reason) if token is None else Sampled(token) for token, reason in zip(tokens, reasons, strict=True)
     ]
-    wanted = [
-        (i, t, n)
-        for i, t in enumerate(tokens)
-        if t is not None and (n := states[i].params.logprobs) is not None
-    ]
+    wanted = [(i, t, n) for i, t in enumerate(tokens) if t is not None and (n := states[i].params.logprobs) is not None]
     if wanted:
         rows, ids, tops = zip(*wanted, strict=True)
         raw = logits if len(rows) == len(tokens) else logits[list(rows)]
@@ -216,8 +212,7 @@ def _edited(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tenso
         lengths = [s.seen_ids.size for _, s in penalised]
         counts = np.concatenate([s.output_counts for _, s in penalised])
         penalties = [
-            (s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty)
-            for _, s in penalised
+            (s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for _, s in penalised
         ]
         repetition, frequency, presence = np.repeat(np.asarray(penalties, np.float32), lengths, axis=0).T
         less = torch.from_numpy(frequency * counts + presence * (counts > 0)).to(flat.device)

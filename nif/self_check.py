@@ -43,9 +43,7 @@ class _Probe:
         return out[0].transpose(0, 1)
 
 
-def probe_layers(
-    name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...]
-) -> tuple[tuple[LayerShape, ...], int]:
+def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...]) -> tuple[tuple[LayerShape, ...], int]:
     """What each layer keeps in the KV cache, and the width of the logits, seen in a forward of two tokens.
 
     Args:

@@ -65,9 +65,7 @@ def _draw_truncated(
     drawn, complete = _pick(*ranking, total, limits, points)
     short = [i for i, done in enumerate(complete.tolist()) if not done] if len(stages) > 1 else []
     if short:
-        drawn[short] = _draw_truncated(
-            log_weights[short], total[short], limits[short], points[short], stages[1:]
-        )
+        drawn[short] = _draw_truncated(log_weights[short], total[short], limits[short], points[short], stages[1:])
     return drawn
 
 

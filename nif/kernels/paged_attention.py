@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is the instruction that the GPU has
-_MIN_DOT_ROWS = 16  # the smallest tile that tl.dot takes
+_MIN_DOT_ROWS = 16  # the smallest extent that tl.dot takes
 _MAX_SPLITS = 64
 _MIN_KEYS_PER_SPLIT = 128  # below this the reduction costs more than the parallelism brings
 
@@ -330,7 +330,7 @@ def paged_attention(
         "KEYS": keys,
         "BLOCK_SIZE": block_size,
         "HEAD": head_size,
-        "HEAD_PAD": triton.next_power_of_2(head_size),
+        "HEAD_PAD": max(_MIN_DOT_ROWS, triton.next_power_of_2(head_size)),
         "HAS_SOFTCAP": bool(softcap),
         "HAS_WINDOW": window is not None,
         "LOG2_E": _LOG2_E,

@@ -75,7 +75,7 @@ def _rope_cache_kernel(
     dims = tl.arange(0, HALF_PAD)
     in_half = dims < HALF
     position = tl.load(positions_ptr + token)
-    known = in_half & (position >= 0) & (position < num_positions)
+    known = dims < tl.where((position >= 0) & (position < num_positions), HALF, 0)
     cos = tl.load(cos_ptr + position * HALF + dims, mask=known, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + dims, mask=known, other=0.0)
     qkv_ptr += token * (QUERY_HEADS + 2 * KV_HEADS) * HEAD

@@ -11,17 +11,16 @@
 
 #define DEPTH 192
 
-ALWAYS_INLINE void tile(const int R, const float *w, const float *x, int64_t stride, int depth, bool first,
-                        float *sums)
+ALWAYS_INLINE void tile(const int R, const float *w, const float *x, int64_t depth, bool first, float *sums)
 {
     vf s[MAX_ROWS][2];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++)
         s[r][v] = first ? (vf){0} : vf_load(sums + r * COLUMNS + v * VL);
-    for (int k = 0; k < depth; k++, w += COLUMNS) {
+    for (int64_t k = 0; k < depth; k++, w += COLUMNS, x += R) {
         vf w0 = vf_load(w), w1 = vf_load(w + VL);
         __builtin_prefetch(w + 16 * COLUMNS);
         UNROLL for (int r = 0; r < R; r++) {
-            vf a = vf_set1(x[r * stride + k]);
+            vf a = vf_set1(x[r]);
             s[r][0] = vf_fma(w0, a, s[r][0]);
             s[r][1] = vf_fma(w1, a, s[r][1]);
         }
@@ -30,20 +29,20 @@ ALWAYS_INLINE void tile(const int R, const float *w, const float *x, int64_t str
         vf_store(sums + r * COLUMNS + v * VL, s[r][v]);
 }
 
-void gemm_f32_block(const linear *l, int64_t block, const rows *a, int64_t first, int count, float *sums)
+void gemm_f32_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)
 {
     const float *weights = (const float *)l->weights + block * l->k * COLUMNS;
-    const float *x = (const float *)a->data + first * a->stride;
-    for (int k = 0; k < l->k; k += DEPTH) {
-        int depth = l->k - k < DEPTH ? l->k - k : DEPTH;
-        for (int r = 0, size; r < count; r += size) {
-            size = tile_rows(count, r);
+    for (int64_t k = 0; k < l->k; k += DEPTH) {
+        int64_t depth = l->k - k < DEPTH ? l->k - k : DEPTH;
+        tile_place at;
+        for (int64_t r = first; r < first + count; r += at.size) {
+            at = tile_with(a->count, r);
+            const float *x = (const float *)a->data + at.start * a->k + k * at.size;
             for (int c = 0; c < COLUMNS; c += 2 * VL) {
-                const float *w = weights + (int64_t)k * COLUMNS + c;
-                const float *xr = x + r * a->stride + k;
-                float *out = sums + r * COLUMNS + c;
-#define CALL(R) tile(R, w, xr, a->stride, depth, k == 0, out)
-                FOR_ROWS(size, CALL)
+                const float *w = weights + k * COLUMNS + c;
+                float *out = sums + (r - first) * COLUMNS + c;
+#define CALL(R) tile(R, w, x, depth, k == 0, out)
+                FOR_ROWS(at.size, CALL)
 #undef CALL
             }
         }

@@ -81,13 +81,25 @@ enum step_error {
     STEP_NO_MEMORY,
 };
 
-/* Rows of activations in the form that one kind of weight multiplies. */
+/* What multiplies the integers of one group of one row; see gemm_int8.c. */
 typedef struct {
-    void *data; /* float, bfloat16 or int8, `stride` elements a row */
-    float *scales; /* int8: [row, k / group] */
-    int32_t *sums; /* int8: sums of the group's integers */
-    int64_t stride;
-    int64_t groups; /* scales a row */
+    float scale; /* of the group, with the 8 significant bits of bfloat16 */
+    float minus; /* -INTEGER_ZERO * scale, exact */
+    int32_t start; /* bits of INTEGER_ZERO, less 128 times the sum of the integers */
+    float total; /* scale times the sum of the integers */
+} group_factors;
+
+/* Adding a small integer to the bits of this float adds it to the float. */
+#define INTEGER_ZERO 12582912.0f /* 1.5 * 2^23: spacing 1, room for +-2^22 */
+#define INTEGER_ZERO_BITS 0x4b400000
+
+/* Rows of activations in the form that one kind of weight multiplies, tile by tile (tiles.h). */
+typedef struct {
+    void *data; /* float, bfloat16 or int8 */
+    group_factors *factors; /* int8: [tile][k / group][rows of the tile] */
+    int64_t count; /* rows */
+    int64_t k; /* elements a row */
+    int64_t groups; /* int8: factors a row */
 } rows;
 
 /* threads.c */
@@ -99,16 +111,16 @@ int pool_size(const pool *);
 void pool_run(pool *, pool_function, void *argument);
 void pool_barrier(pool *);
 
-/* gemm_*.c: sums[count][COLUMNS] = rows[first .. first + count) x one weight block */
-void gemm_f32_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
-void gemm_bf16_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
-void gemm_i8_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
-void gemm_u4_block(const linear *, int64_t block, const rows *, int64_t first, int count, float *sums);
+/* gemm_*.c: sums[count][COLUMNS] = rows[first .. first + count) x one weight block; whole tiles */
+void gemm_f32_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
+void gemm_bf16_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
+void gemm_i8_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
+void gemm_u4_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
 enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want float or bfloat16 rows */
 
 /* rows.c */
 void rms_norm(const float *x, const float *weight, float eps, int64_t size, float *out);
-void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size, int64_t group);
+void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size);
 void silu_multiply(const float *gate_up, float *out, int64_t count);
 
 /* attention.c */

@@ -3,6 +3,9 @@
 
 #include "genbatch.h"
 #include "simd.h"
+#include "tiles.h"
+
+#define MAX_GROUP 256 /* inputs; also what keeps 128 x 127 x group below 2^22, see INTEGER_ZERO */
 
 void rms_norm(const float *x, const float *weight, float eps, int64_t size, float *out)
 {
@@ -19,48 +22,79 @@ void rms_norm(const float *x, const float *weight, float eps, int64_t size, floa
     for (; i < size; i++) out[i] = x[i] * scale * weight[i];
 }
 
-/* Scales each group by its own largest magnitude, so an outlier costs precision to its group alone. */
-static void put_int8(const rows *out, int64_t row, const float *x, int64_t size, int64_t group)
+/* Rounds up to 8 significant bits, so that no group's largest value exceeds 127 steps. */
+static float coarse_above(float x)
 {
-    int8_t *data = (int8_t *)out->data + row * out->stride;
-    for (int64_t g = 0; g < out->groups; g++) {
-        float part[256] = {0};
-        int64_t count = size - g * group < group ? size - g * group : group;
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits = (bits + 0xffff) & 0xffff0000;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* Writes the integers of one group to `out` and returns what multiplies them. The group is scaled by its own
+ * largest magnitude, so that an outlier costs precision to its group alone. */
+static group_factors put_group(const float *x, int64_t group, int8_t *out)
+{
+    vf largest = {0};
+    for (int64_t i = 0; i < group; i += VL) largest = vf_max(largest, vf_abs(vf_load(x + i)));
+    float scale = coarse_above(vf_largest(largest) / 127.0f);
+    /* Below this the reciprocal overflows; such activations are zero for every purpose. */
+    float inverse = scale > 1e-37f ? 1.0f / scale : 0.0f;
+    vi sum = {0};
+    for (int64_t i = 0; i < group; i += VL) {
+        vi q = vi_round(vf_load(x + i) * inverse);
+        sum += q;
+        *(vb_memory *)(out + i) = __builtin_convertvector(q, vb);
+    }
+    int32_t total = 0;
+    UNROLL for (int lane = 0; lane < VL; lane++) total += sum[lane];
+    return (group_factors){scale, -INTEGER_ZERO * scale, INTEGER_ZERO_BITS - 128 * total, scale * (float)total};
+}
+
+static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, int64_t size)
+{
+    int64_t group = out->k / out->groups;
+    int8_t *data = (int8_t *)out->data + at.start * out->k + 4 * r;
+    group_factors *factors = out->factors + at.start * out->groups + r;
+    for (int64_t g = 0; g < out->groups; g++, factors += at.size) {
+        float part[MAX_GROUP] = {0};
+        int8_t integers[MAX_GROUP];
         const float *p = x + g * group;
-        if (count < group) { /* the padding that follows the last input counts as zeros */
-            memcpy(part, p, (size_t)(count > 0 ? count : 0) * sizeof(float));
+        int64_t count = size - g * group;
+        if (count < group) { /* what pads the last input counts as zeros */
+            if (count > 0) memcpy(part, p, (size_t)count * sizeof(float));
             p = part;
         }
-        vf largest = {0};
-        for (int64_t i = 0; i < group; i += VL) largest = vf_max(largest, vf_abs(vf_load(p + i)));
-        float max = vf_largest(largest);
-        float inverse = max > 0 ? 127.0f / max : 0.0f;
-        vi sum = {0};
-        for (int64_t i = 0; i < group; i += VL) {
-            vi q = vi_round(vf_load(p + i) * inverse);
-            sum += q;
-            *(vb_memory *)(data + g * group + i) = __builtin_convertvector(q, vb);
-        }
-        int32_t total = 0;
-        UNROLL for (int lane = 0; lane < VL; lane++) total += sum[lane];
-        out->scales[row * out->groups + g] = max / 127.0f;
-        out->sums[row * out->groups + g] = total;
+        *factors = put_group(p, group, integers);
+        for (int64_t i = 0; i < group; i += 4, data += 4 * at.size) memcpy(data, integers + i, 4);
     }
 }
 
-void rows_put(int kind, const rows *out, int64_t row, const float *x, int64_t size, int64_t group)
+static void put_f32(const rows *out, tile_place at, int64_t r, const float *x, int64_t size)
 {
-    if (kind == WEIGHT_F32) {
-        float *to = (float *)out->data + row * out->stride;
-        if (to != x) memcpy(to, x, (size_t)size * sizeof(float));
-    } else if (kind == WEIGHT_BF16) {
-        uint16_t *data = (uint16_t *)out->data + row * out->stride;
-        int64_t i = 0;
-        for (; i + VL <= size; i += VL) bf16_store(data + i, vf_load(x + i));
-        for (; i < size; i++) data[i] = bf16_from_float(x[i]);
-    } else {
-        put_int8(out, row, x, size, group);
+    float *data = (float *)out->data + at.start * out->k + r;
+    if (at.size == 1)
+        memcpy(data, x, (size_t)size * sizeof(float));
+    else
+        for (int64_t i = 0; i < size; i++, data += at.size) *data = x[i];
+}
+
+static void put_bf16(const rows *out, tile_place at, int64_t r, const float *x, int64_t size)
+{
+    uint16_t *data = (uint16_t *)out->data + at.start * out->k + 2 * r;
+    for (int64_t i = 0; i < size; i += 2, data += 2 * at.size) {
+        data[0] = bf16_from_float(x[i]);
+        data[1] = i + 1 < size ? bf16_from_float(x[i + 1]) : 0;
     }
+}
+
+void rows_put(int kind, const rows *out, int64_t row, const float *x, int64_t size)
+{
+    tile_place at = tile_with(out->count, row);
+    if (kind == WEIGHT_F32) put_f32(out, at, row - at.start, x, size);
+    if (kind == WEIGHT_BF16) put_bf16(out, at, row - at.start, x, size);
+    if (kind == WEIGHT_I8) put_int8(out, at, row - at.start, x, size);
 }
 
 /* gate_up: COLUMNS / 2 gates, then as many ups; out: silu(gate) * up of the first `count`. */

@@ -8,10 +8,12 @@
 
 #include "genbatch.h"
 #include "simd.h"
+#include "tiles.h"
 
-/* Rows per unit of a linear: 20 tiles of 12. 240 rows x 576 floats are 540 KB and stay in L2 while the
+/* Most rows per unit of a linear: 20 tiles of 12. 240 rows x 576 floats are 540 KB and stay in L2 while the
  * blocks of weights pass by. */
-#define PANEL 240
+#define PANEL_TILES 20
+#define PANEL (PANEL_TILES * MAX_ROWS)
 #define PHASES_PER_LAYER 10
 #define PHASES_AROUND 4
 
@@ -19,7 +21,8 @@ enum epilogue { STORE, ADD, SILU };
 
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
-    rows operand;
+    void *operand;
+    group_factors *factors;
     float *scratch; /* a thread's: PANEL x COLUMNS sums, then a row of hidden size */
     int64_t scratch_size;
 } workspace;
@@ -72,12 +75,9 @@ static int operand_kind(const linear *l)
     return l->kind == WEIGHT_BF16 ? (int)gemm_bf16_rows_kind() : l->kind == WEIGHT_U4 ? WEIGHT_I8 : l->kind;
 }
 
-static rows operand_for(const engine *e, const linear *l)
+static rows operand_for(const engine *e, const linear *l, int64_t count)
 {
-    rows operand = e->work.operand;
-    operand.stride = l->k;
-    operand.groups = l->k / l->group;
-    return operand;
+    return (rows){e->work.operand, e->work.factors, count, l->k, l->k / l->group};
 }
 
 /* operand[i] = norm(x[index[i]]) in the form that `l` multiplies; `index` and `weight` may be NULL. */
@@ -85,14 +85,14 @@ static void prepare_phase(worker *w, const linear *l, const float *x, int64_t si
                           int64_t count, const float *weight)
 {
     engine *e = w->engine;
-    rows operand = operand_for(e, l);
+    rows operand = operand_for(e, l, count);
     float *normed = e->work.scratch + w->thread * e->work.scratch_size + PANEL * COLUMNS;
     int64_t from, to;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         for (int64_t i = from; i < to; i++) {
             const float *row = x + (index ? index[i] : i) * size;
             if (weight) rms_norm(row, weight, e->model->norm_eps, size, normed);
-            rows_put(operand_kind(l), &operand, i, weight ? normed : row, size, l->group);
+            rows_put(operand_kind(l), &operand, i, weight ? normed : row, size);
         }
     }
     phase_end(w);
@@ -227,15 +227,16 @@ static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogu
                          int64_t pitch)
 {
     engine *e = w->engine;
-    rows operand = operand_for(e, l);
+    rows operand = operand_for(e, l, count);
     float *sums = e->work.scratch + w->thread * e->work.scratch_size;
-    int64_t blocks = padded(l->n, COLUMNS) / COLUMNS, panels = (count + PANEL - 1) / PANEL;
-    int64_t panel = panels ? (count + panels - 1) / panels : 0;
+    int64_t blocks = padded(l->n, COLUMNS) / COLUMNS, tiles = tiles_for(count);
+    int64_t panels = (tiles + PANEL_TILES - 1) / PANEL_TILES;
     int64_t from, to, units = blocks * panels;
     while (claim(w, units, grain_of(w, units), &from, &to)) {
         for (int64_t unit = from; unit < to; unit++) {
-            int64_t block = unit % blocks, first = unit / blocks * panel;
-            int size = (int)smaller(panel, count - first);
+            int64_t block = unit % blocks, panel = unit / blocks;
+            int64_t first = tile_at(count, panel * tiles / panels).start;
+            int64_t size = tile_at(count, (panel + 1) * tiles / panels).start - first;
             if (l->kind == WEIGHT_F32) gemm_f32_block(l, block, &operand, first, size, sums);
             if (l->kind == WEIGHT_BF16) gemm_bf16_block(l, block, &operand, first, size, sums);
             if (l->kind == WEIGHT_I8) gemm_i8_block(l, block, &operand, first, size, sums);
@@ -376,8 +377,9 @@ static bool reserve(engine *e)
     int64_t width = (int64_t)m->num_heads * m->head_dim;
     int64_t scratch_size = PANEL * COLUMNS + padded(m->hidden, 16);
     int64_t count = T > R ? T : R; /* a row may be asked for twice */
+    const int64_t factor_floats = sizeof(group_factors) / sizeof(float);
     int64_t floats[] = {T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
-                        count * m->intermediate, R * m->hidden, count * k, count * k / 16, count * k / 16,
+                        count * m->intermediate, R * m->hidden, count * k, count * k / 32 * factor_floats,
                         pool_size(e->pool) * scratch_size};
     enum { NUM = sizeof(floats) / sizeof(floats[0]) };
     int64_t total = 0;
@@ -391,8 +393,7 @@ static bool reserve(engine *e)
     }
     float *at[NUM], *p = e->memory;
     for (int i = 0; i < NUM; p += padded(floats[i], 16) + 16, i++) at[i] = p;
-    e->work = (workspace){at[0], at[1], at[2], at[3], at[4], {at[5], at[6], (int32_t *)at[7], 0, 0}, at[8],
-                          scratch_size};
+    e->work = (workspace){at[0], at[1], at[2], at[3], at[4], at[5], (group_factors *)at[6], at[7], scratch_size};
     return true;
 }
 

@@ -1,15 +1,34 @@
-/* How a panel of rows is cut into register tiles, and the switch to the tile compiled for a size. */
+/* How rows are cut into register tiles, and the switch to the code compiled for a size.
+ *
+ * A tile of R rows lies in memory as its multiplication reads it: [k / unit][R][unit], where the unit is what is
+ * broadcast at once (a float, a pair of bfloat16, four bytes). One pointer then serves all rows. */
 #ifndef GENBATCH_TILES_H
 #define GENBATCH_TILES_H
 
 #include "simd.h"
 
-/* Rows of the tile that starts at `row`: as few tiles as possible, and of equal size, since a tile of
- * 11 and one of 1 would read the weights twice for little. */
-static inline int tile_rows(int count, int row)
+/* The tile that holds a row of `count`: where it starts, how many rows it has. There are as few tiles as
+ * possible and they are of equal size (the first ones may have one row more), since tiles of 12 and 1
+ * would read the weights twice for little. */
+typedef struct {
+    int64_t start;
+    int size;
+} tile_place;
+
+static inline int64_t tiles_for(int64_t count) { return (count + MAX_ROWS - 1) / MAX_ROWS; }
+
+static inline tile_place tile_at(int64_t count, int64_t tile)
 {
-    int tiles_left = (count - row + MAX_ROWS - 1) / MAX_ROWS;
-    return (count - row + tiles_left - 1) / tiles_left;
+    int64_t tiles = tiles_for(count), size = count / tiles, larger = count % tiles;
+    if (tile < larger) return (tile_place){tile * (size + 1), (int)size + 1};
+    return (tile_place){tile * size + larger, (int)size};
+}
+
+static inline tile_place tile_with(int64_t count, int64_t row)
+{
+    int64_t tiles = tiles_for(count), size = count / tiles, larger = count % tiles;
+    int64_t in_larger = larger * (size + 1);
+    return tile_at(count, row < in_larger ? row / (size + 1) : larger + (row - in_larger) / size);
 }
 
 #if MAX_ROWS == 12

@@ -78,9 +78,7 @@ def test_b18_guaranteed_no_evict_never_pauses(jobs, num_blocks, slots) -> None:
     loop.run()
     assert all(one.num_pauses == 0 for one in everyone)
     assert all(not plan.paused_requests for plan in loop.plans)
-    assert set(ids(loop.refused)) == {
-        one.request_id for one in everyone if -(-one.max_positions // 4) > num_blocks
-    }
+    assert set(ids(loop.refused)) == {one.request_id for one in everyone if -(-one.max_positions // 4) > num_blocks}
 
 
 @given(JOBS)
@@ -104,6 +102,24 @@ def test_b17_max_utilization_starts_more_requests_than_could_all_complete() -> N
     assert (len(cautious.fitting_requests), len(eager.fitting_requests)) == (2, 4)
 
 
+def test_b17_no_more_than_max_num_requests_run() -> None:
+    capacity = MaxUtilizationScheduler(3, CountedBlocks(100, 4))
+    active = [decoding(1), prefilling(2, 8, 4), request(3), request(4)]
+    assert ids(capacity.schedule_request(active).fitting_requests) == [1, 2, 3]
+
+
+def test_b17_blocks_that_only_paused_requests_shared_are_counted_at_the_next_step() -> None:
+    class Shared(CountedBlocks):
+        def blocks_held(self, request: LlmRequest) -> int:
+            return 0  # releasing one alone frees nothing, as another reads the same blocks
+
+    kv = Shared(4, 4)
+    kv.free_blocks = 0
+    output = MaxUtilizationScheduler(8, kv).schedule_request([decoding(1), decoding(2), decoding(3)])
+    assert (ids(output.fitting_requests), ids(output.paused_requests)) == ([], [3, 2])
+    assert output.never_fitting == []
+
+
 def test_b17_a_full_pool_pauses_the_newest_and_never_the_oldest() -> None:
     kv = CountedBlocks(6, 4)
     active = [*held(kv, decoding(1), decoding(2), decoding(3)), request(4, 1, 1)]
@@ -118,20 +134,14 @@ def test_b17_a_prefill_that_has_begun_keeps_the_blocks_it_still_needs() -> None:
 
 
 @pytest.mark.parametrize("order", PauseOrder)
-@given(
-    jobs=JOBS, num_blocks=st.integers(1, 16), slots=st.integers(1, 6), margin=st.sampled_from([0, 0.2, 0.9])
-)
-def test_b17_a_tiny_cache_makes_progress_until_everyone_has_finished(
-    order, jobs, num_blocks, slots, margin
-) -> None:
+@given(jobs=JOBS, num_blocks=st.integers(1, 16), slots=st.integers(1, 6), margin=st.sampled_from([0, 0.2, 0.9]))
+def test_b17_a_tiny_cache_makes_progress_until_everyone_has_finished(order, jobs, num_blocks, slots, margin) -> None:
     loop = loop_with(MaxUtilizationScheduler, num_blocks, slots, margin=margin, pause_order=order)
     loop.add(request(number, *job) for number, job in enumerate(jobs))
     everyone = list(loop.waiting)
     loop.run()
     assert all(one.num_generated == one.max_new_tokens for one in loop.finished)
-    assert set(ids(loop.refused)) == {
-        one.request_id for one in everyone if -(-one.max_positions // 4) > num_blocks
-    }
+    assert set(ids(loop.refused)) == {one.request_id for one in everyone if -(-one.max_positions // 4) > num_blocks}
 
 
 @given(jobs=JOBS, num_blocks=st.integers(4, 16))
@@ -189,10 +199,15 @@ def test_h10_at_exactly_the_margin_a_new_prefill_may_start() -> None:
 
 def test_h10_the_margin_does_not_hold_back_the_only_request() -> None:
     kv = CountedBlocks(10, 4)
-    output = MaxUtilizationScheduler(8, kv, margin=0.99).schedule_request(
-        [request(1, 40, 1), request(2, 1, 1)]
-    )
+    output = MaxUtilizationScheduler(8, kv, margin=0.99).schedule_request([request(1, 40, 1), request(2, 1, 1)])
     assert ids(output.fitting_requests) == [1]
+
+
+def test_h10_the_margin_starts_the_first_request_even_if_blocks_are_held_by_nobody_running() -> None:
+    kv = CountedBlocks(20, 4)
+    held(kv, request(9, num_computed=68))  # 17 of 20 blocks, as a shared prompt would hold them
+    output = MaxUtilizationScheduler(8, kv).schedule_request([request(1, 8), request(2, 1)])
+    assert (ids(output.fitting_requests), output.never_fitting) == ([1], [])
 
 
 def test_h13_a_soft_reset_takes_the_oldest_and_the_newest_once_a_reset_blocks() -> None:

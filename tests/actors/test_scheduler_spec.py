@@ -61,9 +61,7 @@ def run(**options: object) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize(
-    ("name", "step_order"), [("fifo", FIFOScheduler), ("prefill_first", PrefillFirstScheduler)]
-)
+@pytest.mark.parametrize(("name", "step_order"), [("fifo", FIFOScheduler), ("prefill_first", PrefillFirstScheduler)])
 def test_s07_h05_h06_a_step_order_is_chosen_by_name(name: str, step_order: type) -> None:
     scheduler = build_scheduler(SchedulerOptions(scheduler=name), CountedBlocks(8, 4))
     assert isinstance(scheduler, SimpleScheduler)
@@ -84,9 +82,7 @@ def test_s07_the_policy_decides_the_capacity_scheduler_and_gets_its_options() ->
 
 
 def test_s07_swapping_the_scheduler_changes_the_order_and_nothing_else() -> None:
-    ends = {
-        name: run(scheduler=name) for name in ("fifo", "users_schedulers:Reversed", "users_schedulers:Whole")
-    }
+    ends = {name: run(scheduler=name) for name in ("fifo", "users_schedulers:Reversed", "users_schedulers:Whole")}
     orders = {name: [one.request_id for one in loop.finished] for name, loop in ends.items()}
     assert orders["fifo"] == [0, 1, 2, 3, 4] != orders["users_schedulers:Reversed"]
     assert all(sorted(order) == [0, 1, 2, 3, 4] for order in orders.values())
@@ -134,9 +130,7 @@ def test_b15_v1_gives_a_lockstep_scheduler_that_reserves_whatever_the_policy() -
     assert type(scheduler.capacity_scheduler) is GuaranteedNoEvictScheduler
     assert len(run(batching_type=BatchingType.V1, max_num_requests=2).finished) == 5
     with pytest.raises(SchedulerError, match="V1"):
-        build_scheduler(
-            SchedulerOptions(scheduler="users_schedulers:Whole", batching_type=BatchingType.V1), kv
-        )
+        build_scheduler(SchedulerOptions(scheduler="users_schedulers:Whole", batching_type=BatchingType.V1), kv)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +142,7 @@ def test_b15_v1_gives_a_lockstep_scheduler_that_reserves_whatever_the_policy() -
         ("margin", {"margin": 1.0}),
         ("margin", {"margin": float("nan")}),
         ("margin", {"margin": 0.1, "policy": SchedulerPolicy.GUARANTEED_NO_EVICT}),
+        ("margin", {"margin": 0.1, "batching_type": BatchingType.V1}),
         ("pause_order", {"pause_order": PauseOrder.NEWEST, "policy": SchedulerPolicy.GUARANTEED_NO_EVICT}),
         (
             "max_num_requests",

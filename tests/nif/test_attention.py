@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genbatch.nif.attention import AttentionCall, LayerPool, TorchStep, paged_attention
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.layer_group import LayerGroup
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 BLOCK_SIZE = 4
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 8
@@ -51,9 +52,7 @@ class Scene:
         order = torch.randperm(sum(needed) + 3, generator=generator).int()
         # NaN wherever nothing was written: a read beyond a sequence's own positions shows up at once.
         shape = (len(order), KV_HEADS, BLOCK_SIZE)
-        self.pool = LayerPool(
-            torch.full((*shape, DIM), torch.nan), torch.full((*shape, VALUE_DIM), torch.nan)
-        )
+        self.pool = LayerPool(torch.full((*shape, DIM), torch.nan), torch.full((*shape, VALUE_DIM), torch.nan))
         tables = torch.zeros(len(parts), max(needed), dtype=torch.int32)
         slots, at = [], 0
         self.keys = [torch.randn(length, KV_HEADS, DIM, generator=generator) for length in lens]
@@ -111,14 +110,10 @@ def test_h07_paged_attention_equals_contiguous_attention(
 
 @settings(max_examples=20, deadline=None)
 @given(parts=PARTS, window=st.sampled_from([None, 3]), seed=st.integers(0, 99))
-def test_soft_cap_and_sinks_equal_their_definition(
-    parts: list[tuple[int, int]], window: int | None, seed: int
-) -> None:
+def test_soft_cap_and_sinks_equal_their_definition(parts: list[tuple[int, int]], window: int | None, seed: int) -> None:
     scene = Scene(parts, window, seed)
     for softcap, sinks in ((1.5, None), (None, scene.sinks), (1.5, scene.sinks)):
-        torch.testing.assert_close(
-            scene.attend(softcap, sinks), scene.expected(softcap, sinks), atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(scene.attend(softcap, sinks), scene.expected(softcap, sinks), atol=1e-5, rtol=1e-5)
 
 
 def test_a_sequence_is_untouched_by_its_neighbours_in_the_batch() -> None:

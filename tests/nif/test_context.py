@@ -289,7 +289,6 @@ def test_an_option_out_of_range_is_named(tiny_model: TinyModel, option: str) -> 
 
 def test_the_real_model_answers_greedily_in_any_company(smollm2: Model) -> None:
     """Three chats decoded together, one sharing the system prompt, give what each gives alone."""
-    torch.set_num_threads(2)
     tokenizer = smollm2.tokenizer
     questions = ["What is the capital of France?", "What is 2+2?", "Name a primary colour."]
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in questions]

@@ -137,9 +137,7 @@ def reference_draw(row: torch.Tensor, params: SamplingParams, position: int) -> 
         {"top_p": 0.99, "top_k": 9001},
     ],
 )
-def test_ranking_few_tokens_draws_what_sorting_the_whole_row_draws(
-    params: dict[str, float], spread: float
-) -> None:
+def test_ranking_few_tokens_draws_what_sorting_the_whole_row_draws(params: dict[str, float], spread: float) -> None:
     logits = random_logits(12, 9001, seed=7, spread=spread)
     states = [state(seed=i, temperature=1.1, **params) for i in range(12)]
     drawn = tokens(sample(logits, states, range(12)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.stop_text import StopMatcher
@@ -21,6 +21,7 @@ def run(pieces: Sequence[str], stop: Sequence[str]) -> tuple[str, bool]:
     return shown + matcher.flush(), matcher.stopped
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(ALPHABET, max_size=6), max_size=12),
     st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=4),
@@ -31,6 +32,7 @@ def test_streamed_text_equals_whole_text_for_every_split(pieces: list[str], stop
     assert run(pieces, stop) == cut("".join(pieces), stop)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(ALPHABET, max_size=4), max_size=12),
     st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),

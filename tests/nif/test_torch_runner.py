@@ -4,27 +4,24 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genbatch.nif.attention import ATTENTION_NAME
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.model import Model
 from genbatch.nif.torch_runner import TorchRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 BLOCK_SIZE = 4
 LENGTH = 29  # more than three windows of the tiny models
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_neox", "gpt_oss"]
 
 
-def layout(
-    runner: TorchRunner, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int
-) -> RaggedBatch:
+def layout(runner: TorchRunner, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int) -> RaggedBatch:
     """A batch of (sequence, tokens, n_past); sequence s owns the s-th `capacity` blocks, back to front."""
     table = torch.tensor([[(s + 1) * capacity - 1 - b for b in range(capacity)] for s, _, _ in parts])
     positions = [torch.arange(past, past + len(tokens)) for _, tokens, past in parts]
-    slots = [
-        row[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in zip(table, positions, strict=True)
-    ]
+    slots = [row[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in zip(table, positions, strict=True)]
     lengths = [len(tokens) for _, tokens, _ in parts]
     groups = len(runner.groups)
     return RaggedBatch(

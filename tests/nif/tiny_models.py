@@ -27,7 +27,8 @@ VOCAB_SIZE = 320
 WINDOW = 8
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
@@ -44,7 +45,7 @@ _SHARED: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
-    # Large enough that attention decides the logits, which a real model's small weights would leave to the head.
+    # Large enough that attention decides the logits; with the usual 0.02 the residual stream would.
     "initializer_range": 0.2,
     "bos_token_id": 0,
     "eos_token_id": 2,
@@ -59,9 +60,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralForCausalLM, lambda: MistralConfig(**_GROUPED, sliding_window=WINDOW)),
     "gemma3": (
         Gemma3ForCausalLM,
-        lambda: Gemma3TextConfig(
-            **_GROUPED, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8
-        ),
+        lambda: Gemma3TextConfig(**_GROUPED, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8),
     ),
     "gemma2": (
         Gemma2ForCausalLM,

@@ -50,7 +50,7 @@ def assert_same(actual, expected):
         assert [value for _, value in left.top] == pytest.approx([value for _, value in right.top], abs=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(params, min_size=1, max_size=2), st.integers(0, 2**16), st.integers(0, 10**6))
 def test_device_draws_equal_the_hosts(device, rows, seed, position):
     logits = logits_of(len(rows), seed, device)

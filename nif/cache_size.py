@@ -1,0 +1,223 @@
+"""How many KV blocks fit: the smallest of what memory holds and what the operator pinned.
+
+size = cache_size(step, runner.groups, bytes_per_block, block_size=16, probe=free_host_memory, limits=CacheLimits())
+size.num_blocks     # per layer group
+size.footprint      # what all of it will take
+size.limited_by     # "max_memory_percent"
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from genbatch.nif.errors import OptionError
+from genbatch.nif.layer_group import LayerGroup
+
+# TensorRT-LLM's names for two of the limits.
+_ALIASES = {"freeGpuMemoryFraction": "max_memory_percent", "maxTokens": "max_tokens"}
+# A reference count, a hash with its string, an entry of the prefix cache, tokens: Python objects, measured generously.
+_HOST_BYTES_PER_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    """What bounds the pool; the smallest wins.
+
+    Args:
+        max_memory_percent: the fraction of free memory to use, 0 < it <= 1 (also freeGpuMemoryFraction).
+        max_tokens: positions, all sequences together, rounded down to blocks (also maxTokens).
+        n_ctx: the same, rounded up to blocks.
+        num_blocks: blocks of a group that attends to all positions.
+
+    Raises:
+        OptionError: a value is out of range.
+    """
+
+    max_memory_percent: float = 0.9
+    max_tokens: int | None = None
+    n_ctx: int | None = None
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.max_memory_percent) and 0 < self.max_memory_percent <= 1):
+            raise OptionError("max_memory_percent", f"must be above 0 and at most 1, not {self.max_memory_percent}")
+        for option in ("max_tokens", "n_ctx", "num_blocks"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise OptionError(option, f"must be at least 1, not {value}")
+
+    @classmethod
+    def named(cls, **options: float | None) -> "CacheLimits":
+        """The limits under either name, ours or TensorRT-LLM's; None is the default.
+
+        Raises:
+            OptionError: an unknown name, both names of one limit, or a value out of range.
+        """
+        chosen: dict[str, float] = {}
+        for name, value in options.items():
+            ours = _ALIASES.get(name, name)
+            if ours not in cls.__slots__:
+                raise OptionError(name, "no such limit of the KV cache")
+            if value is None:
+                continue
+            if ours in chosen:
+                raise OptionError(name, f"given twice, as {ours} too")
+            chosen[ours] = value
+        return cls(**chosen)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What decides how much memory a forward pass takes beside the KV pool.
+
+    Args:
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP, all experts of a token together.
+        num_heads: query heads.
+        num_kv_heads: heads of keys and values.
+        head_dim: the larger of a key's and a value's elements.
+        vocab_size: width of the logits.
+        dtype_bytes: of an activation.
+        max_batch_tokens: most tokens of one forward.
+        num_sequences: most sequences of one forward.
+        logit_rows: most rows of logits of one forward.
+        max_positions: longest sequence the model allows.
+        score_bytes: held at once per (head, query, key); 0 for kernels that never write scores or masks.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype_bytes: int
+    max_batch_tokens: int
+    num_sequences: int
+    logit_rows: int
+    max_positions: int
+    score_bytes: int = 16  # scores, softcapped scores and weights in float32, and the mask as float32
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Predicted bytes; an upper bound of what is used."""
+
+    kv: int
+    activations: int
+    logits: int
+    bookkeeping: int
+
+    @property
+    def total(self) -> int:
+        return self.kv + self.activations + self.logits + self.bookkeeping
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Blocks per layer group, what they and a step take, and the limit that was the smallest."""
+
+    num_blocks: tuple[int, ...]
+    footprint: Footprint
+    limited_by: str
+
+
+def cache_size(
+    step: StepShape,
+    groups: Sequence[LayerGroup],
+    bytes_per_block: Sequence[int],
+    *,
+    block_size: int,
+    probe: Callable[[], int | None],
+    limits: CacheLimits,
+) -> CacheSize:
+    """Sizes the pool of every layer group.
+
+    Args:
+        bytes_per_block: per group.
+        probe: bytes of free memory, with the model loaded and nothing else; None when unknown.
+
+    Raises:
+        OptionError: not even a sequence of one block fits, or nothing at all bounds the pool.
+    """
+
+    def sized(whole: int) -> CacheSize:
+        counts = tuple(
+            group_blocks(group.window, whole * block_size, block_size, step.max_batch_tokens, step.num_sequences)
+            for group in groups
+        )
+        return CacheSize(counts, _footprint(step, counts, bytes_per_block, block_size, whole), limited_by)
+
+    caps = {
+        "max_tokens": None if limits.max_tokens is None else limits.max_tokens // block_size,
+        "n_ctx": None if limits.n_ctx is None else -(-limits.n_ctx // block_size),
+        "num_blocks": limits.num_blocks,
+    }
+    pinned = {option: count for option, count in caps.items() if count is not None}
+    limited_by = min(pinned, key=pinned.__getitem__, default="max_memory_percent")
+    if pinned.get(limited_by) == 0:
+        raise OptionError(limited_by, f"less than one block of {block_size} positions")
+    free = probe()
+    if free is None:
+        if not pinned:
+            raise OptionError("max_memory_percent", "free memory is unknown here; give n_ctx or num_blocks")
+        return sized(pinned[limited_by])
+    budget = int(free * limits.max_memory_percent)
+    if pinned and sized(pinned[limited_by]).footprint.total <= budget:
+        return sized(pinned[limited_by])
+    limited_by = "max_memory_percent"
+    least = sized(1).footprint.total
+    if least > budget:
+        raise OptionError(
+            limited_by, f"a sequence of one block takes {least} bytes with its step, {budget} of {free} may be used"
+        )
+    # The whole blocks that fit, by bisection: the footprint grows with each.
+    fits, too_many = 1, max(2, budget // max(1, min(bytes_per_block)) + 1)
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if sized(middle).footprint.total <= budget:
+            fits = middle
+        else:
+            too_many = middle
+    return sized(fits)
+
+
+def group_blocks(window: int | None, positions: int, block_size: int, max_batch_tokens: int, num_sequences: int) -> int:
+    """Blocks with which a group never runs out before one that holds `positions` does.
+
+    Args:
+        window: the group's; None for all positions.
+        positions: the pool's capacity, all sequences together.
+        max_batch_tokens: most tokens of one step.
+    """
+    whole = -(-positions // block_size)
+    if window is None:
+        return whole
+    # Each sequence keeps its window, which may straddle one block more; the step's own tokens come on top.
+    kept = num_sequences * (-(-(window - 1) // block_size) + 1)
+    return min(whole, kept + -(-max_batch_tokens // block_size) + num_sequences)
+
+
+def _footprint(
+    step: StepShape, counts: Sequence[int], bytes_per_block: Sequence[int], block_size: int, whole: int
+) -> Footprint:
+    longest = min(step.max_positions, whole * block_size)
+    heads_width = (step.num_heads + 2 * step.num_kv_heads) * step.head_dim
+    # Residuals and their float32 twins in the norms; Q, K, V before and after rotation; the gated MLP.
+    per_token = (
+        step.dtype_bytes * (4 * step.hidden_size + 2 * heads_width + 3 * step.intermediate_size)
+        + 4 * 4 * step.hidden_size
+    )
+    # One sequence's keys and values of one layer, gathered, and in float32.
+    gathered = longest * 2 * step.num_kv_heads * step.head_dim * (step.dtype_bytes + 4)
+    scores = step.score_bytes * step.num_heads * step.max_batch_tokens * longest
+    # As computed, in float32, and the sampler's own copy.
+    logits = step.logit_rows * step.vocab_size * (step.dtype_bytes + 8)
+    tables = len(counts) * step.num_sequences * -(-longest // block_size) * 2 * 4
+    slots = step.max_batch_tokens * (2 + 2 * len(counts)) * 8
+    return Footprint(
+        kv=sum(count * size for count, size in zip(counts, bytes_per_block, strict=True)),
+        activations=step.max_batch_tokens * per_token + (gathered + scores if step.score_bytes else 0),
+        logits=logits,
+        bookkeeping=tables + slots + sum(counts) * _HOST_BYTES_PER_BLOCK,
+    )

@@ -1,0 +1,130 @@
+"""Bytes to plain data and back, within limits; plain data to typed messages. Knows nothing of RPC.
+
+Decoding takes three looks, each of which makes the next one safe: msgspec walks the bytes without making an object,
+so that every length in them is true and nothing is allocated for a lie; msgpack makes the objects, with bounds and
+without extension types or duplicate keys; msgspec converts these to a type and names the path of what does not fit.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgpack
+import msgspec
+
+from genbatch.proto.errors import FrameTooLarge, InvalidRequest, MalformedMessage
+from genbatch.proto.limits import DecodeLimits
+from genbatch.proto.messages import GenerateRequest, Result, check_type
+
+_walker = msgspec.msgpack.Decoder(msgspec.Raw)
+_encoder = msgspec.msgpack.Encoder()
+_CONTAINERS = {list, dict}
+
+
+def encode(message: object) -> bytes:
+    """A message's bytes; `message` is made of plain data and the types of proto."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, limits: DecodeLimits) -> Any:
+    """Exactly one message as plain data: None, bool, int, float, str, bytes, list, dict.
+
+    Raises:
+        FrameTooLarge: more bytes than `limits` allow.
+        MalformedMessage: not one complete, well-formed message, or beyond `limits`.
+    """
+    if len(data) > limits.max_bytes:
+        raise FrameTooLarge(f"{len(data)} bytes in one message, {limits.max_bytes} are taken")
+    try:
+        _walker.decode(data)
+        value = msgpack.unpackb(
+            data,
+            strict_map_key=False,
+            object_pairs_hook=_map,
+            max_array_len=limits.max_array_length,
+            max_map_len=limits.max_map_length,
+            max_ext_len=0,
+        )
+    except msgspec.DecodeError as error:
+        raise MalformedMessage(str(error).removeprefix("MessagePack data is malformed: ")) from None
+    except (RecursionError, msgpack.StackError):
+        raise MalformedMessage(f"nested more than {limits.max_nesting} deep") from None
+    except UnicodeDecodeError as error:
+        raise MalformedMessage(f"a string is not UTF-8: {error.reason}") from None
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # a limit, an extension type, a key
+        raise MalformedMessage(str(error)) from None
+    if _is_deeper(value, limits.max_nesting):
+        raise MalformedMessage(f"nested more than {limits.max_nesting} deep")
+    return value
+
+
+def read_head(data: bytes) -> tuple[object, object] | None:
+    """The first two elements of an array, of whatever follows them: message type and msgid; None if there are not two.
+
+    Works on messages that `decode` refuses, so that the refusal can be sent to the right place.
+    """
+    unpacker = msgpack.Unpacker(max_ext_len=0, max_str_len=0, max_array_len=4, max_map_len=0)
+    unpacker.feed(data[:32])
+    try:
+        if unpacker.read_array_header() < 2:
+            return None
+        return unpacker.unpack(), unpacker.unpack()
+    except (ValueError, msgpack.UnpackException):
+        return None
+
+
+def to_generate_request(params: object) -> GenerateRequest:
+    """The request in a map of parameters; `stop` may be a single string.
+
+    Types are checked here, ranges where the request is accepted.
+
+    Raises:
+        InvalidRequest: with the path of the first fault.
+    """
+    if isinstance(params, dict) and isinstance(params.get("stop"), str):
+        params = params | {"stop": [params["stop"]]}
+    request: GenerateRequest = check_type(params, GenerateRequest)
+    return request
+
+
+def to_result(value: object) -> Result:
+    """The result in a service's answer.
+
+    Raises:
+        MalformedMessage: it is none.
+    """
+    try:
+        result: Result = check_type(value, Result)
+    except InvalidRequest as error:
+        raise MalformedMessage(f"not a result: {error}") from None
+    return result
+
+
+def to_no_params(params: object) -> None:
+    """Checks that a method without parameters got none.
+
+    Raises:
+        InvalidRequest: it got some.
+    """
+    if params != {}:
+        name = next(iter(params)) if isinstance(params, dict) else None
+        raise InvalidRequest(str(name) if name is not None else None, "unknown parameter")
+
+
+def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    entries = list(pairs)
+    result = dict(entries)
+    if len(result) != len(entries):
+        raise ValueError("a map has the same key twice")
+    return result
+
+
+def _is_deeper(value: object, room: int) -> bool:
+    """Whether containers are nested more than `room` deep."""
+    if not isinstance(value, list | dict):
+        return False
+    if room == 0:
+        return True
+    elements: Iterable[object] = value.values() if isinstance(value, dict) else value
+    if _CONTAINERS.isdisjoint(map(type, elements)):  # stays in C for long lists of token ids
+        return False
+    return any(_is_deeper(element, room - 1) for element in elements)
