@@ -22,6 +22,7 @@ from genbatch.nif.model import Model
 from genbatch.nif.runner import Runner
 from genbatch.nif.sampler import Sampled, SampleFault, SamplerState, sample
 from genbatch.nif.sampling_params import SamplingParams
+from genbatch.nif.sequence_state import fingerprint, pack, unpack
 
 GREEDY = SamplingParams(seed=0)
 
@@ -227,11 +228,51 @@ class Context:
         """
         return self.kv.attach_prefix(seq_id, tokens, key)
 
+    def seq_save(self, seq_id: int) -> bytes:
+        """The sequence's tokens and KV, for `seq_load` of a context over the same model.
+
+        Raises:
+            BatchError: the sequence is empty.
+        """
+        tokens, blocks = self.kv.export(seq_id)
+        if not tokens:
+            raise BatchError(f"sequence {seq_id} is empty")
+        contents = [self.runner.read_blocks(group, ids) for group, ids in enumerate(blocks)]
+        return pack(tokens, contents, self._identity())
+
+    def seq_load(self, seq_id: int, data: bytes) -> int:
+        """Fills an empty sequence with what `seq_save` gave; returns how many positions it holds.
+
+        What comes from outside is never shared with other sequences through the prefix cache.
+
+        Raises:
+            BatchError: the sequence is not empty, or the data is damaged or of another model.
+            OutOfBlocks: the pool has no room for it; nothing was changed.
+        """
+        tokens, contents = unpack(data, self._identity(), len(self.runner.groups))
+        width = self.runner.vocab_size
+        if not all(0 <= token < width for token in tokens):
+            raise BatchError("the saved sequence holds token ids that the model does not have")
+        for group, content in enumerate(contents):
+            expected = self.runner.bytes_per_block(group, self.kv.block_size)
+            if content.dtype is not torch.uint8 or content.dim() != 2 or content.shape[1] != expected:
+                raise BatchError("the saved sequence's blocks have another size")
+        blocks = self.kv.import_(seq_id, tokens)
+        if [len(ids) for ids in blocks] != [len(content) for content in contents]:
+            self.kv.seq_rm(seq_id)
+            raise BatchError("the saved sequence lacks blocks")
+        for group, (ids, content) in enumerate(zip(blocks, contents, strict=True)):
+            self.runner.write_blocks(group, ids, content)
+        return len(tokens)
+
     def close(self) -> None:
         """Releases the KV pool."""
         self.runner.close()
 
     # Helpers
+
+    def _identity(self) -> str:
+        return fingerprint(self.model, self.runner, self.kv.block_size)
 
     def _check(self, batch: Sequence[Entry]) -> None:
         if not batch:

@@ -8,15 +8,15 @@ from tokenizers import Tokenizer, decoders
 
 _REPLACEMENT = "\ufffd"  # what decoders give for bytes that are not, or not yet, a code point
 _CONTEXT_TOKENS = 8  # enough to tell a word's first token from one inside a text
-_MAX_PENDING = 4  # a code point has at most four bytes, so longer waits end in replacement characters anyway
+_INVALID = _REPLACEMENT * 4  # an incomplete code point lacks its last byte: at most three are waiting
 
 
 class Detokenizer:
     """Decodes one sequence's output token by token, skipping special tokens and ids without a token.
 
-    Pieces joined, with the flush, are what the tokenizer decodes from all ids at once. The one exception are
-    tokenizers with byte fallback, where a run of byte tokens that turns out not to be UTF-8 would change text
-    already shown: there the text shown stays.
+    Pieces joined, with the flush, are what the tokenizer decodes from all ids at once. The one exception is a
+    run of byte tokens that is not UTF-8, with a tokenizer that is not byte-level: byte fallback would turn
+    even its valid part, already shown, into U+FFFD. There the text shown stays.
 
     Args:
         tokenizer: the fast tokenizer's backend (`backend_tokenizer` of transformers' class).
@@ -99,8 +99,7 @@ class _WindowDecoding:
             return ""
         self._window.append(token_id)
         text = self._unshown()
-        pending = len(self._window) - self._shown
-        if (not text or text.endswith(_REPLACEMENT)) and pending < _MAX_PENDING:
+        if not text or (text.endswith(_REPLACEMENT) and not text.endswith(_INVALID)):
             return ""
         del self._window[: self._shown]
         self._shown = len(self._window)

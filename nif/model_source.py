@@ -198,7 +198,8 @@ def _converted(source: str, path: Path, sha256: str, progress: Progress) -> Path
             try:
                 convert_gguf(path, scratch, progress)
             except Exception as fault:
-                raise ModelError(source, f"{path.name} cannot be converted: {fault}") from fault
+                reason = " ".join(str(fault).split())[:300]
+                raise ModelError(source, f"{path.name} cannot be converted: {reason}") from fault
             scratch.replace(target)
     return target
 

@@ -57,7 +57,7 @@ def decode(data: bytes, limits: DecodeLimits) -> Any:
     return value
 
 
-def read_head(data: bytes) -> tuple[object, object] | None:
+def read_head(data: bytes) -> list[object] | None:
     """The first two elements of an array, of whatever follows them: message type and msgid; None if there are not two.
 
     Works on messages that `decode` refuses, so that the refusal can be sent to the right place.
@@ -67,7 +67,7 @@ def read_head(data: bytes) -> tuple[object, object] | None:
     try:
         if unpacker.read_array_header() < 2:
             return None
-        return unpacker.unpack(), unpacker.unpack()
+        return [unpacker.unpack(), unpacker.unpack()]
     except (ValueError, msgpack.UnpackException):
         return None
 

@@ -2,14 +2,14 @@
 
     request       [0, msgid, method, [params]]       client to service
     response      [1, msgid, error, result]          service to client, exactly one for each request taken
-    notification  [2, name, params]                  "token", "heartbeat" to the client; "cancel", "heartbeat" to the service
+    notification  [2, name, params]                  to the client: token, heartbeat; to the service: cancel, heartbeat
 
 Whoever owns a socket hands each received message to `receive` and sends the bytes that the other methods return.
 """
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 from genbatch.proto.call_phases import CallEvent, CallPhase, CallPhases, IllegalEvent
 from genbatch.proto.codec import decode, encode, read_head
@@ -114,9 +114,14 @@ class ServerConnection:
         return encode([NOTIFICATION, "token", params])
 
     def result(self, msgid: int, result: object) -> bytes:
-        """The final of a call that succeeded."""
+        """The final of a call that succeeded; the call stays open if `result` is nothing that can be sent.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it is not.
+        """
+        data = encode([RESPONSE, msgid, None, result])
         self.calls.move(msgid, CallEvent.FINAL)
-        return encode([RESPONSE, msgid, None, result])
+        return data
 
     def error(self, msgid: int, error: GenbatchError) -> bytes:
         """The final of a call that failed."""
@@ -128,8 +133,8 @@ class ServerConnection:
         return encode([NOTIFICATION, "heartbeat", []])
 
     def _read(self, message: object) -> Request | CancelRequest | Heartbeat | None:
-        match message:
-            case [0, int(msgid), method, params] if not isinstance(msgid, bool):
+        match _typed(message):
+            case [0, int(msgid), method, params]:
                 return self._read_request(msgid, method, params)
             case [2, str(name), list(params)]:
                 return self._read_notification(name, params)
@@ -158,15 +163,15 @@ class ServerConnection:
             return CancelRequest(msgid) if before not in (None, CallPhase.CANCELLED) else None
         if name == "heartbeat":
             (lease_s,) = check_type(params, tuple[float]) if params else (None,)
-            if lease_s is not None and not 0 < lease_s:
+            if lease_s is not None and not lease_s > 0:
                 raise InvalidRequest("heartbeat", "the lease is not more than 0 seconds")
             return Heartbeat(lease_s)
         return None
 
     def _refusal(self, data: bytes, error: GenbatchError) -> bytes:
         """The reply to a message not taken: with its msgid, if it is a request and the msgid names no open call."""
-        match read_head(data):
-            case (0, int(msgid)) if not isinstance(msgid, bool) and msgid >= 0 and msgid not in self.calls:
+        match _typed(read_head(data)):
+            case [0, int(msgid)] if msgid >= 0 and msgid not in self.calls:
                 return _response(msgid, error)
         return _response(None, error)
 
@@ -217,7 +222,7 @@ class ClientConnection:
             raise MalformedMessage(str(error)) from None
 
     def _read(self, message: object) -> TokenReceived | Answered | Failed | Heartbeat | None:
-        match message:
+        match _typed(message):
             case [2, "token", [int(msgid), int(index), int(token_id), str(text), *more]]:
                 return self._read_token(msgid, index, token_id, text, more)
             case [2, "heartbeat", list()]:
@@ -228,11 +233,13 @@ class ClientConnection:
                 return Failed(None, from_wire(check_type(error, ErrorInfo)))
             case [1, int(msgid), error, result]:
                 return self._read_final(msgid, error, result)
-        _refuse(message)
+        raise MalformedMessage("neither a response nor a notification")
 
     def _read_token(self, msgid: int, index: int, token_id: int, text: str, more: list[Any]) -> TokenReceived | None:
-        fields = more[0] if more else {}
-        token = check_type(fields | {"text": text, "token_id": token_id, "index": index}, Token)
+        extra = more[0] if more else {}
+        if not isinstance(extra, dict):
+            raise MalformedMessage("a token's fifth element is not a map")
+        token = check_type(extra | {"text": text, "token_id": token_id, "index": index}, Token)
         if self.calls.move(msgid, CallEvent.TOKEN) is CallPhase.CANCELLED:
             return None
         key = (msgid, token.choice)
@@ -256,6 +263,10 @@ def _response(msgid: int | None, error: GenbatchError) -> bytes:
     return encode([RESPONSE, msgid, error.to_wire(), None])
 
 
-def _refuse(message: object) -> NoReturn:
-    kind = type(message).__name__ if not isinstance(message, list) else f"array of {len(message)}"
-    raise MalformedMessage(f"the service sent no response and no notification: {kind}")
+def _typed(message: object) -> object:
+    """The message, or None if it does not start with a type and, where one belongs, a msgid: true and 1.0 equal 1."""
+    if not isinstance(message, list) or len(message) < 2 or type(message[0]) is not int:
+        return None
+    if message[0] != NOTIFICATION and type(message[1]) not in (int, type(None)):
+        return None
+    return message

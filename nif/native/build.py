@@ -20,8 +20,11 @@ _TIMEOUT_S = 300
 
 
 def native_flags() -> tuple[str, ...]:
-    """The flags that let the compiler use everything this CPU has."""
-    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64", "i686") else ("-mcpu=native",)
+    """The flags that let the compiler use everything this CPU has, and what the kernels should know about it."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ("-mcpu=native",)
+    # See gemm_bf16.c: only AMD's cores multiply pairs of bfloat16 faster than floats.
+    return ("-march=native", "-DDOT_BF16") if "AuthenticAMD" in _cpu() else ("-march=native",)
 
 
 def build_library(machine_flags: Sequence[str] | None = None) -> Path:
@@ -99,5 +102,5 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    named = ("model name", "flags", "Features", "CPU part")
+    named = ("vendor_id", "model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(named)}))

@@ -81,6 +81,9 @@ enum step_error {
     STEP_NO_MEMORY,
 };
 
+static inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* What multiplies the integers of one group of one row; see gemm_int8.c. */
 typedef struct {
     float scale; /* of the group, with the 8 significant bits of bfloat16 */
@@ -117,6 +120,20 @@ void gemm_bf16_block(const linear *, int64_t block, const rows *, int64_t first,
 void gemm_i8_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
 void gemm_u4_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
 enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want float or bfloat16 rows */
+
+/* linear.c */
+enum epilogue { STORE, ADD, SILU }; /* SILU: blocks of 16 gates and 16 ups become 16 products */
+enum weight_kind linear_operand(const linear *); /* the form of rows it multiplies */
+void linear_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
+void linear_finish(const linear *, int64_t block, const float *sums, int64_t first, int64_t count, enum epilogue,
+                   float *out, int64_t pitch);
+
+/* check.c */
+enum step_error step_check(const step *, const model *, const cache *, int64_t *where);
+
+/* memory.c */
+void *memory_allocate(int64_t bytes);
+void memory_free(void *, int64_t bytes);
 
 /* rows.c */
 void rms_norm(const float *x, const float *weight, float eps, int64_t size, float *out);

@@ -151,6 +151,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.engine_destroy.argtypes = (c_void_p,)
     library.engine_step.restype = c_int
     library.engine_step.argtypes = (c_void_p, POINTER(Step), POINTER(c_int64))
+    library.linear_probe.restype = c_int
+    library.linear_probe.argtypes = (POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p)
     return library
 
 

@@ -1,30 +1,37 @@
 """LlamaWeights: a transformers model of the Llama family as the struct and the packed matrices that C reads."""
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from genbatch.nif.errors import OptionError
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.library import (
     ALL_POSITIONS,
+    COLUMNS,
     MAX_GROUPS,
     MAX_HEAD_DIM,
     WEIGHT_BF16,
     WEIGHT_F32,
+    WEIGHT_I8,
     Layer,
     Linear,
     ModelStruct,
+    native_library,
 )
-from genbatch.nif.native.memory import NativeMemory
-from genbatch.nif.native.weights import interleave_gate_up, packed
+from genbatch.nif.native.memory import NativeArena
+from genbatch.nif.native.weights import interleave_gate_up, pack_matrix
 
 if TYPE_CHECKING:
     from genbatch.nif.model import Model
 
+QUANTIZE = ("none", "int8")
+"""The values of the option `quantize` here."""
+
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_DIM_STEP = 16
-_I8_GROUP = 64  # inputs that share a scale: half the cost of 32 for the same perplexity
+_I8_GROUP = 64  # inputs that share a scale
+_I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale brings two thirds of int8's loss back
 
 
 def check_supported(model: "Model") -> None:
@@ -68,19 +75,32 @@ def _linears(model: "Model") -> list[torch.nn.Module]:
 
 
 class LlamaWeights:
-    """The packed weights, and `struct`, the model as C sees it.
+    """A model's weights packed once, for any number of runners.
+
+    Attributes:
+        model: whose they are.
+        library: the kernels that read them.
+        kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8; of the last, what is on a 4-bit grid already is WEIGHT_U4.
+        struct: the model as C sees it; valid as long as this object.
 
     Args:
-        model: one that `check_supported` accepts.
-        library: what `native_library` returned.
-        kind: of the weights: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8.
+        model: what `load_model` returned.
+        quantize: "none" keeps the model's dtype; "int8" as `native_runner` describes.
+
+    Raises:
+        NativeUnavailable: the kernels cannot be built, or do not compute this model.
+        OptionError: `quantize` has no such value.
     """
 
-    def __init__(self, model: "Model", library: ctypes.CDLL, kind: int) -> None:
-        self._library = library
-        self._kind = kind
-        self._memories: list[NativeMemory] = []
-        self._tensors: list[torch.Tensor] = []  # what the struct points to outside `_memories`
+    def __init__(self, model: "Model", quantize: str = "none") -> None:
+        if quantize not in QUANTIZE:
+            raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
+        check_supported(model)
+        self.model = model
+        self.library = native_library()
+        plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
+        self.kind = WEIGHT_I8 if quantize == "int8" else plain
+        self._arena = NativeArena(self.library)
         decoder = model.hf.model
         self._layers = (Layer * len(decoder.layers))()
         for group_id, group in enumerate(model.groups):
@@ -89,7 +109,8 @@ class LlamaWeights:
                 self._layers[layer] = self._layer(decoder.layers[layer], group_id, index, window)
         attention = decoder.layers[0].self_attn
         config: Any = model.config
-        embedding = decoder.embed_tokens.weight.detach()
+        # Read a row at a time, so the model's own matrix serves.
+        self._embedding = decoder.embed_tokens.weight.detach().contiguous()
         self.struct = ModelStruct(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -101,19 +122,12 @@ class LlamaWeights:
             num_groups=len(model.groups),
             norm_eps=config.rms_norm_eps,
             score_scale=attention.scaling,
-            embedding_kind=WEIGHT_F32 if embedding.dtype == torch.float32 else WEIGHT_BF16,
-            embedding=self._keep(embedding),
+            embedding_kind=plain,
+            embedding=self._embedding.data_ptr(),
             final_norm=self._floats(decoder.norm.weight),
             layers=self._layers,
-            head=self._linear(model.hf.lm_head.weight, model.hf.lm_head.bias),
+            head=self._linear(model.hf.lm_head.weight, model.hf.lm_head.bias, _I8_HEAD_GROUP),
         )
-
-    def close(self) -> None:
-        """Releases the packed weights."""
-        for memory in self._memories:
-            memory.close()
-        self._memories = []
-        self._tensors = []
 
     def _layer(self, module: Any, group: int, index: int, window: int) -> Layer:
         attention, mlp = module.self_attn, module.mlp
@@ -137,26 +151,16 @@ class LlamaWeights:
             window=window,
         )
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        kind, group, k, content = packed(self._kind, weight.detach(), _I8_GROUP)
-        memory = NativeMemory(self._library, content.numel())
-        memory.tensor.copy_(content)
-        self._memories.append(memory)
-        pad = -weight.shape[0] % 32
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, group: int = _I8_GROUP) -> Linear:
+        matrix = pack_matrix(self.kind, weight.detach(), group)
         return Linear(
-            kind=kind,
+            kind=matrix.kind,
             n=weight.shape[0],
-            k=k,
-            group=group,
-            weights=memory.address,
-            bias=None if bias is None else self._floats(torch.nn.functional.pad(bias, (0, pad))),
+            k=matrix.k,
+            group=matrix.group,
+            weights=self._arena.put(matrix.content),
+            bias=None if bias is None else self._floats(torch.nn.functional.pad(bias, (0, -len(bias) % COLUMNS))),
         )
 
     def _floats(self, vector: torch.Tensor) -> int:
-        return self._keep(vector.detach().float())
-
-    def _keep(self, tensor: torch.Tensor) -> int:
-        """The tensor's address; it lives as long as this object."""
-        plain = tensor.contiguous()
-        self._tensors.append(plain)
-        return plain.data_ptr()
+        return self._arena.put(vector.detach().float())

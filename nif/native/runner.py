@@ -13,7 +13,6 @@ import torch
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.library import (
     KV_BF16,
     KV_F32,
@@ -25,16 +24,14 @@ from genbatch.nif.native.library import (
     WEIGHT_I8,
     Cache,
     Step,
-    native_library,
 )
-from genbatch.nif.native.llama_weights import LlamaWeights, check_supported
+from genbatch.nif.native.llama_weights import LlamaWeights
 from genbatch.nif.native.memory import NativeMemory
 from genbatch.nif.native.rope_table import RopeTable
 
 if TYPE_CHECKING:
     from genbatch.nif.model import Model
 
-QUANTIZE = ("none", "int8")
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}
 _KEY_LANES = 16  # scores of one vector; a block's keys are padded to it
 
@@ -59,44 +56,42 @@ def native_runner(
         NativeUnavailable: this machine or this model cannot; the reason is for a log line.
         OptionError: an option has no such value.
     """
-    if quantize not in QUANTIZE:
-        raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
-    if kv_dtype not in (None, torch.float32, torch.bfloat16):
-        raise OptionError("kv_dtype", f"{kv_dtype} is neither torch.float32 nor torch.bfloat16")
-    if n_threads is not None and n_threads < 1:
-        raise OptionError("n_threads", f"must be at least 1, not {n_threads}")
-    check_supported(model)
-    kind = WEIGHT_I8 if quantize == "int8" else WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
-    exact = kind == WEIGHT_F32
-    return NativeRunner(
-        model,
-        native_library(),
-        kind=kind,
-        kv_dtype=kv_dtype or (torch.float32 if exact else torch.bfloat16),
-        n_threads=n_threads or available_cores(),
-    )
+    return NativeRunner(LlamaWeights(model, quantize), kv_dtype=kv_dtype, n_threads=n_threads)
 
 
 class NativeRunner:
-    """Runs steps in C; made by `native_runner`. Implements `Runner`.
+    """Runs steps in C. Implements `Runner`.
 
     A row's logits depend, to the last bit, on its own sequence only: not on the rest of the batch, on its place in
     it, on how its prompt was chunked or on the number of threads.
+
+    Args:
+        weights: packed once, and shared by the runners that follow one another.
+        kv_dtype: torch.float32 or torch.bfloat16; None takes float32 for float32 weights, else bfloat16.
+        n_threads: threads of a step; None takes the cores this process may use.
+
+    Raises:
+        OptionError: an option has no such value.
     """
 
     def __init__(
-        self, model: "Model", library: ctypes.CDLL, *, kind: int, kv_dtype: torch.dtype, n_threads: int
+        self, weights: LlamaWeights, *, kv_dtype: torch.dtype | None = None, n_threads: int | None = None
     ) -> None:
-        self.name = f"native ({_WEIGHT_NAMES[kind]}, {n_threads} thread{'s' if n_threads > 1 else ''})"
+        if kv_dtype not in (None, torch.float32, torch.bfloat16):
+            raise OptionError("kv_dtype", f"{kv_dtype} is neither torch.float32 nor torch.bfloat16")
+        if n_threads is not None and n_threads < 1:
+            raise OptionError("n_threads", f"must be at least 1, not {n_threads}")
+        self._n_threads = n_threads or available_cores()
+        plural = "s" if self._n_threads > 1 else ""
+        self.name = f"native ({_WEIGHT_NAMES[weights.kind]}, {self._n_threads} thread{plural})"
         self.device = torch.device("cpu")
-        self.vocab_size = model.vocab_size
-        self.groups = model.groups
-        self._library = library
-        self._kv_dtype = kv_dtype
-        self._n_threads = n_threads
-        self._weights = LlamaWeights(model, library, kind)
-        self._rope = RopeTable(model)
-        self._shape = self._weights.struct
+        self.vocab_size = weights.model.vocab_size
+        self.groups = weights.model.groups
+        self._weights = weights
+        self._library = weights.library
+        self._shape = weights.struct
+        self._kv_dtype = kv_dtype or (torch.float32 if weights.kind == WEIGHT_F32 else torch.bfloat16)
+        self._rope = RopeTable(weights.model)
         self._pools: list[NativeMemory] = []
         self._caches: ctypes.Array[Cache] | None = None
         self._engine: int | None = None
@@ -185,14 +180,14 @@ class NativeRunner:
         into[:, list(blocks)] = content.unflatten(1, (into.shape[0], -1)).transpose(0, 1)
 
     def close(self) -> None:
-        """Stops the threads and releases the KV pool and the packed weights."""
+        """Stops the threads and releases the KV pool; the weights stay for the next runner."""
         if self._engine is not None:
             self._library.engine_destroy(self._engine)
             self._engine = None
         for pool in self._pools:
             pool.close()
         self._pools = []
-        self._weights.close()
+        self._caches = None
 
     def _layer_bytes(self, block_size: int) -> int:
         """Bytes of one block of one layer: keys for 16 lanes, values for pairs of positions."""

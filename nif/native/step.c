@@ -4,7 +4,6 @@
  * holds up one unit and not a fixed share. Which thread computes a unit does not change its result. */
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 
 #include "genbatch.h"
 #include "simd.h"
@@ -16,8 +15,6 @@
 #define PANEL (PANEL_TILES * MAX_ROWS)
 #define PHASES_PER_LAYER 10
 #define PHASES_AROUND 4
-
-enum epilogue { STORE, ADD, SILU };
 
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
@@ -44,9 +41,6 @@ typedef struct {
     int phase;
 } worker;
 
-static int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static void phase_end(worker *w)
 {
     w->phase++;
@@ -70,11 +64,6 @@ static int64_t grain_of(const worker *w, int64_t count)
 
 /* Phases on rows */
 
-static int operand_kind(const linear *l)
-{
-    return l->kind == WEIGHT_BF16 ? (int)gemm_bf16_rows_kind() : l->kind == WEIGHT_U4 ? WEIGHT_I8 : l->kind;
-}
-
 static rows operand_for(const engine *e, const linear *l, int64_t count)
 {
     return (rows){e->work.operand, e->work.factors, count, l->k, l->k / l->group};
@@ -92,7 +81,7 @@ static void prepare_phase(worker *w, const linear *l, const float *x, int64_t si
         for (int64_t i = from; i < to; i++) {
             const float *row = x + (index ? index[i] : i) * size;
             if (weight) rms_norm(row, weight, e->model->norm_eps, size, normed);
-            rows_put(operand_kind(l), &operand, i, weight ? normed : row, size);
+            rows_put(linear_operand(l), &operand, i, weight ? normed : row, size);
         }
     }
     phase_end(w);
@@ -200,28 +189,6 @@ static void attention_phase(worker *w, const layer *l)
 
 /* Linears */
 
-static void finish(const linear *l, int64_t block, const float *sums, int64_t first, int64_t count,
-                   enum epilogue epilogue, float *out, int64_t pitch)
-{
-    int64_t column = block * COLUMNS, width = smaller(l->n - column, COLUMNS);
-    for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
-        float biased[COLUMNS];
-        const float *from = sums;
-        if (l->bias) {
-            for (int i = 0; i < COLUMNS; i++) biased[i] = sums[i] + l->bias[column + i];
-            from = biased;
-        }
-        float *to = out + (first + r) * pitch;
-        if (epilogue == SILU) {
-            silu_multiply(from, to + column / 2, pitch - column / 2);
-        } else if (epilogue == ADD) {
-            for (int i = 0; i < width; i++) to[column + i] += from[i];
-        } else {
-            memcpy(to + column, from, sizeof(float) * (size_t)width);
-        }
-    }
-}
-
 /* out[count, pitch] from the operand's rows. */
 static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogue epilogue, float *out,
                          int64_t pitch)
@@ -237,11 +204,8 @@ static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogu
             int64_t block = unit % blocks, panel = unit / blocks;
             int64_t first = tile_at(count, panel * tiles / panels).start;
             int64_t size = tile_at(count, (panel + 1) * tiles / panels).start - first;
-            if (l->kind == WEIGHT_F32) gemm_f32_block(l, block, &operand, first, size, sums);
-            if (l->kind == WEIGHT_BF16) gemm_bf16_block(l, block, &operand, first, size, sums);
-            if (l->kind == WEIGHT_I8) gemm_i8_block(l, block, &operand, first, size, sums);
-            if (l->kind == WEIGHT_U4) gemm_u4_block(l, block, &operand, first, size, sums);
-            finish(l, block, sums, first, size, epilogue, out, pitch);
+            linear_block(l, block, &operand, first, size, sums);
+            linear_finish(l, block, sums, first, size, epilogue, out, pitch);
         }
     }
     phase_end(w);
@@ -297,66 +261,7 @@ static void run(void *argument, int thread)
     linear_phase(&w, &m->head, count, STORE, s->logits, m->vocab_size);
 }
 
-/* Checks before anything is written, so that no id from outside becomes an address. */
-
-static enum step_error check_entry(const engine *e, int b)
-{
-    const step *s = e->step;
-    int first = s->query_starts[b], end = s->query_starts[b + 1];
-    if (first < 0 || end <= first || end > s->num_tokens) return STEP_QUERY_STARTS;
-    if (s->kv_lens[b] < end - first || s->kv_lens[b] > s->num_positions) return STEP_KV_LEN;
-    for (int t = first; t < end; t++)
-        if (s->positions[t] != s->kv_lens[b] - (end - t)) return STEP_POSITION;
-    for (int g = 0; g < e->model->num_groups; g++) {
-        const cache *c = &e->caches[g];
-        int blocks = (s->kv_lens[b] + c->block_size - 1) / c->block_size;
-        if (blocks > s->table_width[g]) return STEP_BLOCK_TABLE;
-        const int32_t *table = s->block_tables[g] + (int64_t)b * s->table_width[g];
-        for (int i = 0; i < blocks; i++)
-            if (table[i] < 0 || table[i] >= c->num_blocks) return STEP_BLOCK_TABLE;
-    }
-    return STEP_OK;
-}
-
-static enum step_error check(const engine *e, int64_t *where)
-{
-    const step *s = e->step;
-    if (s->num_entries < 1 || s->query_starts[0] != 0) return *where = 0, STEP_QUERY_STARTS;
-    if (s->query_starts[s->num_entries] != s->num_tokens) return *where = s->num_entries, STEP_QUERY_STARTS;
-    for (int64_t t = 0; t < s->num_tokens; t++) {
-        *where = t;
-        if (s->input_ids[t] < 0 || s->input_ids[t] >= e->model->vocab_size) return STEP_TOKEN_ID;
-        for (int g = 0; g < e->model->num_groups; g++) {
-            int64_t slots = (int64_t)e->caches[g].num_blocks * e->caches[g].block_size;
-            if (s->slots[g][t] < 0 || s->slots[g][t] >= slots) return STEP_SLOT;
-        }
-    }
-    for (int b = 0; b < s->num_entries; b++) {
-        enum step_error error = check_entry(e, b);
-        if (error) return *where = b, error;
-    }
-    for (int64_t i = 0; i < s->num_logit_rows; i++)
-        if (s->logit_rows[i] < 0 || s->logit_rows[i] >= s->num_tokens) return *where = i, STEP_LOGIT_ROW;
-    return STEP_OK;
-}
-
 /* Memory */
-
-void *memory_allocate(int64_t bytes)
-{
-    int64_t size = padded(bytes > 0 ? bytes : 1, 1 << 21);
-    void *p = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) return NULL;
-#ifdef MADV_HUGEPAGE
-    madvise(p, (size_t)size, MADV_HUGEPAGE); /* weights are read front to back: fewer pages to look up */
-#endif
-    return p;
-}
-
-void memory_free(void *p, int64_t bytes)
-{
-    if (p) munmap(p, (size_t)padded(bytes > 0 ? bytes : 1, 1 << 21));
-}
 
 static int64_t largest_k(const model *m)
 {
@@ -431,7 +336,7 @@ void engine_destroy(engine *e)
 int engine_step(engine *e, const step *s, int64_t *where)
 {
     e->step = s;
-    enum step_error error = check(e, where);
+    enum step_error error = step_check(s, e->model, e->caches, where);
     if (error) return error;
     if (!reserve(e)) return STEP_NO_MEMORY;
     memset(e->claims, 0, sizeof(atomic_int) * (size_t)(e->model->num_layers * PHASES_PER_LAYER + PHASES_AROUND));

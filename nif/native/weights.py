@@ -1,5 +1,7 @@
 """Weight matrices in the blocks that the C files describe: one function a kind, on plain [n, k] matrices."""
 
+from dataclasses import dataclass
+
 import torch
 
 from genbatch.nif.native.library import COLUMNS, WEIGHT_BF16, WEIGHT_F32, WEIGHT_I8, WEIGHT_U4
@@ -103,27 +105,41 @@ def pack_u4(nibbles: torch.Tensor, steps: torch.Tensor, offsets: torch.Tensor) -
     values = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).unflatten(0, (-1, COLUMNS))
     values = values.permute(0, 2, 3, 1, 4).flatten(2)
     factors = [
-        torch.nn.functional.pad(x, (0, 0, 0, rows)).unflatten(0, (-1, COLUMNS)).transpose(1, 2) for x in (steps, offsets)
+        torch.nn.functional.pad(x, (0, 0, 0, rows)).unflatten(0, (-1, COLUMNS)).transpose(1, 2)
+        for x in (steps, offsets)
     ]
     return torch.cat([values, *(x.contiguous().view(torch.uint8) for x in factors)], dim=2).flatten()
 
 
-def packed(kind: int, matrix: torch.Tensor, group: int) -> tuple[int, int, int, torch.Tensor]:
-    """Packs a matrix.
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix as one of the gemm files reads it.
+
+    Args:
+        kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4.
+        k: inputs, padded to a multiple of `group`.
+        group: inputs that share a scale; 1 for float kinds.
+        content: the bytes.
+    """
+
+    kind: int
+    k: int
+    group: int
+    content: torch.Tensor
+
+
+def pack_matrix(kind: int, matrix: torch.Tensor, group: int) -> PackedMatrix:
+    """Packs a matrix [n, k].
 
     Args:
         kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8; the last becomes WEIGHT_U4 where that loses nothing.
-        matrix: [n, k].
         group: inputs that share a scale of WEIGHT_I8.
-
-    Returns:
-        The kind taken, its group, the padded k, and the bytes.
     """
     k = matrix.shape[1]
     if kind == WEIGHT_F32:
-        return kind, 1, k, pack_f32(matrix)
+        return PackedMatrix(kind, k, 1, pack_f32(matrix))
     if kind == WEIGHT_BF16:
-        return kind, 1, k + k % 2, pack_bf16(matrix)
+        return PackedMatrix(kind, k + k % 2, 1, pack_bf16(matrix))
     if (grid := find_u4_grid(matrix)) is not None:
-        return WEIGHT_U4, U4_GROUP, k, pack_u4(*grid)
-    return WEIGHT_I8, group, k + -k % group, pack_i8(matrix, group)
+        return PackedMatrix(WEIGHT_U4, k, U4_GROUP, pack_u4(*grid))
+    return PackedMatrix(WEIGHT_I8, k + -k % group, group, pack_i8(matrix, group))

@@ -71,10 +71,10 @@ def events_of(telemetry: Telemetry) -> list[str]:
     return events
 
 
-async def hold_call(ref: ActorRef, outcomes: list[Any], timeout: float | None = None) -> None:
+async def ask(ref: ActorRef, request: Any, outcomes: list[Any], timeout: float | None = None) -> None:
     """A caller that writes down what came out of its call."""
     try:
-        outcomes.append(await ref.call("hold", timeout=timeout))
+        outcomes.append(await ref.call(request, timeout=timeout))
     except trio.Cancelled:
         outcomes.append("cancelled")
         raise

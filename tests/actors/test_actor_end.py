@@ -15,26 +15,29 @@ from genbatch.actors.genserver import (
     start,
 )
 from genbatch.actors.telemetry import Telemetry
-from tests.actors.probe import Probe, Watcher, crash, events_of, hold_call
+from tests.actors.probe import Probe, Watcher, ask, crash, events_of
 
 
 @pytest.mark.trio
 async def test_a_crash_fails_every_open_call_with_the_cause_and_is_raised_in_the_nursery() -> None:
-    actor = Probe()
+    actor, gate = Probe(), trio.Event()
     outcomes: list[Any] = []
-    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="a bug")):
-        async with trio.open_nursery() as nursery:
-            ref = await start(nursery, actor)
-            async with trio.open_nursery() as callers:
-                callers.start_soon(hold_call, ref, outcomes)
-                await wait_all_tasks_blocked()
-                ref.cast(crash)
-                callers.start_soon(hold_call, ref, outcomes)  # waits in the mailbox when the actor ends
-                with trio.CancelScope(shield=True):  # the crash cancels the nursery, and us with it
-                    await ref.wait()
+
+    async def crash_later(probe: Probe) -> None:
+        await gate.wait()
+        await crash(probe)
+
+    async with trio.open_nursery() as callers:
+        with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="a bug")):
+            async with trio.open_nursery() as nursery:
+                ref = await start(nursery, actor)
+                for request in ("hold", crash_later, "waits in the mailbox"):
+                    callers.start_soon(ask, ref, request, outcomes)
+                    await wait_all_tasks_blocked()
+                gate.set()
     (_, reason) = actor.log[-1]
     assert isinstance(reason, ValueError)
-    assert [type(error) for error in outcomes] == [ActorDown, ActorDown]
+    assert [type(error) for error in outcomes] == [ActorDown] * 3
     assert all(error.__cause__ is reason for error in outcomes)
     with pytest.raises(ActorDown) as caught:
         ref.cast("late")
@@ -66,11 +69,7 @@ async def test_stop_lets_the_message_at_hand_finish_and_gives_the_reason(nursery
         return "finished"
 
     outcomes: list[Any] = []
-
-    async def ask() -> None:
-        outcomes.append(await ref.call(wait_for_gate))
-
-    nursery.start_soon(ask)
+    nursery.start_soon(ask, ref, wait_for_gate, outcomes)
     await wait_all_tasks_blocked()
     ref.cast("not handled any more")
     nursery.start_soon(ref.stop, Exit.SHUTDOWN)
@@ -122,7 +121,7 @@ async def test_cancelling_an_actor_runs_terminate_shielded_before_anyone_is_told
     async with trio.open_nursery() as callers, trio.open_nursery() as nursery:
         ref = await start(nursery, actor)
         for _ in range(2):
-            callers.start_soon(hold_call, ref, outcomes)
+            callers.start_soon(ask, ref, "hold", outcomes)
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert actor.log == [("terminate", Exit.CANCELLED, 0)]

@@ -18,7 +18,7 @@ from genbatch.actors.genserver import (
     start,
 )
 from genbatch.actors.telemetry import Telemetry
-from tests.actors.probe import Probe, events_of, hold_call
+from tests.actors.probe import Probe, ask, events_of
 
 
 class Counter(GenServer):
@@ -74,7 +74,7 @@ async def test_a_reply_may_come_from_a_later_message(nursery: trio.Nursery) -> N
     actor = Probe()
     ref = await start(nursery, actor)
     outcomes: list[Any] = []
-    nursery.start_soon(hold_call, ref, outcomes)
+    nursery.start_soon(ask, ref, "hold", outcomes)
     await wait_all_tasks_blocked()
     assert outcomes == []
 
@@ -92,7 +92,7 @@ async def test_reply_error_raises_that_instance_with_a_fresh_traceback(nursery: 
     ref = await start(nursery, actor)
     outcomes: list[Any] = []
     for _ in range(2):
-        nursery.start_soon(hold_call, ref, outcomes)
+        nursery.start_soon(ask, ref, "hold", outcomes)
     await wait_all_tasks_blocked()
     try:
         raise KeyError("made elsewhere")
@@ -102,8 +102,8 @@ async def test_reply_error_raises_that_instance_with_a_fresh_traceback(nursery: 
             await wait_all_tasks_blocked()
     assert outcomes[0] is outcomes[1]
     names = [frame.name for frame in traceback.extract_tb(outcomes[1].__traceback__)]
-    assert names[:2] == ["hold_call", "call"]
-    assert names.count("hold_call") == 1  # the first caller's frames are not in the second one's traceback
+    assert names[:2] == ["ask", "call"]
+    assert names.count("ask") == 1  # the first caller's frames are not in the second one's traceback
     assert ref.alive
 
 
@@ -111,7 +111,7 @@ async def test_reply_error_raises_that_instance_with_a_fresh_traceback(nursery: 
 async def test_a_second_reply_is_a_bug_and_crashes_whoever_makes_it(nursery: trio.Nursery) -> None:
     actor = Probe()
     ref = await start(nursery, actor)
-    nursery.start_soon(hold_call, ref, [])
+    nursery.start_soon(ask, ref, "hold", [])
     await wait_all_tasks_blocked()
     reply(actor.held[0], 1)
     with pytest.raises(AssertionError, match="second reply"):

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
@@ -129,6 +129,7 @@ async def test_cancelled_timers_leave_no_record() -> None:
     assert not mailbox._timers
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.tuples(st.just("put"), st.booleans()), st.just(("get", False))), max_size=60))
 def test_a_mailbox_is_two_queues_of_which_one_is_bounded(operations: list[tuple[str, bool]]) -> None:
     async def scenario() -> None:

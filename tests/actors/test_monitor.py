@@ -15,7 +15,7 @@ from genbatch.actors.genserver import (
     start,
 )
 from genbatch.actors.telemetry import Telemetry
-from tests.actors.probe import Probe, Watcher, hold_call
+from tests.actors.probe import Probe, Watcher, ask
 
 
 @pytest.mark.trio
@@ -27,7 +27,7 @@ async def test_a_monitor_fires_once_when_the_caller_is_gone(how: str, autojump_c
         outcomes: list[Any] = []
         try:
             async with trio.open_nursery() as scope:
-                scope.start_soon(hold_call, ref, outcomes, 5.0)
+                scope.start_soon(ask, ref, "hold", outcomes, 5.0)
                 await wait_all_tasks_blocked()
                 if how == "cancelled":
                     scope.cancel_scope.cancel()
@@ -59,7 +59,7 @@ async def test_a_monitor_on_a_caller_that_left_while_its_call_was_handled_fires_
     ref = await start(nursery, actor)
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as callers:
-            callers.start_soon(hold_call, ref, [])
+            callers.start_soon(ask, ref, "hold", [])
             await wait_all_tasks_blocked()
             scope.cancel()
     gate.set()
@@ -72,7 +72,7 @@ async def test_an_answered_call_fires_no_monitor_and_leaves_no_record(nursery: t
     actor = Watcher()
     ref = await start(nursery, actor)
     outcomes: list[Any] = []
-    nursery.start_soon(hold_call, ref, outcomes)
+    nursery.start_soon(ask, ref, "hold", outcomes)
     await wait_all_tasks_blocked()
     reply(actor.held[0], "done")
     await wait_all_tasks_blocked()

@@ -12,7 +12,7 @@ from genbatch.actors.genserver import (
     start,
 )
 from genbatch.actors.telemetry import Telemetry
-from tests.actors.probe import Probe, Watcher, events_of, hold_call, records
+from tests.actors.probe import Probe, Watcher, ask, events_of, records
 
 
 @pytest.mark.trio
@@ -74,7 +74,7 @@ async def test_of_a_reply_and_a_cancellation_in_one_turn_the_first_wins(nursery:
     ref = await start(nursery, actor)
     outcomes: list[Any] = []
     async with trio.open_nursery() as callers:
-        callers.start_soon(hold_call, ref, outcomes)
+        callers.start_soon(ask, ref, "hold", outcomes)
         await wait_all_tasks_blocked()
         steps = [lambda: reply(actor.held[0], "done"), callers.cancel_scope.cancel]
         for step in steps if first == "reply" else reversed(steps):
@@ -92,11 +92,11 @@ async def test_calls_leave_nothing_behind_however_they_end(autojump_clock: MockC
             ref = await start(nursery, Watcher())
             async with trio.open_nursery() as callers:
                 for timeout in (1.0, 2.0, None, None):
-                    callers.start_soon(hold_call, ref, [], timeout)
+                    callers.start_soon(ask, ref, "hold", [], timeout)
                 await wait_all_tasks_blocked()
                 callers.cancel_scope.deadline = trio.current_time() + 1.5
             outcomes: list[Any] = []
-            nursery.start_soon(hold_call, ref, outcomes)
+            nursery.start_soon(ask, ref, "hold", outcomes)
             await wait_all_tasks_blocked()
             await ref.stop(ValueError("a crash"))
     assert isinstance(outcomes[0], ActorDown)

@@ -272,6 +272,36 @@ def test_a_slot_forgets_its_last_users_sampling(tiny_model: TinyModel) -> None:
     assert drawn != plain
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_saved_sequence_goes_on_in_another_context_without_prefill(
+    tiny_model: TinyModel, oracle: OracleOf, family: str
+) -> None:
+    model, prompt = tiny_model(family), prompt_of(30, 9)
+    first = make_context(model)
+    first.prefill(prompt, 0, 0)
+    data = first.seq_save(0)
+    second = make_context(model)
+    assert second.seq_load(2, data) == 30
+    expected = oracle(family).generate([*prompt, 40], 8)
+    assert greedy(second, [40], 2, 8)[: len(expected)] == expected
+    second.kv.check_integrity()
+
+
+def test_a_damaged_or_foreign_saved_sequence_is_refused(tiny_model: TinyModel) -> None:
+    context = make_context(tiny_model("llama"))
+    context.prefill(prompt_of(10, 1), 0, 0)
+    data = context.seq_save(0)
+    other = make_context(tiny_model("qwen3"))
+    for context_, damaged in ((other, data), (context, data[:40]), (context, b""), (context, b"\xff" * 64)):
+        with pytest.raises(BatchError):
+            context_.seq_load(1, damaged)
+        assert context_.kv.length(1) == 0
+    with pytest.raises(BatchError, match="empty"):
+        context.seq_save(3)
+    with pytest.raises(BatchError, match="already"):
+        context.seq_load(0, data)
+
+
 def test_a_step_draws_only_for_entries_with_a_sampler(tiny_model: TinyModel) -> None:
     context = make_context(tiny_model("llama"))
     prompts = [prompt_of(4, 1), prompt_of(6, 2)]

@@ -99,6 +99,7 @@ SPELLED = [[word] for word in WORDS] + [[f"<0x{byte:02X}>" for byte in "😀".en
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(SPELLED), max_size=12))
+@example([["▁"], SPELLED[-1], SPELLED[-1]])
 def test_byte_fallback_pieces_join_to_the_decoded_ids(spelled: list[list[str]]) -> None:
     token_ids = ids_of(byte_fallback(), *(token for tokens in spelled for token in tokens))
     pieces = stream(byte_fallback(), token_ids)

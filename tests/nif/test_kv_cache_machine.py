@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv_cache import KVCache
@@ -266,6 +273,6 @@ class WindowedMachine(KVCacheMachine):
 def test_h07_h11_h12_no_sequence_ever_reads_or_leaks_another_ones_blocks(
     machine: type[KVCacheMachine],
 ) -> None:
-    case = machine.TestCase
-    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-    case("runTest").runTest()
+    # A share of what the profile allows, so that a longer one (--hypothesis-profile) lengthens these as well.
+    examples = max(1, settings.default.max_examples // 4)
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))

@@ -5,6 +5,7 @@ process of their own where Triton is not interpreting.
 """
 
 import contextlib
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -35,17 +36,23 @@ _OPTIONS = ("num_warps", "num_stages")
 
 @dataclass(frozen=True)
 class Compiled:
-    name: str
-    shared: int  # bytes of shared memory
-    cubin: bytes
+    """A kernel as the GPU would get it: bytes of shared memory, registers a thread, bytes of them spilled."""
 
-    def resources(self) -> str:
-        """Registers and spills as cuobjdump prints them."""
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(self.cubin)
-            done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-        return done.stdout
+    name: str
+    shared: int
+    registers: int
+    spilled: int
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes as cuobjdump reads them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = (re.search(rf"{field}:(\d+)", done.stdout) for field in ("REG", "STACK"))
+    assert registers and stack, done.stdout
+    return int(registers[1]), int(stack[1])
 
 
 @contextlib.contextmanager
@@ -81,7 +88,8 @@ def record() -> Iterator[list[Compiled]]:
         seen.add(key)
         source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
         binary = triton.compile(source, target=HOPPER, options=options)
-        compiled.append(Compiled(self.__name__, binary.metadata.shared, binary.asm["cubin"]))
+        registers, spilled = _resources(binary.asm["cubin"])
+        compiled.append(Compiled(self.__name__, binary.metadata.shared, registers, spilled))
 
     JITFunction.run = compile_only
     try:

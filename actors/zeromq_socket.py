@@ -1,0 +1,220 @@
+"""ZeroMQSocket: a pyzmq socket for trio that loses and duplicates nothing when a waiting task is cancelled.
+
+    async with open_socket(zmq.DEALER) as socket:
+        socket.connect("ipc:///run/genbatch/socket")
+        await socket.send([b"hello"])
+        parts = await socket.recv()
+
+A ZeroMQ socket's file descriptor is edge-triggered and tells of "some event", which every send and receive may eat.
+So one task per socket waits for it, and the socket's events are read again after every operation, by whoever did it.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import trio
+import zmq
+
+T = TypeVar("T")
+Parts = list[bytes]
+
+# Per socket, in each direction; messages beyond it wait at their sender, where they are counted.
+HIGH_WATER_MARK = 256
+# Milliseconds. A connection that does not speak ZeroMQ, or has gone silent, is dropped.
+HANDSHAKE_IVL = 5000
+HEARTBEAT_IVL, HEARTBEAT_TIMEOUT, HEARTBEAT_TTL = 500, 1500, 2000
+
+
+class ZeroMQSocket:
+    """One socket and the tasks that wait for it; made by `open_socket`.
+
+    `send`, `recv` and `recv_many` may be cancelled at any time: either the message passed and the call returned, or
+    it did not and the call raised Cancelled. All of it is for the event loop's thread.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self._fd = socket.FD
+        self._is_router = socket.TYPE == zmq.ROUTER
+        self._receivers = trio.lowlevel.ParkingLot()
+        self._senders = trio.lowlevel.ParkingLot()
+        self._closed = False
+
+    def set(self, option: int, value: Any) -> None:
+        """Sets a ZeroMQ option; most must precede `bind` and `connect`."""
+        self._socket.setsockopt(option, value)
+
+    def bind(self, address: str) -> str:
+        """Listens; returns the address, with the port that was chosen for a port of 0 or "*"."""
+        self._socket.bind(address)
+        last: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        return last.rstrip(b"\0").decode()
+
+    def connect(self, address: str) -> None:
+        """Connects in the background, now and whenever the connection is lost."""
+        self._socket.connect(address)
+
+    def monitor(self, events: int) -> "zmq.Socket[bytes]":
+        """A socket that receives a message for each of `events`, such as zmq.EVENT_DISCONNECTED."""
+        monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
+        return monitor
+
+    async def recv(self) -> Parts:
+        """The next message's frames.
+
+        Raises:
+            trio.ClosedResourceError: the socket was closed.
+        """
+        return await self._operate(self._recv_now, self._receivers, zmq.POLLIN)
+
+    async def recv_many(self, max_messages: int) -> list[Parts]:
+        """Waits for a message and takes those behind it too, `max_messages` at most; raises as `recv` does."""
+
+        def take() -> list[Parts]:
+            messages = [self._recv_now()]
+            try:
+                while len(messages) < max_messages:
+                    messages.append(self._recv_now())
+            except zmq.Again:
+                pass
+            return messages
+
+        return await self._operate(take, self._receivers, zmq.POLLIN)
+
+    async def send(self, parts: Sequence[bytes]) -> None:
+        """Hands a message to ZeroMQ, waiting while the peers' queues are full.
+
+        Raises:
+            trio.ClosedResourceError: the socket was closed.
+            zmq.ZMQError: with errno EHOSTUNREACH, a ROUTER has no such peer.
+        """
+        await self._operate(lambda: self._send_now(parts), self._senders, zmq.POLLOUT)
+
+    def try_send(self, parts: Sequence[bytes]) -> bool:
+        """Hands a message to ZeroMQ unless that would mean waiting; returns whether it was taken.
+
+        Raises: as `send` does.
+        """
+        self._check_open()
+        try:
+            self._send_now(parts)
+        except zmq.Again:
+            return False
+        finally:
+            self._dispatch()
+        return True
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes it; waiting tasks get ClosedResourceError, unsent messages have `linger_ms` to leave."""
+        if self._closed:
+            return
+        self._closed = True
+        trio.lowlevel.notify_closing(self._fd)
+        self._receivers.unpark_all()
+        self._senders.unpark_all()
+        self._socket.disable_monitor()
+        self._socket.close(linger_ms)
+
+    async def pump(self) -> None:
+        """Wakes the tasks that wait; the only task that waits for the file descriptor."""
+        try:
+            while not self._closed:
+                self._dispatch()
+                await trio.lowlevel.wait_readable(self._fd)
+        except trio.ClosedResourceError:
+            return
+
+    def _dispatch(self) -> None:
+        """Wakes whoever may go on. Called after each operation too, because that may have eaten the descriptor's edge."""
+        if self._closed:
+            return
+        events = self._socket.EVENTS
+        if events & zmq.POLLIN:
+            self._receivers.unpark()  # one: it dispatches again once it has its message
+        if self._is_router or events & zmq.POLLOUT:
+            # A ROUTER's POLLOUT is not that of the peer someone waits for.
+            self._senders.unpark_all()
+
+    async def _operate(self, operation: Callable[[], T], lot: trio.lowlevel.ParkingLot, event: int) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()  # never between taking a message and returning it
+        while True:
+            self._check_open()
+            try:
+                result = operation()
+            except zmq.Again:
+                await self._park(lot, event)
+            except zmq.ZMQError:
+                self._dispatch()
+                raise
+            else:
+                self._dispatch()
+                return result
+
+    async def _park(self, lot: trio.lowlevel.ParkingLot, event: int) -> None:
+        """Waits for its turn, unless the failed operation itself has made room by letting ZeroMQ work."""
+        events = self._socket.EVENTS
+        if lot is not self._receivers and events & zmq.POLLIN:
+            self._receivers.unpark()
+        if lot is not self._senders and (self._is_router or events & zmq.POLLOUT):
+            self._senders.unpark_all()
+        if events & event and not (self._is_router and event == zmq.POLLOUT):
+            await trio.lowlevel.checkpoint()
+            return
+        await lot.park()  # raises Cancelled only if nobody woke it, so no wake-up is lost
+
+    def _recv_now(self) -> Parts:
+        parts: Parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        return parts
+
+    def _send_now(self, parts: Sequence[bytes]) -> None:
+        self._socket.send_multipart(parts, zmq.NOBLOCK)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise trio.ClosedResourceError("the ZeroMQ socket was closed")
+
+
+def set_defaults(socket: "zmq.Socket[bytes]") -> None:
+    """What every socket of ours has, at both ends: short queues, and silence noticed."""
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_IVL)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_IVL)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL)
+
+
+@asynccontextmanager
+async def open_socket(kind: int, *, linger_ms: int = 0) -> AsyncIterator[ZeroMQSocket]:
+    """A socket in a ZeroMQ context of its own, closed when the body ends.
+
+    Args:
+        kind: zmq.ROUTER, zmq.DEALER, ...
+        linger_ms: how long the end waits for unsent messages to leave.
+    """
+    context = zmq.Context()
+    raw = context.socket(kind)
+    set_defaults(raw)
+    try:
+        async with pumped(raw, linger_ms=linger_ms) as socket:
+            yield socket
+    finally:
+        if linger_ms:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(context.term)
+        else:
+            context.term()
+
+
+@asynccontextmanager
+async def pumped(raw: "zmq.Socket[bytes]", *, linger_ms: int = 0) -> AsyncIterator[ZeroMQSocket]:
+    """A pyzmq socket made usable on trio for as long as the body runs, then closed."""
+    socket = ZeroMQSocket(raw)
+    # No nursery: its group would wrap what the body raises, and last messages are sent while all else is cancelled.
+    trio.lowlevel.spawn_system_task(socket.pump, name="zeromq pump")
+    try:
+        yield socket
+    finally:
+        socket.close(linger_ms)

@@ -1,0 +1,90 @@
+"""`genbatch serve`: a service until a signal ends it."""
+
+import os
+import tempfile
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import trio
+import typer
+from rich.console import Console
+
+from genbatch.clients.banner import banner
+from genbatch.clients.command import UsageError, run_command
+from genbatch.clients.connection import import_engine
+from genbatch.clients.flag_group import with_flag_groups
+from genbatch.clients.log_lines import log_event, log_telemetry, start_logging
+from genbatch.clients.progress import LoadingBars
+from genbatch.clients.service_flags import DEFAULT_MODEL, BatcherFlags, EngineFlags
+
+
+@with_flag_groups
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A name, a Hugging Face directory or id, or a .gguf file.")
+    ] = DEFAULT_MODEL,
+    *,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            "--bind",
+            "-b",
+            metavar="ADDRESS",
+            help="Where to listen: ipc://PATH or tcp://127.0.0.1:PORT; "
+            "if not given, a socket in the user's runtime directory.",
+        ),
+    ] = None,
+    engine: EngineFlags,
+    batcher: BatcherFlags,
+) -> None:
+    """Serve a model to many callers over ZeroMQ, until Ctrl-C or SIGTERM.
+
+    Examples:
+
+      genbatch serve
+
+      genbatch serve smollm2 --bind tcp://127.0.0.1:5555 --n-parallel 16
+
+      genbatch serve ./my-model --dtype bfloat16 --system-prompt "You are terse."
+    """
+    run_command(partial(_serve, model, bind, engine, batcher), exit_on_sigterm=0)
+
+
+async def _serve(model: str, bind: str | None, engine: EngineFlags, batcher: BatcherFlags) -> None:
+    options = batcher.options()
+    address = bind or default_address()
+    async with AsyncExitStack() as stack:
+        with LoadingBars(Console(stderr=True)) as bars:
+            await import_engine(bars)
+            from genbatch.actors.batcher_messages import GetStats
+            from genbatch.actors.service import open_service
+
+            opening = open_service(engine.options(model), options, bind=address, progress=bars)
+            service = await stack.enter_async_context(opening)
+        stats = await service.batcher.call(GetStats())
+        Console().print(banner(service.engine, stats, service.addresses))
+        start_logging()
+        log_telemetry(service.telemetry)
+        log_event("ready", model=service.engine.model.name, addresses=",".join(service.addresses))
+        try:
+            await trio.sleep_forever()
+        finally:
+            log_event("stopping")
+    log_event("stopped")
+
+
+def default_address() -> str:
+    """An ipc:// address in a directory that only this user can enter.
+
+    Raises:
+        UsageError: the directory exists and is somebody else's.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"genbatch-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise UsageError(f"bind: others may enter {directory}; name an address")
+    return f"ipc://{directory / 'genbatch.sock'}"

@@ -1,0 +1,63 @@
+"""RPCCalls: a client's open calls over one connection: bytes in, tokens and finals to whoever waits. Knows no sockets."""
+
+from genbatch.clients.call_result import CallResult
+from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage
+from genbatch.proto.rpc import Answered, ClientConnection, Failed, TokenReceived
+
+
+class RPCCalls:
+    """Which call's result goes where."""
+
+    def __init__(self) -> None:
+        self._connection = ClientConnection()
+        self._results: dict[int, CallResult] = {}
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def open(self, method: str, params: object, result: CallResult) -> tuple[int, bytes]:
+        """Opens a call; returns its msgid and the message to send.
+
+        Raises:
+            FrameTooLarge: the service would not take it.
+        """
+        msgid, message = self._connection.request(method, params)
+        self._results[msgid] = result
+        return msgid, message
+
+    def close(self, msgid: int) -> bytes | None:
+        """Forgets a call; returns the message that cancels it, if it had not ended."""
+        if self._results.pop(msgid, None) is None:
+            return None
+        return self._connection.cancel(msgid)
+
+    def heartbeat(self, lease_s: float) -> bytes:
+        """The message that keeps the open calls for another `lease_s` seconds."""
+        return self._connection.heartbeat(lease_s)
+
+    def receive(self, message: bytes) -> None:
+        """Hands a message's content to its call; a message that breaks the protocol ends every call."""
+        try:
+            event = self._connection.receive(message)
+        except (FrameTooLarge, MalformedMessage) as error:
+            self.fail_all(error)
+            return
+        match event:
+            case TokenReceived(msgid, token) if msgid in self._results:
+                self._results[msgid].push(token)
+            case Answered(msgid, result) if msgid in self._results:
+                self._results.pop(msgid).finish(result)
+            case Failed(None, error):
+                self.fail_all(error)
+            case Failed(int(msgid), error) if msgid in self._results:
+                self._results.pop(msgid).fail(error)
+
+    def fail_all(self, error: GenbatchError) -> list[bytes]:
+        """Ends every open call with `error`; returns the messages that cancel them."""
+        cancels = []
+        for msgid in list(self._results):
+            self._results[msgid].fail(error)
+            cancel = self.close(msgid)
+            if cancel is not None:
+                cancels.append(cancel)
+        return cancels

@@ -1,0 +1,74 @@
+"""The flags that say how an answer is drawn."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from genbatch.clients.request import GenerateParams
+
+_SAMPLING = "Sampling"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """Parameters of a GenerateRequest, under their own names."""
+
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens to generate; as many as fit if not given.", rich_help_panel=_SAMPLING),
+    ] = None
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)] = 0.0
+    top_k: Annotated[
+        int, typer.Option(help="Draw among the k likeliest tokens; 0: off.", rich_help_panel=_SAMPLING)
+    ] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens with this share; 1: off.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Draw among tokens this likely, relative to the likeliest; 0: off.", rich_help_panel=_SAMPLING
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the logits of tokens seen; 1: off.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken once from tokens in the output; 0: off.", rich_help_panel=_SAMPLING)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken from tokens for each time in the output; 0: off.", rich_help_panel=_SAMPLING)
+    ] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.", rich_help_panel=_SAMPLING)] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Ends the output; may be given again.", rich_help_panel=_SAMPLING),
+    ] = None
+    min_tokens: Annotated[
+        int, typer.Option(help="Tokens before which nothing else ends the output.", rich_help_panel=_SAMPLING)
+    ] = 0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.", rich_help_panel=_SAMPLING)
+    ] = False
+    deadline_s: Annotated[
+        float | None, typer.Option(help="Seconds after which the answer ends as it is.", rich_help_panel=_SAMPLING)
+    ] = None
+
+    def parameters(self) -> GenerateParams:
+        """The parameters of a client's `generate` and `stream`."""
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": self.seed,
+            "stop": self.stop or [],
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "deadline_s": self.deadline_s,
+        }

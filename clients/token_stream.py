@@ -1,0 +1,61 @@
+"""TokenStream: a call's tokens for `async for`, then its result.
+
+stream = TokenStream()
+nursery.start_soon(produce, stream.push, stream.finish)
+async for token in stream: ...
+stream.result
+"""
+
+from collections.abc import AsyncIterator
+
+import trio
+
+from genbatch.clients.call_result import CallResult
+from genbatch.proto.messages import Result, Token
+
+
+class TokenStream(CallResult):
+    """Read by one task; `push`, `finish` and `fail` are called on the event loop."""
+
+    __slots__ = ("_wake",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wake = trio.Event()
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return self
+
+    async def __anext__(self) -> Token:
+        await trio.lowlevel.checkpoint()
+        while not self.tokens and self.final is None:
+            await self._wait()
+        if self.tokens:
+            return self.tokens.popleft()
+        self.unwrap()
+        raise StopAsyncIteration
+
+    @property
+    def result(self) -> Result:
+        """What the stream ended with.
+
+        Raises:
+            GenbatchError: the error that ended it.
+            StreamNotEnded: it has not ended.
+        """
+        result: Result = self.unwrap()
+        return result
+
+    async def ended(self) -> object:
+        """Waits for the final, whatever tokens come before it, and returns or raises it."""
+        while self.final is None:
+            await self._wait()
+        return self.unwrap()
+
+    def changed(self) -> None:
+        """Wakes the reader."""
+        self._wake.set()
+
+    async def _wait(self) -> None:
+        self._wake = trio.Event()
+        await self._wake.wait()

@@ -1,0 +1,29 @@
+/* Large zeroed memory on huge pages: weights and KV blocks are read front to back, with fewer pages to look up. */
+#include <sys/mman.h>
+
+#include "genbatch.h"
+
+#define HUGE_PAGE (1 << 21)
+
+static int64_t pages_for(int64_t bytes) { return padded(bytes > 0 ? bytes : 1, HUGE_PAGE); }
+
+void *memory_allocate(int64_t bytes)
+{
+    /* One page more than needed, so that an aligned part can be kept; the rest goes back. */
+    int64_t size = pages_for(bytes);
+    uint8_t *p = mmap(NULL, (size_t)(size + HUGE_PAGE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    int64_t before = padded((int64_t)(uintptr_t)p, HUGE_PAGE) - (int64_t)(uintptr_t)p;
+    if (before) munmap(p, (size_t)before);
+    if (before < HUGE_PAGE) munmap(p + before + size, (size_t)(HUGE_PAGE - before));
+    p += before;
+#ifdef MADV_HUGEPAGE
+    madvise(p, (size_t)size, MADV_HUGEPAGE);
+#endif
+    return p;
+}
+
+void memory_free(void *p, int64_t bytes)
+{
+    if (p) munmap(p, (size_t)pages_for(bytes));
+}
