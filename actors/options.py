@@ -7,6 +7,7 @@ from genbatch.actors.batching_type import BatchingType
 from genbatch.actors.capacity import PauseOrder, SchedulerPolicy
 from genbatch.actors.scheduler import RequestScheduler
 from genbatch.actors.scheduler_spec import SchedulerOptions
+from genbatch.nif.errors import OptionError
 from genbatch.proto.messages import RequestLimits
 
 
@@ -21,14 +22,15 @@ class BatcherOptions:
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
         max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint.
         scheduler: "fifo", "prefill_first", "module:Class", or a RequestScheduler.
-        scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order: see SchedulerOptions.
+        scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order: see
+            SchedulerOptions.
         system_prompts: contents of system messages to hold from the start.
         max_held_prompts: most system prompts whose KV is held for requests to share, those included.
         limits: caps on what one request may ask.
 
     Raises:
         SchedulerError: an option of the scheduler is out of range.
-        ValueError: another one is; the message names it.
+        OptionError: another one is.
     """
 
     n_parallel: int = 8
@@ -51,9 +53,9 @@ class BatcherOptions:
     def __post_init__(self) -> None:
         for name in ("batch_size", "batch_timeout", "max_queue", "max_held_prompts"):
             if not getattr(self, name) >= 0:  # also refuses NaN
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 0")
+                raise OptionError(name, f"{getattr(self, name)} is less than 0")
         if len(self.system_prompts) > self.max_held_prompts:
-            raise ValueError(f"system_prompts: {len(self.system_prompts)} are more than max_held_prompts")
+            raise OptionError("system_prompts", f"{len(self.system_prompts)} are more than max_held_prompts")
         scheduling = SchedulerOptions(
             scheduler=self.scheduler,
             policy=self.scheduler_policy,

@@ -14,11 +14,16 @@ from functools import partial
 
 import trio
 
+from genbatch.actors.background import background
 from genbatch.actors.batcher import Batcher
+from genbatch.actors.dispatcher import Dispatcher
+from genbatch.actors.errors import StartFailed
 from genbatch.actors.options import BatcherOptions
 from genbatch.actors.ref import ActorRef
-from genbatch.actors.supervisor import ChildSpec, Supervisor
+from genbatch.actors.registry import Registry
+from genbatch.actors.supervisor import ChildSpec, Supervisor, Task
 from genbatch.actors.telemetry import Telemetry
+from genbatch.actors.zeromq_gateway import ZeroMQGateway
 from genbatch.nif.context import Context
 from genbatch.nif.engine import Engine, EngineOptions, load_engine
 from genbatch.nif.quiet_transformers import Progress
@@ -64,7 +69,8 @@ async def open_service(
     """
     # Loading cannot be interrupted; who gives up waiting need not wait for its end.
     engine = await trio.to_thread.run_sync(load_engine, engine_options, progress, abandon_on_cancel=True)
-    telemetry = Telemetry()
+    telemetry, registry = Telemetry(), Registry()
+    batcher = registry.ref("batcher")
     open_context = context_factory(engine, batcher_options)
     children = [
         ChildSpec(
@@ -74,11 +80,23 @@ async def open_service(
             mailbox_size=MAILBOX_SIZE,
         )
     ]
-    supervisor = Supervisor(children, strategy="rest_for_one", name="service", telemetry=telemetry)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(supervisor.run)
-        yield Service(supervisor.registry.ref("batcher"), engine, telemetry)
-        nursery.cancel_scope.cancel()
+    gateways: list[ZeroMQGateway] = []
+
+    def new_gateway() -> Task:
+        assert bind is not None
+        gateways[:] = [ZeroMQGateway(Dispatcher(batcher), bind)]
+        return gateways[0].run
+
+    if bind is not None:
+        children.append(ChildSpec("zeromq", new_gateway))
+    supervisor = Supervisor(children, strategy="rest_for_one", name="service", registry=registry, telemetry=telemetry)
+    async with background() as nursery:
+        try:
+            await nursery.start(supervisor.run)
+        except StartFailed as error:
+            # An option that only showed to be wrong here is still the caller's own mistake.
+            raise (error.__cause__ or error) from None
+        yield Service(batcher, engine, telemetry, tuple(gateway.address for gateway in gateways))
 
 
 def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:

@@ -70,7 +70,7 @@ def _check_loopback(address: str, rest: str) -> None:
 
 
 def _prepare_directory(address: str, directory: Path) -> None:
-    """The default directory stands where others may make one first, so it must be ours; one that the user chose may be any."""
+    """The default one stands where others may make it first, so it must be ours; one that the user chose may be any."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if address != default_address():
         return

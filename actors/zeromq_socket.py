@@ -35,7 +35,7 @@ class ZeroMQSocket:
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
-        self._fd = socket.FD
+        self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._is_router = socket.TYPE == zmq.ROUTER
         self._receivers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
@@ -48,7 +48,8 @@ class ZeroMQSocket:
     def bind(self, address: str) -> str:
         """Listens; returns the address, with the port that was chosen for a port of 0 or "*"."""
         self._socket.bind(address)
-        last: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        last = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(last, bytes)
         return last.rstrip(b"\0").decode()
 
     def connect(self, address: str) -> None:
@@ -126,10 +127,10 @@ class ZeroMQSocket:
             return
 
     def _dispatch(self) -> None:
-        """Wakes whoever may go on. Called after each operation too, because that may have eaten the descriptor's edge."""
+        """Wakes whoever may go on; called after each operation too, which may have eaten the descriptor's edge."""
         if self._closed:
             return
-        events = self._socket.EVENTS
+        events = self._events()
         if events & zmq.POLLIN:
             self._receivers.unpark()  # one: it dispatches again once it has its message
         if self._is_router or events & zmq.POLLOUT:
@@ -153,7 +154,7 @@ class ZeroMQSocket:
 
     async def _park(self, lot: trio.lowlevel.ParkingLot, event: int) -> None:
         """Waits for its turn, unless the failed operation itself has made room by letting ZeroMQ work."""
-        events = self._socket.EVENTS
+        events = self._events()
         if lot is not self._receivers and events & zmq.POLLIN:
             self._receivers.unpark()
         if lot is not self._senders and (self._is_router or events & zmq.POLLOUT):
@@ -162,6 +163,11 @@ class ZeroMQSocket:
             await trio.lowlevel.checkpoint()
             return
         await lot.park()  # raises Cancelled only if nobody woke it, so no wake-up is lost
+
+    def _events(self) -> int:
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return events
 
     def _recv_now(self) -> Parts:
         parts: Parts = self._socket.recv_multipart(zmq.NOBLOCK)

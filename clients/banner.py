@@ -37,5 +37,5 @@ def _device(device: str) -> str:
 
 
 def _kv_size(engine: "Engine", stats: Mapping[str, Any]) -> str:
-    blocks, block_size = stats["kv_blocks_max"], stats["kv_block_size"]
-    return f"{blocks} blocks of {block_size} positions ({blocks * block_size}), {stats['kv_bytes'] / _MEBIBYTE:.0f} MiB"
+    size = f"{stats['kv_blocks_max']} blocks of {stats['kv_block_size']}, {engine.options.n_ctx} positions"
+    return f"{size}, {stats['kv_bytes'] / _MEBIBYTE:.0f} MiB" if "kv_bytes" in stats else size

@@ -1,18 +1,16 @@
 """`genbatch serve`: a service until a signal ends it."""
 
-import os
-import tempfile
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import trio
 import typer
 from rich.console import Console
 
+from genbatch.actors.zeromq_address import default_address
 from genbatch.clients.banner import banner
-from genbatch.clients.command import UsageError, run_command
+from genbatch.clients.command import run_command
 from genbatch.clients.connection import import_engine
 from genbatch.clients.flag_group import with_flag_groups
 from genbatch.clients.log_lines import log_event, log_telemetry, start_logging
@@ -73,18 +71,3 @@ async def _serve(model: str, bind: str | None, engine: EngineFlags, batcher: Bat
         finally:
             log_event("stopping")
     log_event("stopped")
-
-
-def default_address() -> str:
-    """An ipc:// address in a directory that only this user can enter.
-
-    Raises:
-        UsageError: the directory exists and is somebody else's.
-    """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"genbatch-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise UsageError(f"bind: others may enter {directory}; name an address")
-    return f"ipc://{directory / 'genbatch.sock'}"

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from genbatch.actors.errors import ActorError, StartFailed
 from genbatch.actors.scheduler import SchedulerError
+from genbatch.actors.zeromq_address import AddressError
+from genbatch.clients.errors import ClientError
 from genbatch.nif.errors import ModelError, NativeError, OptionError
 from genbatch.proto.errors import GenbatchError, InvalidRequest, ModelNotFound, PromptTooLong
 
@@ -25,8 +27,16 @@ FAILURE = 1
 BAD_INPUT = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_CALLERS_MISTAKES = (InvalidRequest, ModelNotFound, PromptTooLong, ModelError, OptionError, SchedulerError)
-_EXPECTED = (GenbatchError, NativeError, ActorError, SchedulerError)
+_CALLERS_MISTAKES = (
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    ModelError,
+    OptionError,
+    SchedulerError,
+    AddressError,
+)
+_EXPECTED = (GenbatchError, NativeError, ActorError, SchedulerError, ClientError)
 
 
 class UsageError(Exception):

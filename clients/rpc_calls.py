@@ -1,4 +1,6 @@
-"""RPCCalls: a client's open calls over one connection: bytes in, tokens and finals to whoever waits. Knows no sockets."""
+"""RPCCalls: a client's open calls over one connection: bytes in, tokens and finals to whoever waits. No sockets."""
+
+from collections.abc import Callable
 
 from genbatch.clients.call_result import CallResult
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage
@@ -11,24 +13,33 @@ class RPCCalls:
     def __init__(self) -> None:
         self._connection = ClientConnection()
         self._results: dict[int, CallResult] = {}
+        self._readers: dict[int, Callable[[object], object]] = {}
 
     def __len__(self) -> int:
         return len(self._results)
 
-    def open(self, method: str, params: object, result: CallResult) -> tuple[int, bytes]:
+    def open(
+        self, method: str, params: object, result: CallResult, read: Callable[[object], object]
+    ) -> tuple[int, bytes]:
         """Opens a call; returns its msgid and the message to send.
+
+        Args:
+            result: where tokens and the final go.
+            read: makes the result of the plain data that arrives, or raises MalformedMessage.
 
         Raises:
             FrameTooLarge: the service would not take it.
         """
         msgid, message = self._connection.request(method, params)
         self._results[msgid] = result
+        self._readers[msgid] = read
         return msgid, message
 
     def close(self, msgid: int) -> bytes | None:
         """Forgets a call; returns the message that cancels it, if it had not ended."""
-        if self._results.pop(msgid, None) is None:
+        if msgid not in self._results:
             return None
+        self._take(msgid)
         return self._connection.cancel(msgid)
 
     def heartbeat(self, lease_s: float) -> bytes:
@@ -38,19 +49,9 @@ class RPCCalls:
     def receive(self, message: bytes) -> None:
         """Hands a message's content to its call; a message that breaks the protocol ends every call."""
         try:
-            event = self._connection.receive(message)
-        except (FrameTooLarge, MalformedMessage) as error:
-            self.fail_all(error)
-            return
-        match event:
-            case TokenReceived(msgid, token) if msgid in self._results:
-                self._results[msgid].push(token)
-            case Answered(msgid, result) if msgid in self._results:
-                self._results.pop(msgid).finish(result)
-            case Failed(None, error):
-                self.fail_all(error)
-            case Failed(int(msgid), error) if msgid in self._results:
-                self._results.pop(msgid).fail(error)
+            self._act(self._connection.receive(message))
+        except (FrameTooLarge, MalformedMessage) as fault:
+            self.fail_all(fault)
 
     def fail_all(self, error: GenbatchError) -> list[bytes]:
         """Ends every open call with `error`; returns the messages that cancel them."""
@@ -61,3 +62,21 @@ class RPCCalls:
             if cancel is not None:
                 cancels.append(cancel)
         return cancels
+
+    def _act(self, event: object) -> None:
+        match event:
+            case TokenReceived(msgid, token) if msgid in self._results:
+                self._results[msgid].push(token)
+            case Answered(msgid, value) if msgid in self._results:
+                result, read = self._take(msgid)
+                try:
+                    result.finish(read(value))
+                except MalformedMessage as fault:
+                    result.fail(fault)
+            case Failed(None, error):
+                self.fail_all(error)
+            case Failed(int(msgid), error) if msgid in self._results:
+                self._take(msgid)[0].fail(error)
+
+    def _take(self, msgid: int) -> tuple[CallResult, Callable[[object], object]]:
+        return self._results.pop(msgid), self._readers.pop(msgid)

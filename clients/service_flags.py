@@ -10,6 +10,7 @@ import typer
 from genbatch.actors.batching_type import BatchingType
 from genbatch.actors.capacity import DEFAULT_MARGIN, PauseOrder, SchedulerPolicy
 from genbatch.actors.options import BatcherOptions
+from genbatch.clients.command import UsageError
 from genbatch.proto.messages import RequestLimits
 
 if TYPE_CHECKING:  # imports torch, which takes seconds
@@ -174,8 +175,14 @@ class BatcherFlags:
         """The Batcher's options.
 
         Raises:
-            SchedulerError, ValueError: a value is out of range; the message names the option.
+            UsageError, SchedulerError: a value is out of range; the message names the option.
         """
+        try:
+            return self._options()
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def _options(self) -> BatcherOptions:
         return BatcherOptions(
             n_parallel=self.n_parallel,
             batch_size=self.batch_size,

@@ -7,6 +7,7 @@ stream.result
 """
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import trio
 
@@ -46,7 +47,7 @@ class TokenStream(CallResult):
         result: Result = self.unwrap()
         return result
 
-    async def ended(self) -> object:
+    async def ended(self) -> Any:
         """Waits for the final, whatever tokens come before it, and returns or raises it."""
         while self.final is None:
             await self._wait()

@@ -51,7 +51,7 @@ class BatchUpload:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device) if into is None else into
         buffer[:size].copy_(stage.host[:size], non_blocking=True)
         if self._on_gpu:
-            stage.copied = stage.copied or torch.cuda.Event()
+            stage.copied = stage.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             stage.copied.record()
         return _rebuilt(batch, [_view(buffer, offset, part) for part, offset in zip(parts, offsets, strict=True)])
 

@@ -6,7 +6,7 @@ Padding rows have slot -1 and length 0: they write nothing and attend to nothing
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -187,7 +187,7 @@ class DecodeGraphs:
         self._upload = upload
         self._limits = limits
         self._device = device
-        self._memory: tuple[int, int] | None = None  # one pool of memory for all graphs
+        self._memory: Any = None  # one pool of memory for all graphs
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
 
     def warm_up(self) -> None:
@@ -223,12 +223,12 @@ class CapturedStep:
         run: Callable[[RaggedBatch], torch.Tensor],
         upload: BatchUpload,
         device: torch.device,
-        memory: tuple[int, int],
+        memory: Any,
     ) -> None:
         self._upload = upload
         self._inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
         batch = upload.upload(sample, into=self._inputs)
-        side = torch.cuda.Stream(device)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_RUNS):

@@ -31,7 +31,16 @@ def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
             path.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **place
         )
         model.to(_exact_dtype(model)).save_pretrained(directory)
+        _name_special_tokens(tokenizer, model.config)
         tokenizer.save_pretrained(directory)
+
+
+def _name_special_tokens(tokenizer: Any, config: Any) -> None:
+    """Gives the tokenizer the special tokens that the file's metadata names: transformers 5.17 guesses some."""
+    for role in ("bos", "eos", "pad", "unk"):
+        token_id = getattr(config, f"{role}_token_id", None)
+        if isinstance(token_id, int):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _exact_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -11,7 +11,8 @@ from torch.nn.functional import embedding, linear
 
 from genbatch.nif.attention import LayerPool
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.kernels.paged_attention import choose_num_splits, paged_attention
+from genbatch.nif.kernels.attention_tiles import choose_num_splits
+from genbatch.nif.kernels.paged_attention import paged_attention
 from genbatch.nif.kernels.rms_norm import add_rms_norm
 from genbatch.nif.kernels.rope_cache import rope_and_write
 from genbatch.nif.kernels.silu_mul import silu_mul
@@ -130,9 +131,7 @@ class LeanLlama:
             scale=self._head_size**-0.5,
             max_query_len=batch.max_query_len,
             window=layer.window,
-            num_splits=choose_num_splits(
-                num_sequences, self._num_kv_heads, batch.max_kv_len, self._num_processors
-            ),
+            num_splits=choose_num_splits(num_sequences, self._num_kv_heads, batch.max_kv_len, self._num_processors),
         )
         return out.flatten(1)
 
@@ -159,21 +158,20 @@ def _layer(module: Any, group: int, window: int | None) -> _Layer:
 
 def _merge(projections: "list[torch.nn.Linear]") -> tuple[torch.Tensor, torch.Tensor | None]:
     """One weight (and bias) for several projections of the same input, whose own become views of it."""
-    merged = []
-    for name in ("weight", "bias"):
-        parts = [getattr(projection, name) for projection in projections]
-        if parts[0] is None:
-            merged.append(None)
-            continue
-        whole = _merged_before(parts)
-        if whole is None:
-            whole = torch.cat([part.data for part in parts])
-            for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-                part.data = view
-        merged.append(whole)
-    weight, bias = merged
-    assert weight is not None
-    return weight, bias
+    weight = _merge_tensors([projection.weight for projection in projections])
+    biases = [projection.bias for projection in projections]
+    return weight, None if biases[0] is None else _merge_tensors(biases)
+
+
+def _merge_tensors(parts: "list[torch.Tensor]") -> torch.Tensor:
+    """The parts end to end, of which they become views."""
+    whole = _merged_before(parts)
+    if whole is None:
+        whole = torch.cat([part.data for part in parts])
+        begin = 0
+        for part in parts:
+            part.data, begin = whole[begin : begin + len(part)], begin + len(part)
+    return whole
 
 
 def _merged_before(parts: "list[torch.Tensor]") -> torch.Tensor | None:

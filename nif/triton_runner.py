@@ -13,8 +13,9 @@ from genbatch.nif.batch_check import BatchLimits, check_batch
 from genbatch.nif.batch_upload import BatchUpload
 from genbatch.nif.cuda_graphs import DecodeGraphs, GraphOptions
 from genbatch.nif.errors import BatchError, ModelError, OptionError
+from genbatch.nif.kernels.attention_tiles import choose_num_splits
 from genbatch.nif.kernels.block_copy import copy_blocks
-from genbatch.nif.kernels.paged_attention import choose_num_splits, paged_attention
+from genbatch.nif.kernels.paged_attention import paged_attention
 from genbatch.nif.kernels.rope_cache import write_kv
 from genbatch.nif.lean_llama import LeanLlama, why_not_lean
 
@@ -95,16 +96,14 @@ class TritonRunner:
                 size = (shape.num_kv_heads, block_size, shape.key_dim)
                 length = shape.num_kv_heads * block_size * shape.key_dim
                 keys, values = (
-                    storage[:, start : start + length].unflatten(1, size) for start in (begin, begin + length)
+                    storage[:, start : start + length].view(count, *size) for start in (begin, begin + length)
                 )
                 pools[layer] = LayerPool(keys, values)
                 begin += 2 * length
         self._pools = [pools[layer] for layer in range(len(pools))]
         self._limits = BatchLimits(tuple(num_blocks), block_size, self.vocab_size, self._model.max_position)
         if self._graph_options is not None:
-            self._graphs = DecodeGraphs(
-                self._graph_options, self._run, self._upload, self._limits, self._model.device
-            )
+            self._graphs = DecodeGraphs(self._graph_options, self._run, self._upload, self._limits, self._model.device)
             self._graphs.warm_up()
 
     @torch.inference_mode()
@@ -192,9 +191,7 @@ class TritonRunner:
 class TritonStep:
     """One step of the general tier: what transformers' modules call for attention. Implements `AttentionStep`."""
 
-    def __init__(
-        self, model: "Model", batch: RaggedBatch, pools: Sequence[LayerPool], num_processors: int
-    ) -> None:
+    def __init__(self, model: "Model", batch: RaggedBatch, pools: Sequence[LayerPool], num_processors: int) -> None:
         self._batch = batch
         self._pools = pools
         self._groups = {

@@ -99,6 +99,17 @@ def to_result(value: object) -> Result:
     return result
 
 
+def to_stats(value: object) -> dict[str, Any]:
+    """The counters in a service's answer.
+
+    Raises:
+        MalformedMessage: there are none.
+    """
+    if not isinstance(value, dict):
+        raise MalformedMessage("not a map of counters")
+    return value
+
+
 def to_no_params(params: object) -> None:
     """Checks that a method without parameters got none.
 

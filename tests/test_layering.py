@@ -12,7 +12,18 @@ ALLOWED = {
     "actors": {"actors", "nif", "proto"},
     "clients": {"clients", "actors", "proto", "nif"},
 }
-RUNTIME = {"errors", "genserver", "mailbox", "monitor", "ref", "registry", "supervisor", "telemetry", "worker"}
+RUNTIME = {
+    "background",
+    "errors",
+    "genserver",
+    "mailbox",
+    "monitor",
+    "ref",
+    "registry",
+    "supervisor",
+    "telemetry",
+    "worker",
+}
 FILES = [path for layer in ALLOWED for path in sorted((ROOT / layer).rglob("*.py"))]
 
 

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: ragged prefill chunks and decodes in one launch, and split-KV decode.
 
-K and V are [num_blocks, num_kv_heads, block_size, head_size]; a block may lie anywhere in a larger tensor as long as the
-last three dimensions are contiguous. The plain-torch twin is `reference.paged_attention`.
+K and V are [num_blocks, num_kv_heads, block_size, head_size]; a block may lie anywhere in a larger tensor as long as
+its last three dimensions are contiguous. The plain-torch twin is `reference.paged_attention`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -11,69 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-_LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is the instruction that the GPU has
-_MIN_DOT_ROWS = 16  # the smallest extent that tl.dot takes
-_MAX_SPLITS = 64
-_MIN_KEYS_PER_SPLIT = 128  # below this the reduction costs more than the parallelism brings
-
-
-@triton.jit
-def _attend_keys(
-    query,  # [ROWS, HEAD_PAD]
-    query_positions,  # [ROWS], negative where the row is padding
-    first_key,
-    end_key,
-    table_ptr,
-    key_ptr,
-    value_ptr,
-    block_stride,
-    num_blocks,
-    scale,
-    softcap,
-    window,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
-    """Online softmax over the keys at positions [first_key, end_key) of one sequence and KV head."""
-    dims = tl.arange(0, HEAD_PAD)
-    in_head = dims < HEAD
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    for start in range(first_key, end_key, KEYS):
-        positions = start + tl.arange(0, KEYS)
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
-        # The planner has refused bad tables; this keeps even a table damaged later from reading outside the pool.
-        readable = (blocks >= 0) & (blocks < num_blocks)
-        # A pool outgrows 2**31 elements: widen before multiplying.
-        offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
-        key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor needs a device library.
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2_E * scores / softcap) + 1.0))
-        distance = query_positions[:, None] - positions[None, :]
-        visible = (distance >= 0) & readable[None, :]
-        if HAS_WINDOW:
-            visible = visible & (distance < window)
-        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - shift[:, None])
-        correction = tl.exp2(maximum - shift)
-        value = tl.load(value_ptr + offsets[:, None] + dims[None, :], mask=readable[:, None] & in_head[None, :], other=0.0)
-        total = total * correction + tl.sum(weights, 1)
-        output = output * correction[:, None]
-        output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        maximum = new_maximum
-    return output, maximum, total
+from genbatch.nif.kernels.attend_keys import LOG2_E, attend_keys
+from genbatch.nif.kernels.attention_tiles import head_pad, tile_shape
 
 
 @triton.jit(
@@ -105,7 +44,6 @@ def _ragged_attention_kernel(
     HEAD_PAD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    LOG2_E: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """One program: ROWS // GROUP tokens of one sequence, with the GROUP query heads that share a KV head."""
@@ -146,7 +84,7 @@ def _ragged_attention_kernel(
     if HAS_WINDOW:
         # Whole tiles before the first query's window hold nothing that any row sees.
         first_key = tl.maximum(kv_len - query_len + first_token - window + 1, 0) // KEYS * KEYS
-    output, maximum, total = _attend_keys(
+    output, maximum, total = attend_keys(
         query,
         query_positions,
         first_key,
@@ -166,7 +104,6 @@ def _ragged_attention_kernel(
         HEAD_PAD,
         HAS_SOFTCAP,
         HAS_WINDOW,
-        LOG2_E,
     )
     if HAS_SINKS:
         # A sink is one more score of the head: it takes weight and gives no value.
@@ -206,7 +143,6 @@ def _split_attention_kernel(
     HEAD_PAD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    LOG2_E: tl.constexpr,
 ):
     """One program: one decoding token, the query heads of one KV head, and one share of its keys."""
     sequence = tl.program_id(0)
@@ -228,7 +164,7 @@ def _split_attention_kernel(
     mask = used[:, None] & (dims < HEAD)[None, :]
     row_offsets = sequence.to(tl.int64) * query_token_stride + heads * query_head_stride
     query = tl.load(query_ptr + row_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-    output, maximum, total = _attend_keys(
+    output, maximum, total = attend_keys(
         query,
         tl.where(used, kv_len - 1, -1),
         first_key,
@@ -248,7 +184,6 @@ def _split_attention_kernel(
         HEAD_PAD,
         HAS_SOFTCAP,
         HAS_WINDOW,
-        LOG2_E,
     )
     seen = total > 0.0
     safe_total = tl.where(seen, total, 1.0)
@@ -309,7 +244,8 @@ def paged_attention(
         window: positions a token attends to, itself included; None for all.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [num_heads], one more score a head that takes weight and gives no value.
-        num_splits: shares of a decode's keys worked on in parallel, a power of two; see `choose_num_splits`. Taken
+        num_splits: shares of a decode's keys worked on in parallel, a power of two; see
+            `attention_tiles.choose_num_splits`. Taken
             as 1 where a query is longer than 1 or there are sinks.
 
     Returns:
@@ -321,19 +257,16 @@ def paged_attention(
     group = num_heads // num_kv_heads
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     splitting = num_splits > 1 and max_query_len == 1 and sinks is None
-    rows, keys, num_warps, num_stages = tile_shape(
-        group, head_size, query.element_size(), decode=max_query_len == 1
-    )
+    rows, keys, num_warps, num_stages = tile_shape(group, head_size, query.element_size(), decode=max_query_len == 1)
     shape = {
         "GROUP": group,
         "ROWS": rows,
         "KEYS": keys,
         "BLOCK_SIZE": block_size,
         "HEAD": head_size,
-        "HEAD_PAD": max(_MIN_DOT_ROWS, triton.next_power_of_2(head_size)),
+        "HEAD_PAD": head_pad(head_size),
         "HAS_SOFTCAP": bool(softcap),
         "HAS_WINDOW": window is not None,
-        "LOG2_E": _LOG2_E,
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
@@ -370,24 +303,6 @@ def paged_attention(
         partial, lse, query, key_cache, value_cache, block_table, kv_lens, *numbers, **shape
     )
     _reduce_splits_kernel[(num_tokens * num_heads,)](
-        out, partial, lse, SPLITS=num_splits, HEAD=head_size, HEAD_PAD=triton.next_power_of_2(head_size)
+        out, partial, lse, SPLITS=num_splits, HEAD=head_size, HEAD_PAD=head_pad(head_size)
     )
     return out
-
-
-def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool) -> tuple[int, int, int, int]:
-    """(rows, keys, num_warps, num_stages) of an attention tile: a fixed table, since capture forbids autotuning."""
-    needed = max(_MIN_DOT_ROWS, triton.next_power_of_2(group))
-    if element_size > 2:
-        return needed, 16, 4, 1  # float32 has no fast dot product: larger tiles only spill registers
-    wide = head_size > 128  # such tiles must stay small to fit shared memory
-    if decode:
-        return needed, 32 if wide else 64, 4, 2 if wide else 3
-    return max(needed, 32 if wide else 64), 32 if wide else 64, 4, 2
-
-
-def choose_num_splits(num_sequences: int, num_kv_heads: int, max_kv_len: int, num_processors: int) -> int:
-    """Into how many shares to cut each decode's keys so that every multiprocessor has work; a power of two."""
-    programs = max(1, num_sequences * num_kv_heads)
-    wanted = min(2 * num_processors // programs, max_kv_len // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -24,7 +24,7 @@ def paged_attention(
     _, num_kv_heads, block_size, _ = key_cache.shape
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for row, kv_len in enumerate(kv_lens.tolist()):
-        begin, end = query_starts[row].item(), query_starts[row + 1].item()
+        begin, end = int(query_starts[row]), int(query_starts[row + 1])
         if begin == end or kv_len == 0:
             continue
         blocks = block_table[row, : -(-kv_len // block_size)].long()
@@ -78,7 +78,7 @@ def rope_and_write(
 ) -> torch.Tensor:
     """Arguments and result as in `rope_cache.rope_and_write`."""
     _, num_kv_heads, _, head_size = key_cache.shape
-    heads = qkv.unflatten(1, (-1, head_size))  # [T, heads, head_size]
+    heads = qkv.view(len(qkv), -1, head_size)  # [T, heads, head_size]
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if query_norm is not None and key_norm is not None:
         query, key = _rms_norm(query, query_norm, eps), _rms_norm(key, key_norm, eps)
@@ -98,9 +98,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def add_rms_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Arguments and result as in `rms_norm.add_rms_norm`."""
     if delta is not None:
         residual.copy_(residual.float() + delta.float())

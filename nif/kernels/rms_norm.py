@@ -38,9 +38,7 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row + columns, (wide * factor).to(residual.dtype) * weight, mask=mask)
 
 
-def add_rms_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds `delta` to `residual` in place, and returns the sum's RMSNorm times `weight`.
 
     Args:

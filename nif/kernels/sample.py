@@ -1,28 +1,22 @@
-"""Sampling on the device: the draws of `genbatch.nif.sampler.sample`, its twin, without sorting a row.
+"""Draws a token from each row of logits without sorting: temperature, top_k, top_p, min_p.
 
 A row's tokens are ordered by descending weight, then ascending id. top_k, top_p and min_p each keep a beginning of that
 order, and the token drawn is where the cumulative weight first exceeds the uniform's share. All of these are questions
-"how heavy are the tokens at least this heavy?", which a search over the weights' bit patterns answers.
+"how heavy are the tokens at least this heavy?", which a search over the weights' bit patterns answers. The plain-torch twin is
+`genbatch.nif.truncated_draw.draw`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from genbatch.nif.kernels.logprob import gather_logprobs
-from genbatch.nif.ranked_candidates import pad_to_chunks, ranked
-from genbatch.nif.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.uniform_draw import uniform
-
 _CHUNK = 2048  # vocabulary entries read at a time
 _LARGEST = 0x7F800000  # the bits of infinity: above those of every finite float32
-_NONE = -1  # a row from which nothing can be drawn
+NONE = -1
+"""Stands for a row from which nothing can be drawn."""
 
 
 @triton.jit
@@ -46,10 +40,7 @@ def _mass_up_to(logits_ptr, vocab_size, best, temperature, limit, COUNT: tl.cons
     for start in range(0, vocab_size, CHUNK):
         log_weights = _log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK)
         light = _light(log_weights)
-        if COUNT:
-            share = tl.full([CHUNK], 1.0, tl.float64)
-        else:
-            share = tl.exp(log_weights).to(tl.float64)
+        share = tl.full([CHUNK], 1.0, tl.float64) if COUNT else tl.exp(log_weights).to(tl.float64)
         mass += tl.where(light <= limit, share, 0.0)
     return tl.sum(mass, 0)
 
@@ -83,10 +74,7 @@ def _find_level(
         for start in range(0, vocab_size, CHUNK):
             log_weights = _log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK)
             light = _light(log_weights)
-            if COUNT:
-                share = tl.full([CHUNK], 1.0, tl.float64)
-            else:
-                share = tl.exp(log_weights).to(tl.float64)
+            share = tl.full([CHUNK], 1.0, tl.float64) if COUNT else tl.exp(log_weights).to(tl.float64)
             first_mass += tl.where(light <= first, share, 0.0)
             second_mass += tl.where(light <= second, share, 0.0)
             third_mass += tl.where(light <= third, share, 0.0)
@@ -223,65 +211,6 @@ def _sample_kernel(
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
-def _edit_kernel(
-    logits_ptr,  # [R, vocab_size] float32, changed
-    starts_ptr,  # [R + 1] int64, where each row's edits begin
-    ids_ptr,  # [N] int64, distinct within a row
-    changes_ptr,  # [2, N] float32: factor, then what is added
-    num_edits,
-    vocab_size,
-    row_stride,
-    CHUNK: tl.constexpr,
-):
-    """One program: one chunk of one row's edits."""
-    row = tl.program_id(0).to(tl.int64)
-    edits = tl.load(starts_ptr + row) + tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    mask = edits < tl.load(starts_ptr + row + 1)
-    ids = tl.load(ids_ptr + edits, mask=mask, other=-1)
-    # An id outside the row would change a neighbour's logits.
-    mask = mask & (ids >= 0) & (ids < vocab_size)
-    factor = tl.load(changes_ptr + edits, mask=mask, other=1.0)
-    added = tl.load(changes_ptr + num_edits + edits, mask=mask, other=0.0)
-    logits = tl.load(logits_ptr + row * row_stride + ids, mask=mask, other=0.0)
-    logits = tl.where(logits < 0.0, logits * factor, logits / factor) + added
-    tl.store(logits_ptr + row * row_stride + ids, logits, mask=mask)
-
-
-def sample(
-    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
-) -> list[Sampled | SampleFault]:
-    """Chooses one token a row; arguments, order of operations and results as in `genbatch.nif.sampler.sample`.
-
-    One copy goes to the device and one comes back, whatever the rows ask for (log-probabilities: one more).
-    """
-    assert logits.shape[0] == len(states) == len(positions)
-    if not states:
-        return []
-    raw = logits
-    if any(state.edits for state in states):
-        logits = edit_logits(logits, states)
-    params = np.array(
-        [
-            (p.temperature, p.top_k, p.top_p, p.min_p, uniform(p.seed, position) if p.temperature > 0.0 else 0.0)
-            for p, position in zip((state.params for state in states), positions, strict=True)
-        ],
-        np.float64,
-    )
-    tokens = draw_tokens(logits, torch.from_numpy(params).to(logits.device, non_blocking=True))
-    healthy = raw.amax(dim=1).isfinite()
-    host = torch.stack((tokens, healthy.long())).tolist()
-    results: list[Sampled | SampleFault] = []
-    for token, fine in zip(*host, strict=True):
-        if not fine:
-            results.append(SampleFault("the model's logits are not finite"))
-        elif token == _NONE:
-            results.append(SampleFault("penalties and biases leave no token to choose"))
-        else:
-            results.append(Sampled(token))
-    return _with_logprobs(raw, states, results)
-
-
 def draw_tokens(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
     """One token a row, -1 where a row holds NaN, +inf or nothing but -inf.
 
@@ -301,77 +230,9 @@ def draw_tokens(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         params,
         vocab_size,
         logits.stride(0),
-        NONE=_NONE,
+        NONE=NONE,
         LARGEST=_LARGEST,
         CHUNK=min(_CHUNK, triton.next_power_of_2(vocab_size)),
         num_warps=8,
     )
     return tokens
-
-
-def edit_logits(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    """A copy of the logits [R, vocab_size] with every state's penalties, biases and suppressions."""
-    logits = logits.clone(memory_format=torch.contiguous_format)
-    edits = [_row_edits(state) for state in states]
-    counts = [len(ids) for ids, _, _ in edits]
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    ids, factors, added = (np.concatenate(parts) for parts in zip(*edits, strict=True))
-    device = logits.device
-    chunk = 128
-    _edit_kernel[(len(states), max(1, triton.cdiv(max(counts), chunk)))](
-        logits,
-        torch.from_numpy(starts).to(device),
-        torch.from_numpy(ids).to(device),
-        torch.from_numpy(np.stack((factors, added))).to(device),
-        len(ids),
-        logits.shape[1],
-        logits.stride(0),
-        CHUNK=chunk,
-        num_warps=4,
-    )
-    return logits
-
-
-def _row_edits(state: SamplerState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct token ids, the factor each logit is divided or multiplied by, and what is then added."""
-    params = state.params
-    counts = state.output_counts
-    bias_ids, bias = state.bias
-    ids, place = np.unique(
-        np.concatenate((state.seen_ids, bias_ids, state.suppressed_ids)).astype(np.int64), return_inverse=True
-    )
-    factors, added = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
-    seen, biased = place[: len(counts)], place[len(counts) : len(counts) + len(bias_ids)]
-    factors[seen] = params.repetition_penalty
-    added[seen] = -(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
-    added[biased] += bias
-    added[place[len(counts) + len(bias_ids) :]] = -np.inf
-    return ids, factors, added
-
-
-def _with_logprobs(
-    logits: torch.Tensor, states: Sequence[SamplerState], results: list[Sampled | SampleFault]
-) -> list[Sampled | SampleFault]:
-    """Adds the log-probabilities of the model's own logits to the rows that asked for them."""
-    wanted = [
-        (row, result.token_id, number)
-        for row, (state, result) in enumerate(zip(states, results, strict=True))
-        if isinstance(result, Sampled) and (number := state.params.logprobs) is not None
-    ]
-    if not wanted:
-        return results
-    rows = [row for row, _, _ in wanted]
-    chosen_logits = logits[rows]
-    chosen = torch.tensor([[token] for _, token, _ in wanted], device=logits.device)
-    most = min(max(number for _, _, number in wanted), logits.shape[1])
-    ids = chosen
-    if most:
-        # Shifted so that none is above 0, as `ranked` wants them; ties come out as on the host.
-        below_best = chosen_logits - chosen_logits.amax(dim=1, keepdim=True)
-        ids = torch.cat((chosen, ranked(pad_to_chunks(below_best), most)[1]), dim=1)
-    logprobs = gather_logprobs(chosen_logits, ids)
-    results = list(results)
-    for (row, token, number), names, values in zip(wanted, ids.tolist(), logprobs.tolist(), strict=True):
-        top = tuple(zip(names[1 : 1 + number], values[1 : 1 + number], strict=True))
-        results[row] = Sampled(token, values[0], top)
-    return results

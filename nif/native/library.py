@@ -1,7 +1,7 @@
 """The C library as Python sees it: the structs of genbatch.h and the functions of step.c."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
@@ -153,6 +153,12 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.engine_step.argtypes = (c_void_p, POINTER(Step), POINTER(c_int64))
     library.linear_probe.restype = c_int
     library.linear_probe.argtypes = (POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p)
+    span = (c_int64, c_int64, c_void_p)  # first block, end block, out
+    library.pack_f32.restype = library.pack_bf16.restype = library.pack_i8.restype = None
+    library.pack_f32.argtypes = library.pack_bf16.argtypes = (c_void_p, c_int64, c_int64, *span)
+    library.pack_i8.argtypes = (c_void_p, c_int64, c_int64, c_int64, *span)
+    library.pack_u4.restype = c_bool
+    library.pack_u4.argtypes = (c_void_p, c_int64, c_int64, c_float, *span)
     return library
 
 

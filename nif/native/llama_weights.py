@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from genbatch.nif.errors import OptionError
+from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.library import (
     ALL_POSITIONS,
@@ -19,8 +20,7 @@ from genbatch.nif.native.library import (
     ModelStruct,
     native_library,
 )
-from genbatch.nif.native.memory import NativeArena
-from genbatch.nif.native.weights import interleave_gate_up, pack_matrix
+from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
 
 if TYPE_CHECKING:
     from genbatch.nif.model import Model
@@ -100,7 +100,7 @@ class LlamaWeights:
         self.library = native_library()
         plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
         self.kind = WEIGHT_I8 if quantize == "int8" else plain
-        self._arena = NativeArena(self.library)
+        self._packer = WeightPacker(self.library, available_cores())
         decoder = model.hf.model
         self._layers = (Layer * len(decoder.layers))()
         for group_id, group in enumerate(model.groups):
@@ -124,7 +124,7 @@ class LlamaWeights:
             score_scale=attention.scaling,
             embedding_kind=plain,
             embedding=self._embedding.data_ptr(),
-            final_norm=self._floats(decoder.norm.weight),
+            final_norm=self._packer.put_floats(decoder.norm.weight),
             layers=self._layers,
             head=self._linear(model.hf.lm_head.weight, model.hf.lm_head.bias, _I8_HEAD_GROUP),
         )
@@ -142,25 +142,18 @@ class LlamaWeights:
             out=self._linear(attention.o_proj.weight, attention.o_proj.bias),
             gate_up=self._linear(interleave_gate_up(gate.weight, up.weight), gate_up_bias),
             down=self._linear(mlp.down_proj.weight, mlp.down_proj.bias),
-            attention_norm=self._floats(module.input_layernorm.weight),
-            mlp_norm=self._floats(module.post_attention_layernorm.weight),
-            q_norm=self._floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
-            k_norm=self._floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            attention_norm=self._packer.put_floats(module.input_layernorm.weight),
+            mlp_norm=self._packer.put_floats(module.post_attention_layernorm.weight),
+            q_norm=self._packer.put_floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            k_norm=self._packer.put_floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
             group=group,
             index_in_group=index,
             window=window,
         )
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, group: int = _I8_GROUP) -> Linear:
-        matrix = pack_matrix(self.kind, weight.detach(), group)
-        return Linear(
-            kind=matrix.kind,
-            n=weight.shape[0],
-            k=matrix.k,
-            group=matrix.group,
-            weights=self._arena.put(matrix.content),
-            bias=None if bias is None else self._floats(torch.nn.functional.pad(bias, (0, -len(bias) % COLUMNS))),
-        )
-
-    def _floats(self, vector: torch.Tensor) -> int:
-        return self._arena.put(vector.detach().float())
+        linear = self._packer.pack(self.kind, weight, group)
+        if bias is not None:
+            padded = torch.nn.functional.pad(bias.detach(), (0, -len(bias) % COLUMNS))
+            linear.bias = self._packer.put_floats(padded)
+        return linear

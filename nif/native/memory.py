@@ -36,7 +36,7 @@ class NativeMemory:
 
 
 class NativeArena:
-    """Tensors copied end to end into few allocations; released with the object.
+    """Memory handed out end to end from few allocations; released with the object.
 
     Args:
         library: what `native_library` returned.
@@ -45,19 +45,25 @@ class NativeArena:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._chunks: list[NativeMemory] = []
+        self._start = 0  # of what was handed out last, in the last chunk
         self._used = 0  # bytes of the last chunk
 
-    def put(self, content: torch.Tensor) -> int:
-        """Copies `content` in and returns its address, on a cache line of its own.
+    def reserve(self, size: int) -> tuple[int, torch.Tensor]:
+        """`size` bytes that start on a cache line of their own.
+
+        Returns:
+            Their address, and the same memory as [size] uint8.
 
         Raises:
             MemoryError: the system refused.
         """
-        data = content.contiguous().view(torch.uint8).flatten()
-        if not self._chunks or self._used + data.numel() > self._chunks[-1].tensor.numel():
-            self._chunks.append(NativeMemory(self._library, max(_CHUNK_BYTES, data.numel())))
+        if not self._chunks or self._used + size > self._chunks[-1].tensor.numel():
+            self._chunks.append(NativeMemory(self._library, max(_CHUNK_BYTES, size)))
             self._used = 0
-        start = self._used
-        self._chunks[-1].tensor[start : start + data.numel()] = data
-        self._used = start + data.numel() + -data.numel() % _LINE_BYTES
-        return self._chunks[-1].address + start
+        self._start, chunk = self._used, self._chunks[-1]
+        self.shrink(size)
+        return chunk.address + self._start, chunk.tensor[self._start : self._start + size]
+
+    def shrink(self, size: int) -> None:
+        """Keeps only the first `size` bytes of what was reserved last."""
+        self._used = self._start + size + -size % _LINE_BYTES

@@ -4,15 +4,14 @@ runner = native_runner(load_model("smollm2"), quantize="int8")
 """
 
 import ctypes
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.library import (
     KV_BF16,
     KV_F32,
@@ -226,18 +225,6 @@ def _check_sizes(batch: RaggedBatch, num_groups: int) -> None:
         or not len(batch.slots) == len(tables) == num_groups <= MAX_GROUPS
     ):
         raise BatchError("the batch's tensors contradict each other in length")
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity and, in a container, its quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup of this version: only the affinity counts
-    return cores
 
 
 def _padded(size: int, to: int) -> int:

@@ -1,22 +1,18 @@
-"""Weight matrices in the blocks that the C files describe: one function a kind, on plain [n, k] matrices."""
+"""Weight matrices packed for the C kernels, in parallel and straight to where they stay."""
 
-from dataclasses import dataclass
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-from genbatch.nif.native.library import COLUMNS, WEIGHT_BF16, WEIGHT_F32, WEIGHT_I8, WEIGHT_U4
+from genbatch.nif.native.library import COLUMNS, WEIGHT_BF16, WEIGHT_F32, WEIGHT_I8, WEIGHT_U4, Linear
+from genbatch.nif.native.memory import NativeArena
 
 U4_GROUP = 32
-U4_LEVELS = 16
 # How far a weight may lie from its 4-bit grid, relative to its group's largest, and still count as on it: rounding to
 # the type that carried it here.
-_GRID_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
-
-
-def padded_columns(matrix: torch.Tensor, group: int) -> torch.Tensor:
-    """`matrix` with rows padded to COLUMNS and columns to `group`, by zeros."""
-    n, k = matrix.shape
-    return torch.nn.functional.pad(matrix, (0, -k % group, 0, -n % COLUMNS))
+_GRID_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
 
 def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -29,117 +25,66 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         [2 * intermediate padded to 16, ...].
     """
     half = COLUMNS // 2
-    pad = (0, 0) * (gate.dim() - 1) + (0, -gate.shape[0] % half)
-    parts = [torch.nn.functional.pad(x, pad).unflatten(0, (-1, half)) for x in (gate, up)]
+    pad = (0, 0) * (gate.dim() - 1) + (0, -len(gate) % half)
+    parts = [torch.nn.functional.pad(x, pad).reshape(-1, half, *x.shape[1:]) for x in (gate, up)]
     return torch.stack(parts, dim=1).flatten(0, 2)
 
 
-def pack_f32(matrix: torch.Tensor) -> torch.Tensor:
-    """[n, k] to bytes of [n / 32][k][32] float32."""
-    blocks = padded_columns(matrix.float(), 1).unflatten(0, (-1, COLUMNS))
-    return blocks.transpose(1, 2).contiguous().view(torch.uint8).flatten()
-
-
-def pack_bf16(matrix: torch.Tensor) -> torch.Tensor:
-    """[n, k] to bytes of [n / 32][k / 2][32][2] bfloat16."""
-    blocks = padded_columns(matrix.bfloat16(), 2).unflatten(0, (-1, COLUMNS)).unflatten(2, (-1, 2))
-    return blocks.transpose(1, 2).contiguous().view(torch.uint8).flatten()
-
-
-def quantize_i8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric 8-bit weights.
+class WeightPacker:
+    """Packs matrices with pack.c.
 
     Args:
-        matrix: [n, k], k a multiple of `group`.
-
-    Returns:
-        Integers in -127 .. 127, [n, k / group, group] float32, and scales, [n, k / group] bfloat16.
-    """
-    grouped = matrix.float().unflatten(1, (-1, group))
-    # The scale is rounded first and the weights to what it then is, so rounding it costs nothing.
-    scales = (grouped.abs().amax(2) / 127).bfloat16()
-    divisor = scales.float().clamp(min=torch.finfo(torch.float32).tiny)
-    return (grouped / divisor[:, :, None]).round_().clamp_(-127, 127), scales
-
-
-def pack_i8(matrix: torch.Tensor, group: int) -> torch.Tensor:
-    """[n, k] to bytes of [n / 32][k / group]{ [group / 4][32][4] of value + 128, [32] bfloat16 scales }."""
-    integers, scales = quantize_i8(padded_columns(matrix, group), group)
-    values = (integers + 128).to(torch.uint8).unflatten(0, (-1, COLUMNS)).unflatten(3, (-1, 4))
-    values = values.permute(0, 2, 3, 1, 4).flatten(2)  # [blocks, groups, group * 32]
-    factors = scales.unflatten(0, (-1, COLUMNS)).transpose(1, 2).contiguous().view(torch.uint8)
-    return torch.cat([values, factors], dim=2).flatten()
-
-
-def find_u4_grid(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The 4-bit grid that the weights already lie on, as those of a GGUF in Q4_1 do.
-
-    Args:
-        matrix: [n, k] as loaded.
-
-    Returns:
-        Nibbles [n, k / 32, 32] uint8, steps and offsets [n, k / 32] float16, with
-        weight = step * nibble + offset; None if some weight is on no such grid.
-    """
-    if matrix.shape[1] % U4_GROUP or matrix.dtype not in _GRID_TOLERANCE:
-        return None
-    grouped = matrix.float().unflatten(1, (-1, U4_GROUP))
-    low, high = grouped.amin(2), grouped.amax(2)
-    # A group uses both ends of its grid: its quantiser made them of the smallest and the largest weight.
-    offsets, steps = low.half(), ((high - low) / (U4_LEVELS - 1)).half()
-    step, offset = steps.float()[:, :, None], offsets.float()[:, :, None]
-    nibbles = ((grouped - offset) / step.clamp(min=torch.finfo(torch.float32).tiny)).round_()
-    nibbles.clamp_(0, U4_LEVELS - 1)
-    error = (nibbles * step + offset - grouped).abs_()
-    largest = torch.maximum(low.abs(), high.abs())[:, :, None]
-    if bool((error > _GRID_TOLERANCE[matrix.dtype] * largest).any()):
-        return None
-    return nibbles.to(torch.uint8), steps, offsets
-
-
-def pack_u4(nibbles: torch.Tensor, steps: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """A grid to bytes of [n / 32][k / 32]{ [4][32][4] pairs of nibbles, [32] float16 steps, [32] float16 offsets }."""
-    rows = -nibbles.shape[0] % COLUMNS
-    nibbles = torch.nn.functional.pad(nibbles, (0, 0, 0, 0, 0, rows))
-    pairs = nibbles.unflatten(2, (4, 2, 4))  # input 8j + 4h + i of a group: j, h, i
-    values = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).unflatten(0, (-1, COLUMNS))
-    values = values.permute(0, 2, 3, 1, 4).flatten(2)
-    factors = [
-        torch.nn.functional.pad(x, (0, 0, 0, rows)).unflatten(0, (-1, COLUMNS)).transpose(1, 2)
-        for x in (steps, offsets)
-    ]
-    return torch.cat([values, *(x.contiguous().view(torch.uint8) for x in factors)], dim=2).flatten()
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """A matrix as one of the gemm files reads it.
-
-    Args:
-        kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4.
-        k: inputs, padded to a multiple of `group`.
-        group: inputs that share a scale; 1 for float kinds.
-        content: the bytes.
+        library: what `native_library` returned.
+        n_threads: how many share a matrix.
     """
 
-    kind: int
-    k: int
-    group: int
-    content: torch.Tensor
+    def __init__(self, library: ctypes.CDLL, n_threads: int) -> None:
+        self._library = library
+        self._n_threads = n_threads
+        self._arena = NativeArena(library)
 
+    def put_floats(self, vector: torch.Tensor) -> int:
+        """The address of a float32 copy; it lives as long as this object."""
+        plain = vector.detach().float().contiguous()
+        address, target = self._arena.reserve(plain.nbytes)
+        target.copy_(plain.view(torch.uint8))
+        return address
 
-def pack_matrix(kind: int, matrix: torch.Tensor, group: int) -> PackedMatrix:
-    """Packs a matrix [n, k].
+    def pack(self, kind: int, matrix: torch.Tensor, group: int) -> Linear:
+        """The matrix as C multiplies by it, without a bias; its memory lives as long as this object.
 
-    Args:
-        kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8; the last becomes WEIGHT_U4 where that loses nothing.
-        group: inputs that share a scale of WEIGHT_I8.
-    """
-    k = matrix.shape[1]
-    if kind == WEIGHT_F32:
-        return PackedMatrix(kind, k, 1, pack_f32(matrix))
-    if kind == WEIGHT_BF16:
-        return PackedMatrix(kind, k + k % 2, 1, pack_bf16(matrix))
-    if (grid := find_u4_grid(matrix)) is not None:
-        return PackedMatrix(WEIGHT_U4, k, U4_GROUP, pack_u4(*grid))
-    return PackedMatrix(WEIGHT_I8, k + -k % group, group, pack_i8(matrix, group))
+        Args:
+            kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8; the last becomes WEIGHT_U4 where that loses nothing.
+            matrix: [n, k].
+            group: inputs that share a scale of WEIGHT_I8.
+        """
+        n, k = matrix.shape
+        plain = matrix.detach().float().contiguous()
+        source = plain.data_ptr()
+        blocks = -(-n // COLUMNS)
+        if kind == WEIGHT_F32:
+            address, _ = self._arena.reserve(blocks * COLUMNS * k * 4)
+            self._share(blocks, self._library.pack_f32, (source, n, k), address)
+            return Linear(kind=kind, n=n, k=k, group=1, weights=address)
+        if kind == WEIGHT_BF16:
+            k_padded = k + k % 2
+            address, _ = self._arena.reserve(blocks * COLUMNS * k_padded * 2)
+            self._share(blocks, self._library.pack_bf16, (source, n, k), address)
+            return Linear(kind=kind, n=n, k=k_padded, group=1, weights=address)
+        k_padded = k + -k % group
+        # Reserved for 8 bits before it is known whether 4 do; what is left over is given back.
+        address, _ = self._arena.reserve(blocks * COLUMNS * (k_padded + 2 * (k_padded // group)))
+        tolerance = _GRID_TOLERANCE[matrix.dtype]
+        if k % U4_GROUP == 0 and self._share(blocks, self._library.pack_u4, (source, n, k, tolerance), address):
+            self._arena.shrink(blocks * COLUMNS * (k // 2 + 4 * (k // U4_GROUP)))
+            return Linear(kind=WEIGHT_U4, n=n, k=k, group=U4_GROUP, weights=address)
+        self._share(blocks, self._library.pack_i8, (source, n, k, group), address)
+        return Linear(kind=WEIGHT_I8, n=n, k=k_padded, group=group, weights=address)
+
+    def _share(self, blocks: int, function: Any, arguments: tuple[Any, ...], address: int) -> bool:
+        """Runs a function of pack.c over all blocks; whether every part succeeded."""
+        ends = [blocks * i // self._n_threads for i in range(self._n_threads + 1)]
+        with ThreadPoolExecutor(self._n_threads) as threads:  # ctypes releases the GIL
+            parts = zip(ends, ends[1:], strict=False)
+            done = threads.map(lambda part: function(*arguments, *part, address), parts)
+            return all([result is not False for result in done])

@@ -3,10 +3,11 @@
 import dataclasses
 
 import torch
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.batch_upload import BatchUpload, packed_size
 from hypothesis import given
 from hypothesis import strategies as st
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.batch_upload import BatchUpload, packed_size
 
 
 def batch_of(num_tokens: int, num_entries: int, num_groups: int, seed: int) -> RaggedBatch:
@@ -34,7 +35,11 @@ def assert_equal(left: RaggedBatch, right: RaggedBatch) -> None:
         if isinstance(ours, int):
             assert ours == theirs
             continue
-        for a, b in zip(ours if isinstance(ours, tuple) else (ours,), theirs if isinstance(theirs, tuple) else (theirs,), strict=True):
+        for a, b in zip(
+            ours if isinstance(ours, tuple) else (ours,),
+            theirs if isinstance(theirs, tuple) else (theirs,),
+            strict=True,
+        ):
             assert a.dtype == b.dtype
             assert a.equal(b)
 

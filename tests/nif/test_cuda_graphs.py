@@ -4,6 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.cuda_graphs import (
     GraphCache,
@@ -15,8 +18,6 @@ from genbatch.nif.cuda_graphs import (
     token_buckets,
 )
 from genbatch.nif.errors import OptionError
-from hypothesis import given
-from hypothesis import strategies as st
 
 MAX_POSITION = 5000
 

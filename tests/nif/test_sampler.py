@@ -258,15 +258,17 @@ def test_sampling_changes_neither_states_nor_logits() -> None:
 
 
 def test_a_fork_shares_the_past_and_nothing_of_the_future() -> None:
-    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-    one = state([3], frequency_penalty=10.0, seed=1)
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).expand(2, -1)
+    one = state([3], frequency_penalty=0.75, seed=1)
     one.accept(0)
     twin = one.fork(seed=9)
     assert (twin.params.seed, twin.num_generated) == (9, 1)
-    assert tokens(sample(logits, [twin], [1])) == [1]
+    twin.accept(0)  # the fork brought one of the two that make 0 lose
+    assert tokens(sample(logits, [one, twin], [1, 2])) == [0, 1]
     twin.accept(1)
-    assert tokens(sample(logits.expand(2, -1), [one, twin], [1, 2])) == [1, 2]
-    assert (one.num_generated, twin.num_generated) == (1, 2)
+    twin.accept(2)
+    assert tokens(sample(logits, [one, twin], [1, 4])) == [0, 0]
+    assert (one.num_generated, twin.num_generated) == (1, 4)
 
 
 def test_b29_log_probability_is_log_softmax_of_the_generation_logits_at_the_token() -> None:

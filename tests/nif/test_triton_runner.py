@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.cuda_graphs import GraphOptions

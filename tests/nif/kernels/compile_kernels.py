@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU of compute capability 9.0 and prints what each takes; run by test_kernels_compile.py.
 
-    python tests/nif/kernels/compile_kernels.py
+python tests/nif/kernels/compile_kernels.py
 """
 
 import sys
@@ -10,16 +10,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package
 
+from offline_compiler import SHARED_MEMORY, record
+
 from genbatch.nif.kernels.block_copy import copy_blocks
+from genbatch.nif.kernels.edit_logits import edit_logits
 from genbatch.nif.kernels.logprob import gather_logprobs
 from genbatch.nif.kernels.paged_attention import paged_attention
 from genbatch.nif.kernels.rms_norm import add_rms_norm
 from genbatch.nif.kernels.rope_cache import rope_and_write, write_kv
-from genbatch.nif.kernels.sample import draw_tokens, edit_logits
+from genbatch.nif.kernels.sample import draw_tokens
 from genbatch.nif.kernels.silu_mul import silu_mul
 from genbatch.nif.sampler import SamplerState
 from genbatch.nif.sampling_params import SamplingParams
-from offline_compiler import SHARED_MEMORY, record
 
 VOCAB = 151936
 
@@ -77,7 +79,9 @@ def main() -> None:
         all_attention()
         all_others(torch.bfloat16)
     for kernel in compiled:
-        print(f"{kernel.name}: {kernel.shared} bytes shared, {kernel.registers} registers, {kernel.spilled} bytes spilled")
+        print(
+            f"{kernel.name}: {kernel.shared} bytes shared, {kernel.registers} registers, {kernel.spilled} bytes spilled"
+        )
         if kernel.shared > SHARED_MEMORY:
             sys.exit(f"{kernel.name} wants more shared memory than there is")
         if kernel.spilled:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.kernels import reference
-from genbatch.nif.kernels.paged_attention import choose_num_splits, paged_attention, tile_shape
+from genbatch.nif.kernels.attention_tiles import choose_num_splits, tile_shape
+from genbatch.nif.kernels.paged_attention import paged_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -131,9 +132,7 @@ def test_a_padding_row_yields_zeros(device):
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("bad", [-1, 11, 2**31 - 1])
 def test_an_id_outside_the_pool_is_not_read(device, bad, num_splits):
-    case = make_case(
-        [(1, 10)], kv_heads=1, group=1, head_size=16, block_size=4, dtype=torch.float32, device=device
-    )
+    case = make_case([(1, 10)], kv_heads=1, group=1, head_size=16, block_size=4, dtype=torch.float32, device=device)
     hidden = Case(*(tensor.clone() for tensor in case.tensors()))
     case.block_table[0, 0] = bad
     out = paged_attention(*case.tensors(), scale=1.0, max_query_len=1, num_splits=num_splits)
@@ -158,9 +157,7 @@ def test_offsets_beyond_2_to_the_31_elements_do_not_wrap(device, num_splits):
     pool = torch.empty(stride + 64, dtype=torch.float16, device=device)  # the pages between stay untouched
     cache = pool.as_strided((2, 1, 4, 16), (stride, 64, 16, 1))
     cache[1] = torch.arange(64.0).view(1, 4, 16) / 64
-    case = make_case(
-        [(1, 4)], kv_heads=1, group=1, head_size=16, block_size=4, dtype=torch.float16, device=device
-    )
+    case = make_case([(1, 4)], kv_heads=1, group=1, head_size=16, block_size=4, dtype=torch.float16, device=device)
     case.key_cache = case.value_cache = cache
     case.block_table = torch.tensor([[1]], dtype=torch.int32, device=device)
     check(case, max_query_len=1, num_splits=num_splits, scale=1.0)

@@ -45,8 +45,7 @@ def test_rope_and_write_equals_its_twin_and_skips_negative_slots(device, shape, 
     norms = {}
     if normalised:
         norms = {
-            name: torch.randn(head_size, generator=generator).to(device, dtype)
-            for name in ("query_norm", "key_norm")
+            name: torch.randn(head_size, generator=generator).to(device, dtype) for name in ("query_norm", "key_norm")
         }
     where = slots(shape, generator, device)
     actual, expected = caches(shape, device), caches(shape, device)
@@ -63,9 +62,7 @@ def test_rope_and_write_equals_its_twin_and_skips_negative_slots(device, shape, 
 def test_write_kv_takes_strided_heads_and_equals_its_twin(device, shape, seed):
     generator = torch.Generator().manual_seed(seed)
     size = (shape["kv_heads"], shape["num_tokens"], shape["head_size"])
-    key, value = (
-        torch.randn(size, generator=generator).to(device, shape["dtype"]).transpose(0, 1) for _ in range(2)
-    )
+    key, value = (torch.randn(size, generator=generator).to(device, shape["dtype"]).transpose(0, 1) for _ in range(2))
     where = slots(shape, generator, device)
     actual, expected = caches(shape, device), caches(shape, device)
     write_kv(key, value, *actual, where)

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif import sampler
-from genbatch.nif.kernels import sample as device_sampler
+from genbatch.nif import device_sampler, sampler
+from genbatch.nif.kernels import sample as sample_kernel
+from genbatch.nif.kernels.edit_logits import edit_logits
 from genbatch.nif.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.sampling_params import SamplingParams
 
@@ -56,14 +57,12 @@ def test_device_draws_equal_the_hosts(device, rows, seed, position):
     logits = logits_of(len(rows), seed, device)
     states = [state_of(row) for row in rows]
     positions = [position + row for row in range(len(rows))]
-    assert_same(
-        device_sampler.sample(logits, states, positions), sampler.sample(logits.cpu(), states, positions)
-    )
+    assert_same(device_sampler.sample(logits, states, positions), sampler.sample(logits.cpu(), states, positions))
 
 
 @pytest.mark.parametrize("truncated", [True, False])
 def test_a_vocabulary_in_several_chunks_draws_as_the_host_does(device, monkeypatch, truncated):
-    monkeypatch.setattr(device_sampler, "_CHUNK", 16)
+    monkeypatch.setattr(sample_kernel, "_CHUNK", 16)
     logits = logits_of(3, 5, device)
     logits[:, 20:40] = -100.0  # a whole chunk of tokens whose weight is 0
     limits = {"top_k": 9, "top_p": 0.8} if truncated else {}
@@ -76,9 +75,7 @@ def test_a_draw_depends_neither_on_its_row_nor_on_the_batch(device):
     states = [SamplerState(SamplingParams(seed=s, temperature=2.0, top_p=0.95), []) for s in (11, 12, 13)]
     together = device_sampler.sample(logits, states, [7, 8, 9])
     order = [2, 0, 1]
-    shuffled = device_sampler.sample(
-        logits[order], [states[i] for i in order], [(7, 8, 9)[i] for i in order]
-    )
+    shuffled = device_sampler.sample(logits[order], [states[i] for i in order], [(7, 8, 9)[i] for i in order])
     alone = [device_sampler.sample(logits[i : i + 1], [states[i]], [7 + i])[0] for i in range(3)]
     assert together == alone == [shuffled[order.index(i)] for i in range(3)]
 
@@ -101,4 +98,4 @@ def test_an_edit_outside_the_vocabulary_changes_no_neighbour(device):
         SamplerState(SamplingParams(seed=0, logit_bias={9: 5.0}), []),
         SamplerState(SamplingParams(seed=0), []),
     ]
-    assert device_sampler.edit_logits(logits, states).eq(0).all()
+    assert edit_logits(logits, states).eq(0).all()

@@ -1,0 +1,82 @@
+"""Applies penalties, biases and suppressions to a few logits of each row.
+
+The plain-torch twin is in `genbatch.nif.sampler`.
+"""
+# A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-incomplete-defs=False
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from genbatch.nif.sampler import SamplerState
+
+_CHUNK = 128  # edits a program makes
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def _edit_kernel(
+    logits_ptr,  # [R, vocab_size] float32, changed
+    starts_ptr,  # [R + 1] int64, where each row's edits begin
+    ids_ptr,  # [N] int64, distinct within a row
+    changes_ptr,  # [2, N] float32: factor, then what is added
+    num_edits,
+    vocab_size,
+    row_stride,
+    CHUNK: tl.constexpr,
+):
+    """One program: one chunk of one row's edits."""
+    row = tl.program_id(0).to(tl.int64)
+    edits = tl.load(starts_ptr + row) + tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    mask = edits < tl.load(starts_ptr + row + 1)
+    ids = tl.load(ids_ptr + edits, mask=mask, other=-1)
+    # An id outside the row would change a neighbour's logits.
+    mask = mask & (ids >= 0) & (ids < vocab_size)
+    factor = tl.load(changes_ptr + edits, mask=mask, other=1.0)
+    added = tl.load(changes_ptr + num_edits + edits, mask=mask, other=0.0)
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=mask, other=0.0)
+    logits = tl.where(logits < 0.0, logits * factor, logits / factor) + added
+    tl.store(logits_ptr + row * row_stride + ids, logits, mask=mask)
+
+
+def edit_logits(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """A copy of the logits [R, vocab_size] with every state's penalties, biases and suppressions."""
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    edits = [_row_edits(state) for state in states]
+    counts = [len(ids) for ids, _, _ in edits]
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    ids, factors, added = (np.concatenate(parts) for parts in zip(*edits, strict=True))
+    device = logits.device
+    _edit_kernel[(len(states), max(1, triton.cdiv(max(counts), _CHUNK)))](
+        logits,
+        torch.from_numpy(starts).to(device),
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(np.stack((factors, added))).to(device),
+        len(ids),
+        logits.shape[1],
+        logits.stride(0),
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )
+    return logits
+
+
+def _row_edits(state: SamplerState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Distinct token ids, the factor each logit is divided or multiplied by, and what is then added."""
+    params = state.params
+    counts = state.output_counts
+    bias_ids, bias = state.bias
+    ids, place = np.unique(
+        np.concatenate((state.seen_ids, bias_ids, state.suppressed_ids)).astype(np.int64), return_inverse=True
+    )
+    factors, added = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
+    seen, biased = place[: len(counts)], place[len(counts) : len(counts) + len(bias_ids)]
+    factors[seen] = params.repetition_penalty
+    added[seen] = -(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+    added[biased] += bias
+    added[place[len(counts) + len(bias_ids) :]] = -np.inf
+    return ids, factors, added

@@ -1,0 +1,97 @@
+"""open_batcher: the in-process client over the real tree."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from genbatch.clients import open_batcher
+from genbatch.nif.errors import ModelError, OptionError
+from genbatch.proto.errors import InvalidRequest
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512, "batch_timeout": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny(tiny_model_dir: Callable[[str], Path]) -> str:
+    return str(tiny_model_dir("llama"))
+
+
+@pytest.mark.trio
+async def test_generate_equals_the_oracle(tiny: str, oracle: Callable[[str], Any]) -> None:
+    async with open_batcher(tiny, **OPTIONS) as batcher:
+        result = await batcher.generate([5, 6, 7], max_tokens=9)
+    assert result.token_ids == oracle("llama").generate([5, 6, 7], 9)
+
+
+@pytest.mark.trio
+async def test_a_stream_yields_tokens_then_has_the_result(tiny: str) -> None:
+    async with open_batcher(tiny, **OPTIONS) as batcher:
+        async with batcher.stream("Hello", max_tokens=6, ignore_eos=True) as stream:
+            tokens = [token async for token in stream]
+        assert stream.result.text == "".join(token.text for token in tokens)
+        assert (await batcher.stats())["finished"] == {"length": 1}
+
+
+@pytest.mark.trio
+async def test_leaving_a_stream_early_frees_its_sequence(tiny: str) -> None:
+    async with open_batcher(tiny, **OPTIONS) as batcher:
+        async with batcher.stream("Hello", max_tokens=240, ignore_eos=True) as stream:
+            async for token in stream:
+                if token.index == 2:
+                    break
+        while (await batcher.stats())["requests_running"]:
+            await trio.lowlevel.checkpoint()
+        assert (await batcher.stats())["finished"] == {"cancelled": 1}
+
+
+@pytest.mark.trio
+async def test_cancelling_the_scope_cancels_the_request(tiny: str) -> None:
+    async with open_batcher(tiny, **OPTIONS) as batcher:
+        with trio.move_on_after(0.05) as scope:
+            await batcher.generate("Hello", max_tokens=240, ignore_eos=True)
+        assert scope.cancelled_caught
+        while (await batcher.stats())["requests_running"]:
+            await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.trio
+async def test_errors_come_out_as_they_are(tiny: str) -> None:
+    async with open_batcher(tiny, **OPTIONS) as batcher:
+        with pytest.raises(InvalidRequest) as caught:
+            await batcher.generate("Hello", temperature=-1.0)
+        assert caught.value.field == "temperature"
+        with pytest.raises(InvalidRequest):
+            async with batcher.stream("Hello", max_tokens=0) as stream:
+                async for _ in stream:
+                    pass
+    with pytest.raises(ZeroDivisionError):
+        async with open_batcher(tiny, **OPTIONS):
+            raise ZeroDivisionError
+
+
+@pytest.mark.trio
+async def test_b14_a_model_that_is_not_there_fails_before_any_request(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="missing"):
+        async with open_batcher(str(tmp_path / "missing"), **OPTIONS):
+            pass
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("n_ctx", 0), ("n_gpu_layers", 3), ("dtype", "int3"), ("batch_timeout", -1.0), ("temprature", 1)],
+)
+async def test_an_option_out_of_range_is_named(tiny: str, option: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        async with open_batcher(tiny, **{**OPTIONS, option: value}):
+            pass
+    assert caught.value.option == option
