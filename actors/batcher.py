@@ -38,6 +38,7 @@ from genbatch.actors.request import Request
 from genbatch.actors.scheduler import SchedulerOutput, normalize_output
 from genbatch.actors.scheduler_spec import build_scheduler
 from genbatch.actors.sequence import HeldPrompt, Sequence, Slotted
+from genbatch.actors.swap import Swap, SwapFault, run_copies
 from genbatch.actors.worker import Worker
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
@@ -127,6 +128,7 @@ class Batcher(GenServer):
         self.ctx = await self._worker.run(self._open_context)
         self.intake = Intake(self.ctx.model, self.options, self.ctx.max_positions)
         self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
+        self.swap = Swap(self.ctx, self.options.cpu_offload_space)
         kv_view = KVView(self.ctx.kv)
         self.scheduler = build_scheduler(self.options.scheduling, kv_view)
         self._limits = self.options.scheduling.limits(kv_view.block_size)
@@ -327,6 +329,9 @@ class Batcher(GenServer):
                 sequence.num_computed = 0
 
     def _reusable(self, sequence: Sequence) -> int:
+        swapped = self.swap.length(sequence.request_id)
+        if swapped:
+            return swapped
         if sequence.donor_ready:
             return sequence.num_shared
         if sequence.scores_prompt:
@@ -338,7 +343,9 @@ class Batcher(GenServer):
         if isinstance(owner, HeldPrompt):
             self.ctx.seq_rm(self.held.drop(owner))
             return
-        assert isinstance(owner, Sequence)
+        assert isinstance(owner, Sequence) and owner.seq_id is not None
+        if self.swap.out(owner.request_id, owner.seq_id):
+            self.stats.swaps += 1
         self._free_slot(owner)
         owner.pause()
         self.stats.preemptions += 1
@@ -366,6 +373,10 @@ class Batcher(GenServer):
         self.sequences[seq_id] = sequence
         sequence.seq_id = seq_id
         sequence.move(Phase.PREFILLING)
+        if self.swap.length(sequence.request_id):
+            tokens, key = sequence.tokens, sequence.cache_key
+            sequence.num_computed = self.swap.back(sequence.request_id, seq_id, tokens, key)
+            return
         donor, num_shared = sequence.donor, 0
         if donor is not None and donor.seq_id is not None and sequence.donor_ready:
             num_shared = sequence.num_shared
@@ -402,10 +413,11 @@ class Batcher(GenServer):
         def done(result: "outcome.Outcome[list[Evaluated]]") -> None:
             ref.info(Stepped(batch, result, trio.current_time() - started), control=True)
 
-        self._worker.submit(self._evaluate, batch, on_done=done)
+        self._worker.submit(self._evaluate, batch, self.swap.take_copies(), on_done=done)
 
-    def _evaluate(self, batch: list[Planned]) -> list[Evaluated]:
+    def _evaluate(self, batch: list[Planned], copies: list[Callable[[], None]]) -> list[Evaluated]:
         """Runs on the worker thread; reads what the plan holds and changes nothing but the context."""
+        run_copies(copies)
         samplers = [
             planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None
             for planned in batch
@@ -435,7 +447,7 @@ class Batcher(GenServer):
 
     def _split(self, batch: list[Planned], error: BaseException) -> None:
         """A step failed and left no trace: its halves are tried, until what is at fault stands alone."""
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, SwapFault):
             raise error
         if isinstance(error, OutOfBlocks) and len(self.sequences) > 1:
             # The newest gives way, as a plan would have it; the rest is planned anew.
@@ -461,7 +473,8 @@ class Batcher(GenServer):
             return
         request = owner.request
         if owner.phase is Phase.PREFILLING:
-            self.stats.prefilled_tokens += len(planned.entry.tokens)
+            # The token drawn last before a pause is decoded, not prefilled.
+            self.stats.prefilled_tokens += len(planned.entry.tokens) - (planned.draws and owner.num_generated > 0)
         if evaluated.prompt_logprobs:
             request.prompt_logprobs = request.prompt_logprobs or [None]
             # A prompt that was paused is scored again: the same numbers take the same places.
@@ -525,6 +538,7 @@ class Batcher(GenServer):
             self._free_slot(sequence)
         else:
             self.pending.remove(sequence)
+            self.swap.forget(sequence.request_id)
         sequence.move(Phase.FINISHED)
 
     def _free_slot(self, sequence: Sequence) -> None:
@@ -559,6 +573,7 @@ class Batcher(GenServer):
             "kv_blocks_free": counts.free,
             "kv_blocks_used": counts.used,
             "kv_block_size": kv.block_size,
+            "swapped_bytes": self.swap.bytes_used,
         }
 
 

@@ -22,7 +22,8 @@ class BatcherStats:
     accepted: int = 0
     refused: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    preemptions: int = 0
+    preemptions: int = 0  # sequences whose blocks were taken
+    swaps: int = 0  # of those, the ones whose KV was kept in host memory
     step_seconds: float = 0.0
     ttft: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     latency: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))

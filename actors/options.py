@@ -24,6 +24,7 @@ class BatcherOptions:
         scheduler: "fifo", "prefill_first", "module:Class", or a RequestScheduler.
         scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order: see
             SchedulerOptions.
+        cpu_offload_space: GiB of host memory for the KV of paused sequences; 0: they are evaluated again.
         system_prompts: contents of system messages to hold from the start.
         max_held_prompts: most system prompts whose KV is held for requests to share, those included.
         limits: caps on what one request may ask.
@@ -45,13 +46,14 @@ class BatcherOptions:
     enable_chunked_context: bool = True
     margin: float | None = None
     pause_order: PauseOrder | None = None
+    cpu_offload_space: float = 0.0
     system_prompts: Sequence[str] = ()
     max_held_prompts: int = 4
     limits: RequestLimits = field(default_factory=RequestLimits)
     scheduling: SchedulerOptions = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "batch_timeout", "max_queue", "max_held_prompts"):
+        for name in ("batch_size", "batch_timeout", "max_queue", "max_held_prompts", "cpu_offload_space"):
             if not getattr(self, name) >= 0:  # also refuses NaN
                 raise OptionError(name, f"{getattr(self, name)} is less than 0")
         if len(self.system_prompts) > self.max_held_prompts:

@@ -114,7 +114,6 @@ class ActorRef:
             MailboxFull: the request was not taken.
             Exception: what the actor gave to `reply_error`.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()
         try:
             mailbox = self._find()
             assert mailbox.owner is not trio.lowlevel.current_task(), f"{self.name!r} would wait for itself"

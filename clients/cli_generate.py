@@ -81,14 +81,17 @@ async def _stream(
     client: Client, prompt: str | None, messages: list[dict[str, str]] | None, parameters: GenerateParams
 ) -> None:
     started_at = trio.current_time()
+    written = False
     async with client.stream(prompt, messages=messages, **parameters) as stream:
         try:
             async for token in stream:
                 sys.stdout.write(token.text)
                 sys.stdout.flush()
+                written = True
         finally:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            if written:  # what comes next, perhaps an error, starts a line
+                sys.stdout.write("\n")
+                sys.stdout.flush()
     _print_summary(stream.result, trio.current_time() - started_at)
 
 

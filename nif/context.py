@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.batch import Entry, Logits, RaggedBatch
+from genbatch.nif.cache_size import group_blocks
 from genbatch.nif.detokenizer import Detokenizer
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv_cache import KVCache
@@ -34,6 +35,7 @@ class Context:
         model: what was loaded; its tokenizer gives the text that `decode_batch` returns.
         runner: executes the forward pass and owns the KV tensors.
         n_ctx: positions in the pool, all sequences together.
+        num_blocks: instead of n_ctx, the blocks of every layer group.
         n_parallel: sequences that callers use; their ids are 0 .. n_parallel - 1.
         n_held: further sequences, with the ids after those, for prompts held to be shared.
         block_size: positions a KV block holds.
@@ -51,6 +53,7 @@ class Context:
         runner: Runner,
         *,
         n_ctx: int = 8192,
+        num_blocks: Sequence[int] | None = None,
         n_parallel: int = 8,
         n_held: int = 0,
         block_size: int = 16,
@@ -65,12 +68,15 @@ class Context:
             raise OptionError("n_batch", f"must be at least 1, not {n_batch}")
         self.model = model
         self.runner = runner
-        self.n_ctx = n_ctx
         self.n_batch = n_batch
         self.num_sequences = n_parallel + n_held
-        num_blocks = [
-            _pool_blocks(group.window, n_ctx, block_size, n_batch, self.num_sequences) for group in runner.groups
-        ]
+        if num_blocks is None:
+            num_blocks = [
+                group_blocks(group.window, n_ctx, block_size, n_batch, self.num_sequences) for group in runner.groups
+            ]
+            self.n_ctx = n_ctx
+        else:
+            self.n_ctx = max(num_blocks) * block_size
         self.kv = KVCache(
             runner.groups,
             num_blocks=num_blocks,
@@ -336,13 +342,3 @@ def _logit_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
         elif entry.logits is Logits.LAST:
             rows.append(int(starts[index + 1]) - 1)
     return np.array(rows, np.int64)
-
-
-def _pool_blocks(window: int | None, n_ctx: int, block_size: int, n_batch: int, num_sequences: int) -> int:
-    """Blocks a layer group needs: a windowed group never holds more than its windows and the step in flight."""
-    whole = -(-n_ctx // block_size)
-    if window is None:
-        return whole
-    # Each sequence keeps its window, which may straddle one block more; the step's own tokens come on top.
-    kept = num_sequences * (-(-window // block_size) + 1)
-    return min(whole, kept + -(-n_batch // block_size) + num_sequences)

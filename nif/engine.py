@@ -1,27 +1,45 @@
 """Engine: a loaded model and how contexts over it are made; what survives a restart of the Batcher."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from genbatch.nif.cache_size import CacheLimits, CacheSize, StepShape, cache_size
 from genbatch.nif.context import Context
+from genbatch.nif.errors import OptionError
+from genbatch.nif.free_memory import free_gpu_memory, free_host_memory
 from genbatch.nif.model import Model, load_model
+from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.llama_weights import LlamaWeights
+from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.quiet_transformers import Progress
 from genbatch.nif.runner import Runner
 from genbatch.nif.torch_runner import TorchRunner
 
 log = logging.getLogger("genbatch")
 
+RUNNERS = ("auto", "native", "triton", "torch")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Which model, where, and how much KV memory.
+    """Which model, how it is run, and how much KV memory it gets.
 
     Args:
         model_path: a name ("smollm2"), a Hugging Face directory or id, or a .gguf file.
         dtype: "auto", "float32", "bfloat16" or "float16".
         n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
+        runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
+            insist on one.
+        quantize: "none" computes in the dtype; "int8" quantises weights and activations of the native runner.
+        n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
         n_ctx: positions in the KV pool, all sequences together.
-        block_size: positions a KV block holds.
+        num_blocks: blocks of the KV pool, where that is to be pinned instead.
+        max_tokens_in_cache: positions at most, whatever the other limits say (TensorRT-LLM's maxTokens).
+        max_memory_percent: fraction of the free memory, once the model is loaded, that the pool and a step may take.
+        block_size: positions a KV block holds; transformers calls it page_size.
         cap_per_sequence: whether one sequence may take at most n_ctx / n_parallel positions.
         allow_block_sharing: whether finished blocks are reused by content (the prefix cache).
     """
@@ -29,45 +47,152 @@ class EngineOptions:
     model_path: str = "smollm2"
     dtype: str = "auto"
     n_gpu_layers: int = -1
+    runner: str = "auto"
+    quantize: str = "none"
+    n_threads: int = 0
     n_ctx: int = 8192
+    num_blocks: int | None = None
+    max_tokens_in_cache: int | None = None
+    max_memory_percent: float = 0.9
     block_size: int = 16
     cap_per_sequence: bool = False
     allow_block_sharing: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises:
+        OptionError: a value out of range; the error names it.
+        """
+        if self.runner not in RUNNERS:
+            raise OptionError("runner", f"{self.runner!r} is none of {', '.join(RUNNERS)}")
+        if self.quantize not in ("none", "int8"):
+            raise OptionError("quantize", f"{self.quantize!r} is neither none nor int8")
+        for option in ("n_ctx", "block_size"):
+            if getattr(self, option) < 1:
+                raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
+        if self.n_threads < 0:
+            raise OptionError("n_threads", f"must be at least 0, not {self.n_threads}")
 
-@dataclass(frozen=True, slots=True)
+
 class Engine:
     """A model in memory; `open_context` gives each new Batcher a fresh KV pool."""
 
-    model: Model
-    options: EngineOptions
+    def __init__(self, model: Model, options: EngineOptions) -> None:
+        self.model = model
+        self.options = options
+        self._new_runner = choose_runner(model, options)
 
     def open_context(self, *, n_parallel: int, n_held: int, n_batch: int) -> Context:
         """A context with no sequences.
 
+        Args:
+            n_parallel: sequences of callers.
+            n_held: sequences for held prompts.
+            n_batch: most tokens of one forward.
+
         Raises:
-            OptionError: an option is out of range.
+            OptionError: an option is out of range, or the pool does not fit into memory.
         """
         options = self.options
+        if n_parallel < 1:
+            raise OptionError("n_parallel", f"must be at least 1, not {n_parallel}")
+        runner = self._new_runner()
+        size = self._cache_size(runner, n_parallel + n_held, n_batch)
+        if size.limited_by not in ("n_ctx", "num_blocks"):
+            log.warning("the KV pool is limited by %s to %d blocks", size.limited_by, max(size.num_blocks))
         return Context(
             self.model,
-            open_runner(self.model),
-            n_ctx=options.n_ctx,
+            runner,
+            num_blocks=size.num_blocks,
             n_parallel=n_parallel,
             n_held=n_held,
             block_size=options.block_size,
             n_batch=n_batch,
-            max_per_sequence=options.n_ctx // n_parallel if options.cap_per_sequence else None,
+            max_per_sequence=max(1, options.n_ctx // n_parallel) if options.cap_per_sequence else None,
             allow_block_sharing=options.allow_block_sharing,
+        )
+
+    def _cache_size(self, runner: Runner, num_sequences: int, n_batch: int) -> CacheSize:
+        options = self.options
+        limits = CacheLimits(
+            max_memory_percent=options.max_memory_percent,
+            max_tokens=options.max_tokens_in_cache,
+            n_ctx=options.n_ctx if options.num_blocks is None else None,
+            num_blocks=options.num_blocks,
+        )
+        groups = range(len(runner.groups))
+        return cache_size(
+            self._step_shape(num_sequences, n_batch, fused=not isinstance(runner, TorchRunner)),
+            runner.groups,
+            [runner.bytes_per_block(group, options.block_size) for group in groups],
+            block_size=options.block_size,
+            probe=free_gpu_memory if self.model.device.type == "cuda" else free_host_memory,
+            limits=limits,
+        )
+
+    def _step_shape(self, num_sequences: int, n_batch: int, *, fused: bool) -> StepShape:
+        config, layers = self.model.config, self.model.layers
+        hidden = config.hidden_size
+        return StepShape(
+            hidden_size=hidden,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=max(layer.num_kv_heads for layer in layers),
+            head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
+            vocab_size=self.model.vocab_size,
+            dtype_bytes=self.model.dtype.itemsize,
+            max_batch_tokens=n_batch,
+            num_sequences=num_sequences,
+            logit_rows=num_sequences,
+            max_positions=min(self.model.max_position, self.options.n_ctx),
+            **({"score_bytes": 0} if fused else {}),
         )
 
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
-    """Loads the model that the options name; raises as `load_model` does."""
+    """Loads the model that the options name; raises as `load_model` and `choose_runner` do."""
     model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers, progress=progress)
     return Engine(model, options)
 
 
-def open_runner(model: Model) -> Runner:
-    """The fastest way to run the model here."""
-    return TorchRunner(model)
+def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
+    """What makes the runner of a new context; weights are packed once, here.
+
+    Raises:
+        OptionError: the runner or the quantisation asked for cannot run this model here.
+    """
+    if options.n_threads and model.device.type == "cpu":
+        torch.set_num_threads(options.n_threads)
+    on_gpu = model.device.type == "cuda"
+    if options.runner == "triton" or (options.runner == "auto" and on_gpu):
+        _refuse_quantize(options, "the triton runner computes in the model's dtype")
+        return _triton(model, options)
+    if options.runner == "torch" or on_gpu:
+        _refuse_quantize(options, "the torch runner computes in the model's dtype")
+        return lambda: TorchRunner(model)
+    try:
+        weights = LlamaWeights(model, options.quantize)
+    except NativeUnavailable as unavailable:
+        if options.runner == "native":
+            raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
+        _refuse_quantize(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
+        log.info("%s runs in torch: %s", model.name, unavailable.reason)
+        return lambda: TorchRunner(model)
+    return lambda: NativeRunner(weights, n_threads=options.n_threads or None)
+
+
+def _triton(model: Model, options: EngineOptions) -> Callable[[], Runner]:
+    if model.device.type != "cuda":
+        raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
+    try:
+        from genbatch.nif.triton_runner import TritonRunner
+    except ImportError as error:
+        if options.runner == "triton":
+            raise OptionError("runner", "triton is not installed: pip install genbatch[gpu]") from error
+        log.info("%s runs in torch: triton is not installed", model.name)
+        return lambda: TorchRunner(model)
+    return lambda: TritonRunner(model)
+
+
+def _refuse_quantize(options: EngineOptions, reason: str) -> None:
+    if options.quantize != "none":
+        raise OptionError("quantize", f"{options.quantize} is not possible: {reason}")

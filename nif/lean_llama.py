@@ -163,7 +163,7 @@ def _merge(projections: "list[torch.nn.Linear]") -> tuple[torch.Tensor, torch.Te
     return weight, None if biases[0] is None else _merge_tensors(biases)
 
 
-def _merge_tensors(parts: "list[torch.Tensor]") -> torch.Tensor:
+def _merge_tensors(parts: "Sequence[torch.Tensor]") -> torch.Tensor:
     """The parts end to end, of which they become views."""
     whole = _merged_before(parts)
     if whole is None:
@@ -174,7 +174,7 @@ def _merge_tensors(parts: "list[torch.Tensor]") -> torch.Tensor:
     return whole
 
 
-def _merged_before(parts: "list[torch.Tensor]") -> torch.Tensor | None:
+def _merged_before(parts: "Sequence[torch.Tensor]") -> torch.Tensor | None:
     """The whole whose consecutive views the parts already are, if another runner merged them."""
     first, rows = parts[0], sum(len(part) for part in parts)
     expected = first.data_ptr()

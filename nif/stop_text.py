@@ -43,11 +43,10 @@ class StopMatcher:
             self._advance(character, end)
             if self._found is not None and self._settled(end):
                 return self._finish()
-        # Everything before the longest partial match is out of reach of any stop string.
-        pending = max(self._matched)
-        keep = len(self._held) - pending
+        # Everything before the longest partial match is out of reach of any stop string. A match that is not
+        # settled lies behind the beginning of that one.
+        keep = len(self._held) - max(self._matched)
         if self._found is not None:
-            keep = min(keep, self._found)
             self._found -= keep
         emit, self._held = self._held[:keep], self._held[keep:]
         return emit, False

@@ -50,7 +50,7 @@ def attend_keys(
         scores = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor needs a device library.
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2_E * scores / softcap) + 1.0))
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E) / softcap) + 1.0))
         distance = query_positions[:, None] - positions[None, :]
         visible = (distance >= 0) & readable[None, :]
         if HAS_WINDOW:

@@ -79,7 +79,7 @@ def _ragged_attention_kernel(
     query = tl.load(query_ptr + row_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
 
     end_key = tl.minimum(kv_len - query_len + first_token + TOKENS, kv_len)
-    end_key = tl.minimum(end_key, table_width * BLOCK_SIZE)
+    end_key = end_key
     first_key = 0
     if HAS_WINDOW:
         # Whole tiles before the first query's window hold nothing that any row sees.
@@ -89,7 +89,7 @@ def _ragged_attention_kernel(
         query_positions,
         first_key,
         end_key,
-        table_ptr + sequence.to(tl.int64) * table_width,
+        table_ptr + tl.cast(sequence, tl.int64) * table_width,
         key_ptr + kv_head * BLOCK_SIZE * HEAD,
         value_ptr + kv_head * BLOCK_SIZE * HEAD,
         block_stride,
@@ -169,7 +169,7 @@ def _split_attention_kernel(
         tl.where(used, kv_len - 1, -1),
         first_key,
         end_key,
-        table_ptr + sequence.to(tl.int64) * table_width,
+        table_ptr + tl.cast(sequence, tl.int64) * table_width,
         key_ptr + kv_head * BLOCK_SIZE * HEAD,
         value_ptr + kv_head * BLOCK_SIZE * HEAD,
         block_stride,

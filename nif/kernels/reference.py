@@ -79,7 +79,7 @@ def rope_and_write(
     """Arguments and result as in `rope_cache.rope_and_write`."""
     _, num_kv_heads, _, head_size = key_cache.shape
     heads = qkv.view(len(qkv), -1, head_size)  # [T, heads, head_size]
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_norm is not None and key_norm is not None:
         query, key = _rms_norm(query, query_norm, eps), _rms_norm(key, key_norm, eps)
     cos, sin = (table[positions][:, None].repeat(1, 1, 2) for table in (cos, sin))

@@ -176,7 +176,7 @@ class NativeRunner:
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
         """Puts back what `read_blocks` gave, possibly into other blocks."""
         into = self._blocks(group)
-        into[:, list(blocks)] = content.unflatten(1, (into.shape[0], -1)).transpose(0, 1)
+        into[:, list(blocks)] = content.reshape(len(blocks), len(into), -1).transpose(0, 1)
 
     def close(self) -> None:
         """Stops the threads and releases the KV pool; the weights stay for the next runner."""
@@ -191,7 +191,8 @@ class NativeRunner:
     def _layer_bytes(self, block_size: int) -> int:
         """Bytes of one block of one layer: keys for 16 lanes, values for pairs of positions."""
         rows = _padded(block_size, _KEY_LANES) + _padded(block_size, 2)
-        return self._shape.num_kv_heads * rows * self._shape.head_dim * self._kv_dtype.itemsize
+        elements: int = self._shape.num_kv_heads * rows * self._shape.head_dim
+        return elements * self._kv_dtype.itemsize
 
     def _blocks(self, group: int) -> torch.Tensor:
         """The group's pool as [layers, num_blocks, bytes of a layer's block]."""

@@ -2,6 +2,7 @@
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from genbatch.nif.native.memory import NativeArena
 
 U4_GROUP = 32
 # How far a weight may lie from its 4-bit grid, relative to its group's largest, and still count as on it: rounding to
-# the type that carried it here.
-_GRID_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
+# the type that carried it here (bfloat16 rounds the weight by 2^-9, and the grid that its neighbours give by as much).
+_GRID_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
 def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -85,6 +86,7 @@ class WeightPacker:
         """Runs a function of pack.c over all blocks; whether every part succeeded."""
         ends = [blocks * i // self._n_threads for i in range(self._n_threads + 1)]
         with ThreadPoolExecutor(self._n_threads) as threads:  # ctypes releases the GIL
-            parts = zip(ends, ends[1:], strict=False)
+            parts = pairwise(ends)
             done = threads.map(lambda part: function(*arguments, *part, address), parts)
-            return all([result is not False for result in done])
+            results = list(done)  # all of them: every part must be finished before the memory is used
+        return False not in results

@@ -84,6 +84,17 @@ async def test_stop_lets_the_message_at_hand_finish_and_gives_the_reason(nursery
 
 
 @pytest.mark.trio
+async def test_the_first_reason_to_stop_is_the_one_that_counts(nursery: trio.Nursery) -> None:
+    async def stop_twice(probe: Probe) -> None:
+        probe.stop(Exit.SHUTDOWN)
+        probe.stop(Exit.NORMAL)
+
+    ref = await start(nursery, Probe())
+    await ref.call(stop_twice)
+    assert await ref.wait() is Exit.SHUTDOWN
+
+
+@pytest.mark.trio
 async def test_stop_times_out_but_holds(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
     ref = await start(nursery, Probe())
 

@@ -366,12 +366,12 @@ async def test_h02_decodes_go_on_between_the_chunks_of_a_long_prompt(tiny_model:
         actor, mixed = bench.actor, 0
         evaluate = actor._evaluate
 
-        def watch(batch: Any) -> Any:
+        def watch(batch: Any, copies: Any) -> Any:
             nonlocal mixed
             sizes = sorted(len(planned.entry.tokens) for planned in batch)
             assert sum(sizes) <= 8
             mixed += len(sizes) == 2 and sizes == [1, 7]
-            return evaluate(batch)
+            return evaluate(batch, copies)
 
         actor._evaluate = watch  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:
@@ -412,6 +412,36 @@ async def test_seeded_draws_do_not_depend_on_company_or_pauses(tiny_model: TinyM
         crowded = await gather(bench, [*others[:3], request, *others[3:]])
         assert bench.actor.stats.preemptions > 0
     assert crowded[3].token_ids == alone.token_ids
+
+
+@pytest.mark.trio
+async def test_h16_a_paused_sequence_whose_kv_was_kept_goes_on_without_prefill(
+    tiny_model: TinyModel, oracle: OracleOf
+) -> None:
+    prompts = [prompt_of(9, seed) for seed in range(6)]
+    requests = [{"token_ids": prompt, "max_tokens": 30, "ignore_eos": True} for prompt in prompts]
+    async with batcher(tiny_model("llama"), n_ctx=64, cpu_offload_space=0.01) as bench:
+        results = await gather(bench, requests)
+        stats = bench.actor.stats
+        assert stats.swaps == stats.preemptions > 0
+        assert stats.prefilled_tokens + stats.reused_tokens == sum(map(len, prompts))
+        assert bench.actor.swap.bytes_used == 0
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = oracle("llama").generate(prompt, 30)
+        assert result.token_ids[: len(expected)] == expected
+
+
+@pytest.mark.trio
+async def test_h16_a_full_host_pool_falls_back_to_a_soft_reset(tiny_model: TinyModel, oracle: OracleOf) -> None:
+    prompts = [prompt_of(9, seed) for seed in range(6)]
+    requests = [{"token_ids": prompt, "max_tokens": 30, "ignore_eos": True} for prompt in prompts]
+    one_sequence = 12 * 4 * 4 * 2 * 2 * 8 * 4 / 2**30  # twelve blocks of four positions, in GiB
+    async with batcher(tiny_model("llama"), n_ctx=64, cpu_offload_space=one_sequence) as bench:
+        results = await gather(bench, requests)
+        assert 0 < bench.actor.stats.swaps < bench.actor.stats.preemptions
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = oracle("llama").generate(prompt, 30)
+        assert result.token_ids[: len(expected)] == expected
 
 
 @pytest.mark.trio

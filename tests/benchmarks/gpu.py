@@ -7,10 +7,12 @@ Models have the shapes of Qwen3-0.6B, Qwen3-1.7B and Llama-3.1-8B and random wei
 before the time ran out, or whose peer failed, is printed as what happened instead.
 """
 
+# Triton reads TRITON_INTERPRET when it is first imported, so the variable is set between the imports.
+# ruff: noqa: E402
+
 import argparse
 import gc
 import os
-import random
 import subprocess
 import sys
 import time
@@ -19,93 +21,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 DRY_RUN = "--dry-run" in sys.argv
 if DRY_RUN:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from gpu_loads import DRY_PLAN, Plan, decode_rate, mixed_load, run_mixed_load
+from gpu_models import SHAPES, TINY, build_model, bytes_per_step
+from gpu_peers import peer_generate_batch, peer_static_cache, synchronize
 
-from genbatch.nif.attention import ATTENTION_NAME, register_attention
-from genbatch.nif.batch import Entry, Logits
-from genbatch.nif.context import Context
-from genbatch.nif.cuda_graphs import GraphOptions
-from genbatch.nif.model import Model
-from genbatch.nif.model_layout import layer_groups
-from genbatch.nif.sampler import Sampled, SamplerState
-from genbatch.nif.sampling_params import SamplingParams
-from genbatch.nif.self_check import check_paged_path, probe_layers
-from genbatch.nif.triton_runner import TritonRunner
-
-_QWEN3 = {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
-SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3-0.6b": lambda: Qwen3Config(hidden_size=1024, intermediate_size=3072, **_QWEN3),
-    "qwen3-1.7b": lambda: Qwen3Config(hidden_size=2048, intermediate_size=6144, **_QWEN3),
-    "llama-3.1-8b": lambda: LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-    ),
-}
-TINY = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    vocab_size=64,
-    max_position_embeddings=64,
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much is measured.
-
-    Args:
-        batches: decode batch sizes.
-        context: positions each sequence holds when its decoding is timed.
-        steps: decode steps timed.
-        requests: of the mixed load W1.
-        lengths: shortest and longest of W1's prompts and of its answers.
-        n_batch: most tokens of one step.
-        budget_s: no case starts later than this after the start.
-        peer_limit_s: after which transformers' mixed load is given up.
-    """
-
-    batches: Sequence[int] = (1, 16, 64, 256)
-    context: int = 1024
-    steps: int = 64
-    requests: int = 256
-    lengths: tuple[int, int] = (100, 1024)
-    n_batch: int = 8192
-    budget_s: float = 400.0
-    peer_limit_s: float = 90.0
-
-
-DRY_PLAN = Plan(batches=(1, 2), context=5, steps=2, requests=2, lengths=(2, 4), n_batch=8, budget_s=120.0)
+from genbatch.nif.self_check import check_paged_path
 
 
 @dataclass
@@ -129,59 +55,6 @@ class Report:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Request:
-    """A scripted request: nothing ends it early."""
-
-    prompt: list[int]
-    max_tokens: int
-
-
-def mixed_load(plan: Plan, vocab_size: int) -> list[Request]:
-    """W1: prompt and answer lengths uniform, a fixed seed."""
-    draw = random.Random(20260101)
-    requests = []
-    for _ in range(plan.requests):
-        prompt = [draw.randrange(vocab_size) for _ in range(draw.randint(*plan.lengths))]
-        requests.append(Request(prompt, draw.randint(*plan.lengths)))
-    return requests
-
-
-def bytes_per_step(model: Model, batch_size: int, context: int) -> int:
-    """Bytes that a decode step must read: every weight once, and every sequence's keys and values."""
-    hf: Any = model.hf
-    weights = sum(parameter.nbytes for parameter in hf.parameters())
-    if hf.lm_head.weight is not hf.model.embed_tokens.weight:
-        weights -= hf.model.embed_tokens.weight.nbytes  # of which a step reads batch_size rows
-    per_position = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in model.layers)
-    return weights + batch_size * context * per_position * model.dtype.itemsize
-
-
-def build_model(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Model:
-    """A model of this shape with random weights."""
-    register_attention()
-    torch.manual_seed(0)
-    with torch.device(device):
-        hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    hf.eval().requires_grad_(False)
-    groups = layer_groups(name, config)
-    layers, vocab_size = probe_layers(name, hf, groups)
-    unused: Any = None  # prompts are token ids
-    return Model(
-        name=name,
-        hf=hf,
-        config=config,
-        tokenizer=unused,
-        dtype=dtype,
-        device=device,
-        groups=groups,
-        layers=layers,
-        vocab_size=vocab_size,
-        eos_token_ids=frozenset(),
-        max_position=config.max_position_embeddings,
-    )
-
-
 def measured_bandwidth(device: torch.device) -> float:
     """Bytes a second that a large copy on the device reads and writes together."""
     size = (1 << 16) if DRY_RUN else (4 << 30)
@@ -195,175 +68,6 @@ def measured_bandwidth(device: torch.device) -> float:
         synchronize(device)
         times.append(time.perf_counter() - start)
     return 2 * size / median(times[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def open_context(model: Model, plan: Plan, num_sequences: int, positions: int, q_interval: int) -> Context:
-    """A context whose sequences can each hold so many positions; its graphs are captured before anything is timed."""
-    graphs = None
-    if model.device.type == "cuda":
-        graphs = GraphOptions(
-            q_padding_interval_size=q_interval,
-            kv_padding_interval_size=2048,  # no sequence outgrows it: one graph a batch size
-            max_batch_size=num_sequences,
-        )
-    block_size = 4 if DRY_RUN else 16
-    return Context(
-        model,
-        TritonRunner(model, graphs=graphs),
-        n_ctx=num_sequences * (positions + block_size),
-        n_parallel=num_sequences,
-        block_size=block_size,
-        n_batch=plan.n_batch,
-        allow_block_sharing=False,
-    )
-
-
-def decode_rate(model: Model, plan: Plan, batch_size: int) -> tuple[float, float]:
-    """Decode tokens a second, draws and host work included, and the median host time of launching a forward."""
-    context = open_context(model, plan, batch_size, plan.context + plan.steps + 1, q_interval=batch_size)
-    draw = random.Random(batch_size)
-    start_length = plan.context - plan.steps // 2  # so that the mean length is plan.context
-    for seq_id in range(batch_size):
-        context.prefill([draw.randrange(model.vocab_size) for _ in range(start_length)], seq_id, 0)
-    states = [SamplerState(SamplingParams(seed=seq_id), ()) for seq_id in range(batch_size)]
-    tokens = [1] * batch_size
-    launches = time_forwards(context)
-    times = []
-    for step in range(plan.steps):
-        begin = time.perf_counter()
-        entries = [Entry(seq_id, (token,), start_length + step) for seq_id, token in enumerate(tokens)]
-        _, drawn = context.step(entries, states)
-        tokens = [result.token_id for result in drawn if isinstance(result, Sampled)]
-        assert len(tokens) == batch_size, "a row held no number to draw from"
-        times.append(time.perf_counter() - begin)
-    context.close()
-    warm = times[plan.steps // 4 :]
-    return batch_size * len(warm) / sum(warm), median(launches[plan.steps // 4 :])
-
-
-def time_forwards(context: Context) -> list[float]:
-    """Seconds that each call of the runner's forward takes to return, filled in as the context is used."""
-    launches: list[float] = []
-    forward = context.runner.forward
-
-    def timed(batch: Any) -> torch.Tensor:
-        begin = time.perf_counter()
-        logits = forward(batch)
-        launches.append(time.perf_counter() - begin)
-        return logits
-
-    context.runner.forward = timed  # type: ignore[method-assign]
-    return launches
-
-
-@dataclass
-class Running:
-    """A request of W1 that holds a sequence."""
-
-    request: Request
-    seq_id: int
-    n_past: int = 0
-    answer: list[int] = field(default_factory=list)
-
-    def next_entry(self, room: int) -> Entry:
-        """Its next decode, or as much of its prompt as there is room for."""
-        if self.answer:
-            return Entry(self.seq_id, (self.answer[-1],), self.n_past)
-        chunk = self.request.prompt[self.n_past : self.n_past + room]
-        last = self.n_past + len(chunk) == len(self.request.prompt)
-        return Entry(self.seq_id, chunk, self.n_past, Logits.LAST if last else Logits.NONE)
-
-
-def run_mixed_load(model: Model, plan: Plan, requests: Sequence[Request]) -> float:
-    """Answer tokens a second over W1: all decodes in every step, prompts in the room that is left."""
-    context = open_context(model, plan, len(requests), 2 * plan.lengths[1], q_interval=16)
-    greedy = SamplerState(SamplingParams(seed=0), ())
-    running = [Running(request, seq_id) for seq_id, request in enumerate(requests)]
-    begin = time.perf_counter()
-    while running:
-        room = plan.n_batch
-        stepping, entries = [], []
-        for one in sorted(running, key=lambda one: not one.answer):
-            if room == 0:
-                break
-            entry = one.next_entry(room)
-            room -= len(entry.tokens)
-            stepping.append(one)
-            entries.append(entry)
-        _, drawn = context.step(entries, [greedy if entry.logits is Logits.LAST else None for entry in entries])
-        for one, entry, result in zip(stepping, entries, drawn, strict=True):
-            one.n_past += len(entry.tokens)
-            if isinstance(result, Sampled):
-                one.answer.append(result.token_id)
-            if len(one.answer) == one.request.max_tokens:
-                context.seq_rm(one.seq_id)
-                running.remove(one)
-    elapsed = time.perf_counter() - begin
-    context.close()
-    return sum(request.max_tokens for request in requests) / elapsed
-
-
-def peer_generate_batch(model: Model, plan: Plan, requests: Sequence[Request]) -> float:
-    """Answer tokens a second of transformers' continuous batching over the same requests, as it configures itself."""
-    hf: Any = model.hf
-    hf.set_attn_implementation("sdpa")
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # On a CPU it would take nearly all memory for its cache.
-    sizes = {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=16)} if DRY_RUN else {}
-    manager = hf.init_continuous_batching(generation_config=config, **sizes)
-    manager.start()
-    try:
-        begin = time.perf_counter()
-        for request in requests:
-            manager.add_request(request.prompt, max_new_tokens=request.max_tokens, eos_token_id=-1)
-        produced = done = 0
-        while done < len(requests):
-            if time.perf_counter() - begin > plan.peer_limit_s:
-                raise RuntimeError(f"{done} of {len(requests)} requests done after {plan.peer_limit_s:.0f} s")
-            result = manager.get_result(timeout=5)
-            if result is None:
-                if not manager.is_running():
-                    raise RuntimeError("its generation thread ended")
-                continue
-            if result.error:
-                raise RuntimeError(result.error)
-            if result.is_finished():
-                done += 1
-                produced += len(result.generated_tokens)
-        elapsed = time.perf_counter() - begin
-    finally:
-        manager.stop(block=True)
-        hf.set_attn_implementation(ATTENTION_NAME)
-    return produced / elapsed
-
-
-def peer_static_cache(model: Model, plan: Plan, batch_size: int) -> float:
-    """Answer tokens a second of `generate` with a static cache, prefill included."""
-    hf: Any = model.hf
-    hf.set_attn_implementation("sdpa")
-    ids = torch.randint(model.vocab_size, (batch_size, plan.context), device=model.device)
-    options = {
-        "max_new_tokens": plan.steps,
-        "min_new_tokens": plan.steps,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "cache_implementation": "static",
-    }
-    try:
-        for _ in range(2):  # the first compiles and allocates
-            synchronize(model.device)
-            begin = time.perf_counter()
-            hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            synchronize(model.device)
-            elapsed = time.perf_counter() - begin
-    finally:
-        hf.set_attn_implementation(ATTENTION_NAME)
-    return batch_size * plan.steps / elapsed
 
 
 def run_tests() -> str:

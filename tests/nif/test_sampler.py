@@ -314,6 +314,8 @@ def test_uniforms_are_uniform_and_neighbouring_seeds_unrelated() -> None:
         assert (share - 0.1).abs().max() < 0.03
     assert torch.corrcoef(draws).fill_diagonal_(0).abs().max() < 0.06
     assert abs(torch.corrcoef(torch.stack((draws[0, 1:], draws[1, :-1])))[0, 1]) < 0.06
+    increment = 0x9E3779B97F4A7C15  # of splitmix64: such seeds would share one stream
+    assert uniform(increment, 0) != uniform(0, 1)
 
 
 def test_no_rows_give_no_results() -> None:

@@ -1,0 +1,82 @@
+"""Fixtures for the C kernels: small models of their family, and ragged batches over a private pool."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.model import Model, load_model
+from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.library import native_library
+
+
+@pytest.fixture(scope="session")
+def models() -> ModuleType:
+    """The module `models.py` beside this file; tests are no package, so it is loaded by its path."""
+    spec = importlib.util.spec_from_file_location("native_models", Path(__file__).parent / "models.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def native_model(
+    models: ModuleType, tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Model]:
+    """native_model("llama", "bfloat16") is that small model on the CPU, loaded once a session."""
+    loaded: dict[tuple[str, str], Model] = {}
+
+    def model(name: str, dtype: str = "float32") -> Model:
+        if (name, dtype) not in loaded:
+            directory = tmp_path_factory.mktemp(name)
+            models.build_native_model(name, directory, tiny_models.build_tokenizer)
+            loaded[name, dtype] = load_model(str(directory), dtype=dtype, n_gpu_layers=0)
+        return loaded[name, dtype]
+
+    return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Builds the kernels once; without a compiler there is nothing to test here."""
+    try:
+        native_library()
+    except NativeUnavailable as fault:
+        if "no C compiler" in fault.reason:
+            pytest.skip(fault.reason)
+        raise
+
+
+@pytest.fixture(scope="session")
+def layout() -> Callable[..., RaggedBatch]:
+    """layout(num_groups, [(sequence, tokens, n_past), …], capacity, block_size) is a batch.
+
+    Sequence s owns the s-th `capacity` blocks, back to front, so that neighbours in a table are none in memory.
+    """
+
+    def make(
+        num_groups: int, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int, block_size: int
+    ) -> RaggedBatch:
+        table = torch.tensor([[(s + 1) * capacity - 1 - b for b in range(capacity)] for s, _, _ in parts])
+        positions = [torch.arange(past, past + len(tokens)) for _, tokens, past in parts]
+        pairs = zip(table, positions, strict=True)
+        slots = torch.cat([row[at // block_size] * block_size + at % block_size for row, at in pairs])
+        lengths = [len(tokens) for _, tokens, _ in parts]
+        return RaggedBatch(
+            input_ids=torch.tensor([token for _, tokens, _ in parts for token in tokens]),
+            positions=torch.cat(positions),
+            query_starts=torch.tensor([0, *lengths]).cumsum(0).int(),
+            kv_lens=torch.tensor([past + len(tokens) for _, tokens, past in parts], dtype=torch.int32),
+            slots=(slots,) * num_groups,
+            block_tables=(table.int(),) * num_groups,
+            logit_rows=torch.arange(sum(lengths)),
+            max_query_len=max(lengths),
+            max_kv_len=max(past + len(tokens) for _, tokens, past in parts),
+        )
+
+    return make

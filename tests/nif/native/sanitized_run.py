@@ -1,0 +1,77 @@
+"""Runs small models of every mode through kernels built with the sanitizers; a program, started by test_build.py.
+
+By hand: LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
+    ASAN_OPTIONS=detect_leaks=0 python tests/nif/native/sanitized_run.py
+"""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.native import llama_weights
+from genbatch.nif.native.build import build_library, native_flags
+from genbatch.nif.native.library import open_library
+from genbatch.nif.native.runner import NativeRunner
+
+FLAGS = (*native_flags(), "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+BLOCK_SIZE = 5  # neither a multiple of 16 nor even
+BLOCKS = 14
+
+
+def batch(start: int, stop: int) -> RaggedBatch:
+    """Two sequences, the second in the pool's last blocks, up to its last position."""
+    tokens = torch.arange(start, stop)
+    table = torch.arange(2 * BLOCKS, dtype=torch.int32).view(2, BLOCKS)
+    slots = torch.cat([tokens, tokens + BLOCKS * BLOCK_SIZE])
+    size = stop - start
+    return RaggedBatch(
+        input_ids=torch.cat([tokens, tokens + 200]),
+        positions=torch.cat([tokens, tokens]),
+        query_starts=torch.tensor([0, size, 2 * size], dtype=torch.int32),
+        kv_lens=torch.tensor([stop, stop], dtype=torch.int32),
+        slots=(slots,),
+        block_tables=(table,),
+        logit_rows=torch.arange(2 * size),
+        max_query_len=size,
+        max_kv_len=stop,
+    )
+
+
+def main() -> None:
+    """Prints each mode that came through."""
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("models", Path(__file__).parent / "models.py")
+    assert spec is not None and spec.loader is not None
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    library = open_library(build_library(FLAGS))
+    llama_weights.native_library = lambda: library
+    for mode in ("float32", "bfloat16", "int8"):
+        for name, window in (("llama_odd", None), ("mistral", models.WINDOW)):
+            model_class, make_config = models.CONFIGS[name]
+            config = make_config()
+            dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
+            model = SimpleNamespace(
+                hf=model_class(config).to(dtype).eval().requires_grad_(False),
+                config=config,
+                dtype=dtype,
+                device=torch.device("cpu"),
+                groups=(LayerGroup(tuple(range(config.num_hidden_layers)), window),),
+                vocab_size=config.vocab_size,
+                max_position=config.max_position_embeddings,
+            )
+            weights = llama_weights.LlamaWeights(model, "int8" if mode == "int8" else "none")
+            runner = NativeRunner(weights, n_threads=2)
+            runner.allocate([2 * BLOCKS], BLOCK_SIZE)
+            for start, stop in ((0, 33), (33, 34), (34, BLOCKS * BLOCK_SIZE)):
+                logits = runner.forward(batch(start, stop))
+                assert torch.isfinite(logits).all()
+            runner.close()
+        print(mode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Building the kernels: the cache, lesser machines, sanitizers, and the reasons why there may be no kernels."""
+
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.model import Model
+from genbatch.nif.native import build, library
+from genbatch.nif.native.build import build_library, native_flags
+from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.llama_weights import LlamaWeights, check_supported
+from genbatch.nif.native.runner import NativeRunner
+
+# Optimising takes most of a build; these builds are for their results.
+QUICK = "-O1"
+LESSER = {
+    "x86_64": {
+        "AVX2": ("-march=haswell",),
+        "SSE2": ("-march=x86-64",),
+        "AVX-512 without VNNI": ("-march=skylake-avx512",),
+        "pairs of bfloat16": ("-march=native", "-DDOT_BF16"),
+    },
+    "aarch64": {"no dot product": ("-march=armv8-a",)},
+}
+MACHINE = os.uname().machine
+
+
+def cpu_flags() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+NEEDS = {
+    "AVX2": {"avx2", "fma"},
+    "AVX-512 without VNNI": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
+    "pairs of bfloat16": {"avx512_bf16"},
+}
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("machine", LESSER.get(MACHINE, {}))
+def test_lesser_machines_compute_the_same(
+    native_model: Callable[..., Model],
+    layout: Callable[..., RaggedBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    mode: str,
+) -> None:
+    missing = NEEDS.get(machine, set()) - cpu_flags()
+    if missing:
+        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+    model = native_model("qwen2", "bfloat16" if mode == "bfloat16" else "float32")
+    tokens = list(range(3, 93))
+    logits = []
+    for flags in (native_flags(), (*LESSER[MACHINE][machine], QUICK)):
+        opened = library.open_library(build_library(flags))
+        monkeypatch.setattr("genbatch.nif.native.llama_weights.native_library", lambda opened=opened: opened)
+        weights = LlamaWeights(model, "int8" if mode == "int8" else "none")
+        runner = NativeRunner(weights, n_threads=2)
+        runner.allocate([6, 6], 16)
+        first = runner.forward(layout(2, [(0, tokens[:61], 0)], 6, 16))
+        logits.append(torch.cat([first, runner.forward(layout(2, [(0, tokens[61:], 61)], 6, 16))]))
+        runner.close()
+    want, got = logits
+    # Integers are exact everywhere; floats are summed over other vectors, and pairs of bfloat16 round activations.
+    tolerance = {"float32": 1e-4, "bfloat16": 4e-2, "int8": 5e-2}[mode]
+    assert float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()) < tolerance
+
+
+def test_a_build_is_made_once_and_then_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path))
+    first = build_library((*native_flags(), "-O0"))
+    monkeypatch.setattr(build, "compile_sources", lambda *_: pytest.fail("compiled twice"))
+    assert build_library((*native_flags(), "-O0")) == first
+    assert [path.name for path in first.parent.iterdir()] == [first.name]  # no scratch is left
+
+
+def test_other_sources_or_flags_get_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "compile_sources", lambda _c, _f, _s, output: output.write_bytes(b""))
+    names = {build_library(()).name, build_library(("-DX",)).name}
+    copied = tmp_path / "sources"
+    shutil.copytree(build.SOURCE_DIRECTORY, copied)
+    (copied / "simd.h").write_text("changed")
+    monkeypatch.setattr(build, "SOURCE_DIRECTORY", copied)
+    names.add(build_library(()).name)
+    assert len(names) == 3
+
+
+def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NativeUnavailable, match=r"no C compiler \(cc, gcc, clang\) is installed"):
+        build_library()
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken-cc"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'fatal error: out of ink' >&2; exit 1; }\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(NativeUnavailable, match="out of ink"):
+        build_library()
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(NativeUnavailable, match="cannot write"):
+        build_library()
+
+
+def test_a_library_that_does_not_load_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "library.so").write_bytes(b"no library")
+    with pytest.raises(NativeUnavailable, match="do not load"):
+        library.open_library(tmp_path / "library.so")
+
+
+def test_structs_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(ctypes.Structure):
+        _fields_ = (("kind", ctypes.c_int32),)
+
+    monkeypatch.setattr(library, "Linear", Short)
+    with pytest.raises(NativeUnavailable, match="disagree"):
+        library.open_library(build_library())
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("gemma3", "not of the Llama family"), ("llama", "heads of 8 elements")]
+)
+def test_a_model_that_the_kernels_do_not_compute_is_named(
+    tiny_model: Callable[[str], Model], family: str, reason: str
+) -> None:
+    with pytest.raises(NativeUnavailable, match=reason):
+        check_supported(tiny_model(family))
+
+
+def test_the_kernels_are_clean_under_the_sanitizers() -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("gcc, whose sanitizer runtimes can be preloaded, is not installed")
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    runtimes = [done.stdout.strip() for done in found]
+    if not all(Path(path).is_absolute() for path in runtimes):
+        pytest.skip("gcc's sanitizer runtimes are not installed")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "sanitized_run.py")],
+        env={
+            **os.environ,
+            "CC": compiler,
+            "LD_PRELOAD": " ".join(runtimes),
+            # Python and torch keep what they allocated; only wrong accesses count.
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["float32", "bfloat16", "int8"]

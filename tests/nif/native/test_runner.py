@@ -1,0 +1,223 @@
+"""NativeRunner against the model's own eager attention, one sequence at a time and without a cache."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.model import Model
+from genbatch.nif.native.runner import NativeRunner, native_runner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+NAMES = ["llama", "llama_odd", "mistral", "qwen2", "qwen3"]
+LENGTH = 150  # more than two chunks of 64 keys and several windows
+SEQUENCES = 3
+
+# Relative error of a row of logits of a random model; other rounding costs a fraction of these.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2, "int8": 2.5e-1}
+MODES = list(TOLERANCE)
+
+Layout = Callable[..., RaggedBatch]
+Models = Callable[..., Model]
+
+
+@contextmanager
+def opened(model: Model, mode: str, block_size: int = 16, n_threads: int = 2) -> Iterator[NativeRunner]:
+    runner = native_runner(model, quantize="int8" if mode == "int8" else "none", n_threads=n_threads)
+    runner.allocate([SEQUENCES * capacity(block_size)] * len(runner.groups), block_size)
+    yield runner
+    runner.close()
+
+
+def capacity(block_size: int) -> int:
+    return -(-LENGTH // block_size)
+
+
+def tokens_of(model: Model) -> list[list[int]]:
+    drawn = torch.randint(model.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(7))
+    rows: list[list[int]] = drawn.tolist()
+    return rows
+
+
+def eager(model: Model, tokens: Sequence[int]) -> torch.Tensor:
+    """The model's own attention over its own weights, in float32 arithmetic."""
+    hf = copy.deepcopy(model.hf).float()
+    hf.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits: torch.Tensor = hf(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def model_for(native_model: Models, name: str, mode: str) -> Model:
+    return native_model(name, "bfloat16" if mode == "bfloat16" else "float32")
+
+
+def worst_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ragged_mix_gives_the_logits_of_each_sequence_alone(
+    native_model: Models, layout: Layout, name: str, mode: str
+) -> None:
+    model = model_for(native_model, name, mode)
+    a, b, c = tokens_of(model)
+    with opened(model, mode) as runner:
+        groups = len(runner.groups)
+        first = runner.forward(layout(groups, [(0, a[:70], 0), (1, b[:1], 0)], capacity(16), 16))
+        second = runner.forward(
+            layout(groups, [(1, b[1:50], 1), (2, c, 0), (0, a[70:71], 70)], capacity(16), 16)
+        )
+        third = runner.forward(layout(groups, [(0, a[71:], 71)], capacity(16), 16))
+    got = torch.cat([first[:70], second[49 + LENGTH :], third])
+    assert worst_error(got, eager(model, a)) < TOLERANCE[mode]
+    assert worst_error(torch.cat([first[70:], second[:49]]), eager(model, b[:50])) < TOLERANCE[mode]
+    assert worst_error(second[49 : 49 + LENGTH], eager(model, c)) < TOLERANCE[mode]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 20, 64])
+@pytest.mark.parametrize("mode", ["float32", "bfloat16"])
+def test_every_block_size_gives_the_same_logits(
+    native_model: Models, layout: Layout, block_size: int, mode: str
+) -> None:
+    model = model_for(native_model, "mistral", mode)
+    tokens = tokens_of(model)[0]
+    with opened(model, mode, block_size) as runner:
+        parts = [(0, tokens[:33], 0)], [(0, tokens[33:], 33)]
+        got = [runner.forward(layout(1, part, capacity(block_size), block_size)) for part in parts]
+    assert worst_error(torch.cat(got), eager(model, tokens)) < TOLERANCE[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama_odd", "mistral", "qwen2"])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_logits_are_the_same_to_the_bit_in_every_batch_and_chunking(
+    native_model: Models, layout: Layout, name: str, mode: str, data: st.DataObject
+) -> None:
+    model = model_for(native_model, name, mode)
+    tokens = tokens_of(model)
+    cuts = sorted({0, LENGTH, *data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=4))})
+    company = data.draw(st.lists(st.tuples(st.booleans(), st.integers(1, 60)), min_size=len(cuts) - 1))
+    with opened(model, mode, n_threads=1) as alone:
+        groups = len(alone.groups)
+        want = alone.forward(layout(groups, [(0, tokens[0], 0)], capacity(16), 16))
+    with opened(model, mode, n_threads=3) as mixed:
+        rows = []
+        for start, stop, (before, size) in zip(cuts, cuts[1:], company, strict=False):
+            own, other = (0, tokens[0][start:stop], start), (1, tokens[1][:size], 0)
+            parts = [other, own] if before else [own, other]
+            out = mixed.forward(layout(groups, parts, capacity(16), 16))
+            rows.append(out[size:] if before else out[: stop - start])
+    assert torch.equal(torch.cat(rows), want)
+
+
+def test_only_the_wanted_rows_are_computed(native_model: Models, layout: Layout) -> None:
+    model = native_model("llama")
+    a, b, _ = tokens_of(model)
+    with opened(model, "float32") as runner:
+        batch = layout(1, [(0, a[:20], 0), (1, b[:9], 0)], capacity(16), 16)
+        everything = runner.forward(batch)
+        some = torch.tensor([28, 3, 3])
+        assert torch.equal(runner.forward(replaced(batch, logit_rows=some)), everything[some])
+        nothing = runner.forward(replaced(batch, logit_rows=torch.empty(0, dtype=torch.int64)))
+        assert nothing.shape == (0, model.vocab_size)
+        # The keys and values were written all the same.
+        rest = runner.forward(layout(1, [(0, a[20:21], 20)], capacity(16), 16))
+    assert worst_error(rest, eager(model, a[:21])[20:]) < TOLERANCE["float32"]
+
+
+def replaced(batch: RaggedBatch, **changes: object) -> RaggedBatch:
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    return RaggedBatch(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16"])
+def test_blocks_copied_and_put_back_hold_the_same_keys(
+    native_model: Models, layout: Layout, mode: str
+) -> None:
+    model = model_for(native_model, "qwen2", mode)
+    tokens = tokens_of(model)[0]
+    groups, blocks = 2, capacity(16)
+    with opened(model, mode) as runner:
+        runner.forward(layout(groups, [(0, tokens[:40], 0)], blocks, 16))
+        want = runner.forward(layout(groups, [(0, tokens[40:41], 40)], blocks, 16))
+        own, other = ([(s + 1) * blocks - 1 - b for b in range(blocks)] for s in (0, 1))
+        for group in range(groups):
+            runner.copy_blocks(group, list(zip(own, other, strict=True)))
+        assert torch.equal(runner.forward(layout(groups, [(1, tokens[40:41], 40)], blocks, 16)), want)
+        for group in range(groups):
+            content = runner.read_blocks(group, own)
+            assert content.shape == (blocks, runner.bytes_per_block(group, 16))
+            runner.write_blocks(group, own, torch.zeros_like(content))
+            assert not runner.read_blocks(group, own).any()
+            runner.write_blocks(group, [block + blocks for block in other], content)
+        assert torch.equal(runner.forward(layout(groups, [(2, tokens[40:41], 40)], blocks, 16)), want)
+
+
+def test_a_key_that_is_no_number_stays_in_its_own_sequence(native_model: Models, layout: Layout) -> None:
+    model = native_model("llama", "bfloat16")
+    tokens = tokens_of(model)[0]
+    with opened(model, "bfloat16") as runner:
+        want = runner.forward(layout(1, [(0, tokens[:21], 0)], capacity(16), 16))
+        poison = torch.full((runner._blocks(0).shape[1], runner.bytes_per_block(0, 16)), 0xFF, dtype=torch.uint8)
+        runner.write_blocks(0, range(len(poison)), poison)
+        assert torch.equal(runner.forward(layout(1, [(0, tokens[:21], 0)], capacity(16), 16)), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"input_ids": torch.tensor([1, 320, 2])}, "token 1"),
+        ({"input_ids": torch.tensor([-1, 3, 2])}, "token 0"),
+        ({"positions": torch.tensor([0, 1, 3])}, "entry 0|token"),
+        ({"slots": (torch.tensor([0, 1, 10_000]),)}, "token 2"),
+        ({"slots": (torch.tensor([0, -1, 2]),)}, "token 1"),
+        ({"block_tables": (torch.tensor([[9999]], dtype=torch.int32),)}, "block table"),
+        ({"block_tables": (torch.tensor([[-1]], dtype=torch.int32),)}, "block table"),
+        ({"block_tables": (torch.empty((1, 0), dtype=torch.int32),)}, "block table"),
+        ({"kv_lens": torch.tensor([2], dtype=torch.int32)}, "entry 0"),
+        ({"kv_lens": torch.tensor([10**9], dtype=torch.int32)}, "entry 0"),
+        ({"query_starts": torch.tensor([0, 4], dtype=torch.int32)}, "query starts"),
+        ({"query_starts": torch.tensor([1, 3], dtype=torch.int32)}, "query starts"),
+        ({"logit_rows": torch.tensor([3])}, "logit row 0"),
+        ({"logit_rows": torch.tensor([0, -1])}, "logit row 1"),
+        ({"positions": torch.tensor([0, 1])}, "length"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_before_anything_is_written(
+    native_model: Models, layout: Layout, change: dict[str, object], fault: str
+) -> None:
+    model = native_model("llama")
+    with opened(model, "float32") as runner:
+        batch = layout(1, [(0, [5, 6, 7], 0)], 1, 16)
+        with pytest.raises(BatchError, match=fault):
+            runner.forward(replaced(batch, **change))
+        assert not runner._blocks(0).any()
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantize": "int3"}, {"kv_dtype": torch.float16}, {"n_threads": 0}, {"n_threads": -1}]
+)
+def test_options_out_of_range_are_refused_by_name(native_model: Models, options: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        native_runner(native_model("llama"), **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_runner_follows_another_over_the_same_weights(
+    native_model: Models, layout: Layout, mode: str
+) -> None:
+    model = model_for(native_model, "llama", mode)
+    tokens = tokens_of(model)[0]
+    with opened(model, mode) as first:
+        want = first.forward(layout(1, [(0, tokens, 0)], capacity(16), 16))
+        second = NativeRunner(first._weights, n_threads=1)
+    second.allocate([capacity(16)], 16)
+    assert torch.equal(second.forward(layout(1, [(0, tokens, 0)], capacity(16), 16)), want)
+    second.close()
