@@ -69,11 +69,13 @@ class Output:
         return piece
 
     def _flush(self) -> str:
+        """The text held back so far; the end may settle that a stop string was complete in it."""
         tail, stopped = self._stop.push(self._detokenizer.flush())
-        if stopped:
+        if not stopped:
+            tail += self._stop.flush()
+        if self._stop.stopped:
             self.finish_reason = "stop"
-            return tail
-        return tail + self._stop.flush()
+        return tail
 
     def choice(self, finish_reason: FinishReason) -> Choice:
         """What was generated, as the caller gets it."""

@@ -79,7 +79,7 @@ def _ragged_attention_kernel(
     query = tl.load(query_ptr + row_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
 
     end_key = tl.minimum(kv_len - query_len + first_token + TOKENS, kv_len)
-    end_key = end_key
+    end_key = tl.minimum(end_key, table_width * BLOCK_SIZE)
     first_key = 0
     if HAS_WINDOW:
         # Whole tiles before the first query's window hold nothing that any row sees.
