@@ -28,12 +28,15 @@ import trio
 from genbatch.actors.batcher_messages import Generate, GetStats
 from genbatch.actors.batcher_stats import BatcherStats
 from genbatch.actors.batching_type import BatchingType
+from genbatch.actors.beam_search import BeamSearch
 from genbatch.actors.genserver import NOREPLY, Down, From, GenServer, Monitor, Reason, Timer, reply_error
 from genbatch.actors.held_prompts import HeldPrompts
 from genbatch.actors.intake import Intake
+from genbatch.actors.iteration import Interrupt, Iterate
 from genbatch.actors.kv_view import KVView
 from genbatch.actors.llm_request import LlmRequest, Phase
 from genbatch.actors.options import BatcherOptions
+from genbatch.actors.pace import Pace
 from genbatch.actors.request import Request
 from genbatch.actors.scheduler import SchedulerOutput, normalize_output
 from genbatch.actors.scheduler_spec import build_scheduler
@@ -89,6 +92,7 @@ class Evaluated:
 
     drawn: Sampled | SampleFault | None
     prompt_logprobs: list[TokenLogprob]
+    rows: torch.Tensor | None = None  # [rows, vocab_size] on the CPU, where logits are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,14 @@ class Batcher(GenServer):
     Args:
         open_context: makes the context; runs once, on the worker thread.
         options: see BatcherOptions.
+        paced: whether it evaluates only while an `Iterate` call waits, instead of as soon as there is work.
     """
 
-    def __init__(self, open_context: Callable[[], Context], options: BatcherOptions | None = None) -> None:
+    def __init__(
+        self, open_context: Callable[[], Context], options: BatcherOptions | None = None, *, paced: bool = False
+    ) -> None:
         self.options = options or BatcherOptions()
+        self.paced = paced
         self.stats = BatcherStats()
         self.pending: list[Sequence] = []  # by priority, then arrival
         self.sequences: dict[int, Sequence] = {}  # by slot
@@ -119,6 +127,7 @@ class Batcher(GenServer):
         self._groups: deque[list[Planned]] = deque()  # what is left to evaluate in this tick
         self._stepping = False
         self._window: Timer | None = None
+        self._pace: Pace | None = None  # the iteration that a paced Batcher was asked for
 
     # Callbacks
 
@@ -142,6 +151,14 @@ class Batcher(GenServer):
                 return NOREPLY
             case GetStats():
                 return self._stats()
+            case Iterate():
+                assert self.paced and self._pace is None, "one iteration at a time, of a paced Batcher"
+                self._pace = Pace(from_, request.sit_out, self.stats.generation_tokens)
+                self._tick()
+                return NOREPLY
+            case Interrupt():
+                self._interrupt(request)
+                return None
             case _:
                 raise TypeError(f"the Batcher has no call {type(request).__name__}")
 
@@ -176,6 +193,7 @@ class Batcher(GenServer):
         wanted = message.request
         try:
             self.intake.check(wanted)
+            self.intake.check_beams(message.beam_width, wanted)
             self._check_queue(wanted.n)
         except GenbatchError as error:
             self.stats.refused += 1
@@ -189,6 +207,9 @@ class Batcher(GenServer):
             on_token=message.on_token,
             client=message.client,
             accepted_at=now,
+            tag=message.tag,
+            beam_width=message.beam_width,
+            keep=message.keep,
             expires_at=None if wanted.deadline_s is None else now + wanted.deadline_s,
         )
         self._requests[request.monitor] = request
@@ -231,6 +252,8 @@ class Batcher(GenServer):
         self._share_first_message(request)
         for sequence in request.sequences:
             insort(self.pending, sequence, key=_waiting_key)
+        if self.paced:
+            return
         if len(self.pending) >= self.options.flush_size:
             self._tick_when_idle()
         elif not self._stepping and self._window is None:
@@ -254,7 +277,9 @@ class Batcher(GenServer):
         held = self.held.find(request.prompt_tokens, first.cache_key)
         if held is None:
             prefix = self.intake.first_message(request.wanted)
-            if len(prefix) < len(request.prompt_tokens) and self.held.notice(prefix, first.cache_key):
+            # A template may do something new with a conversation; at least one token stays to be evaluated.
+            shares = len(prefix) < len(request.prompt_tokens) and request.prompt_tokens[: len(prefix)] == prefix
+            if shares and self.held.notice(prefix, first.cache_key):
                 held = self._hold(prefix, first.cache_key)
         if held is not None:
             first.donor = held
@@ -293,6 +318,22 @@ class Batcher(GenServer):
             self._step()
         elif plan.paused_requests or plan.never_fitting:
             self._tick()  # what they gave back may let others in
+        else:
+            if not self._requests:
+                self.ctx.kv.check_integrity()
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        if self._pace is not None:
+            pace, self._pace = self._pace, None
+            pace.end(self.ctx.kv, self.stats.generation_tokens)
+
+    def _interrupt(self, message: Interrupt) -> None:
+        for request in self._requests.values():
+            if request.tag in message.tags:
+                request.abandoned = "cancelled"
+        if not self._stepping:
+            self._finish_abandoned()
 
     def _finish_abandoned(self) -> None:
         now = trio.current_time()
@@ -317,16 +358,33 @@ class Batcher(GenServer):
     def _plan(self) -> SchedulerOutput:
         """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked."""
         ready = [sequence for sequence in self.pending if not sequence.waits_for_donor]
+        if len(self.sequences) + len(self.seq_pool) < self.options.n_parallel or any(s.width > 1 for s in ready):
+            ready = self._with_slots(ready)
         candidates = ready[: len(self.seq_pool)]
         for sequence in candidates:
             sequence.num_computed = self._reusable(sequence)
         active: list[LlmRequest] = [*self.held.evaluating(), *self.sequences.values(), *ready]
+        inflight: frozenset[int] = frozenset()
+        if self._pace is not None:
+            inflight = frozenset(owner.request_id for owner in active if self._pace.sits_out(owner))
         try:
-            output = self.scheduler.schedule_request(active, frozenset()) if active else ([], [], [])
-            return normalize_output(output, active, frozenset(), self._limits)
+            output = self.scheduler.schedule_request(active, inflight) if active else ([], [], [])
+            plan = normalize_output(output, active, inflight, self._limits)
+            if self._pace is not None:
+                self._pace.plan = plan
+            return plan
         finally:
             for sequence in candidates:
                 sequence.num_computed = 0
+
+    def _with_slots(self, ready: list[Sequence]) -> list[Sequence]:
+        """The waiting sequences that find a slot for each beam; nobody overtakes one that does not."""
+        free = len(self.seq_pool)
+        for index, sequence in enumerate(ready):
+            free -= sequence.width
+            if free < 0:
+                return ready[:index]
+        return ready
 
     def _reusable(self, sequence: Sequence) -> int:
         swapped = self.swap.length(sequence.request_id)
@@ -344,7 +402,10 @@ class Batcher(GenServer):
             self.ctx.seq_rm(self.held.drop(owner))
             return
         assert isinstance(owner, Sequence) and owner.seq_id is not None
-        if self.swap.out(owner.request_id, owner.seq_id):
+        if owner.beams is not None:
+            owner.beams.restart()
+            owner.num_generated = 0
+        elif self.swap.out(owner.request_id, owner.seq_id):
             self.stats.swaps += 1
         self._free_slot(owner)
         owner.pause()
@@ -360,7 +421,10 @@ class Batcher(GenServer):
                 self._admit(owner)
             size = min(plan.chunk_sizes.get(owner.request_id, owner.context_remaining), owner.context_remaining)
             chunks.append(_planned(owner, size))
-        decodes = [_planned(owner, 1) for owner in plan.generation_requests if isinstance(owner, Sequence)]
+        decodes: list[Planned] = []
+        for owner in plan.generation_requests:
+            assert isinstance(owner, Sequence)
+            decodes += _planned_beams(owner, owner.beams) if owner.beams is not None else [_planned(owner, 1)]
         if self.options.batching_type is BatchingType.INFLIGHT_FUSED_BATCHING:
             return [decodes + chunks]
         return [chunks, decodes]
@@ -372,6 +436,8 @@ class Batcher(GenServer):
         self.seq_pool.remove(seq_id)
         self.sequences[seq_id] = sequence
         sequence.seq_id = seq_id
+        sequence.beam_slots = sorted(self.seq_pool)[: sequence.width - 1]
+        self.seq_pool.difference_update(sequence.beam_slots)
         sequence.move(Phase.PREFILLING)
         if self.swap.length(sequence.request_id):
             tokens, key = sequence.tokens, sequence.cache_key
@@ -424,7 +490,7 @@ class Batcher(GenServer):
         ]
         logits, drawn = self.ctx.step([planned.entry for planned in batch], samplers)
         return [
-            Evaluated(draw, _prompt_logprobs(planned, rows))
+            Evaluated(draw, _prompt_logprobs(planned, rows), _kept_rows(planned, rows))
             for planned, rows, draw in zip(batch, logits, drawn, strict=True)
         ]
 
@@ -443,7 +509,10 @@ class Batcher(GenServer):
                 return
             self._groups.popleft()
         self._stepping = False
-        self._tick()
+        if self.paced:
+            self._end_iteration()
+        else:
+            self._tick()
 
     def _split(self, batch: list[Planned], error: BaseException) -> None:
         """A step failed and left no trace: its halves are tried, until what is at fault stands alone."""
@@ -467,6 +536,9 @@ class Batcher(GenServer):
     def _commit(self, planned: Planned, evaluated: Evaluated) -> None:
         """Books what a step gave: positions, the token drawn, its text, and the end if it was the last."""
         owner = planned.owner
+        if isinstance(owner, Sequence) and owner.beams is not None and owner.phase is Phase.DECODING:
+            self._draw_beam(owner, planned.entry.seq_id, evaluated)
+            return
         owner.num_computed += len(planned.entry.tokens)
         if not isinstance(owner, Sequence):
             self.stats.prefilled_tokens += len(planned.entry.tokens)
@@ -480,24 +552,58 @@ class Batcher(GenServer):
             # A prompt that was paused is scored again: the same numbers take the same places.
             first = planned.entry.n_past + 1
             request.prompt_logprobs[first : first + len(evaluated.prompt_logprobs)] = evaluated.prompt_logprobs
+        if request.keep is not None and request.keep.context and evaluated.rows is not None:
+            first = planned.entry.n_past + len(planned.entry.tokens) - len(evaluated.rows)
+            request.keep.add_context(first, evaluated.rows[: max(0, owner.num_prompt_tokens - first)])
         drawn = evaluated.drawn
-        if isinstance(drawn, SampleFault):
+        if owner.beams is not None and drawn is not None:
+            self._draw_beam(owner, planned.entry.seq_id, evaluated)
+        elif isinstance(drawn, SampleFault):
             self._fail(request, EngineError(drawn.reason))
         elif drawn is not None and request.abandoned is None:
+            if request.keep is not None and request.keep.generation and evaluated.rows is not None:
+                request.keep.add_generation(owner.choice, evaluated.rows[-1])
             self._accept(owner, drawn)
 
-    def _accept(self, sequence: Sequence, drawn: Sampled) -> None:
+    def _draw_beam(self, sequence: Sequence, slot: int, evaluated: Evaluated) -> None:
+        """Books one beam's candidates; after the last beam's, the best ones go on, each with its parent's KV."""
+        beams, request, drawn = sequence.beams, sequence.request, evaluated.drawn
+        assert beams is not None and sequence.seq_id is not None
+        if not isinstance(drawn, Sampled):
+            self._fail(request, EngineError(drawn.reason if drawn is not None else "nothing drawn"))
+            return
+        slots = [sequence.seq_id, *sequence.beam_slots]
+        keeps = request.keep is not None and request.keep.generation and evaluated.rows is not None
+        row = evaluated.rows[-1] if keeps and evaluated.rows is not None else None
+        if request.abandoned is not None or not beams.draw(slots.index(slot), drawn.top, row):
+            return
+        self._count_token(sequence)
+        self.stats.generation_tokens += len(beams.running) - 1
+        if beams.advance():
+            self._finish(sequence, "length")
+            return
+        for source, target in beams.moves:
+            self.ctx.seq_rm(slots[target])
+            self.ctx.seq_cp(slots[source], slots[target])
+
+    def _count_token(self, sequence: Sequence) -> None:
         request = sequence.request
         if sequence.phase is Phase.PREFILLING:
             sequence.move(Phase.DECODING)
+        elif sequence.beams is not None:
+            sequence.num_computed += 1  # all beams' last tokens are evaluated by now
         if request.first_token_at is None:
             request.first_token_at = trio.current_time()
             self.stats.ttft.append(request.first_token_at - request.accepted_at)
-        sequence.sampler.accept(drawn.token_id)
-        sequence.tokens.append(drawn.token_id)
-        index = sequence.num_generated
         sequence.num_generated += 1
         self.stats.generation_tokens += 1
+
+    def _accept(self, sequence: Sequence, drawn: Sampled) -> None:
+        request = sequence.request
+        index = sequence.num_generated
+        self._count_token(sequence)
+        sequence.sampler.accept(drawn.token_id)
+        sequence.tokens.append(drawn.token_id)
         text = sequence.output.push(drawn)
         if request.on_token is not None:
             try:
@@ -544,10 +650,12 @@ class Batcher(GenServer):
     def _free_slot(self, sequence: Sequence) -> None:
         seq_id = sequence.seq_id
         assert seq_id is not None
-        self.ctx.seq_rm(seq_id)
+        for slot in (seq_id, *sequence.beam_slots):
+            self.ctx.seq_rm(slot)
+            self.seq_pool.add(slot)
         del self.sequences[seq_id]
-        self.seq_pool.add(seq_id)
         sequence.seq_id = None
+        sequence.beam_slots = []
 
     def _end(self, request: Request, error: GenbatchError | None) -> None:
         """The one place where a request is forgotten and its caller answered."""
@@ -582,16 +690,37 @@ def _prompt_logprobs(planned: Planned, rows: torch.Tensor) -> list[TokenLogprob]
     owner, entry = planned.owner, planned.entry
     if entry.logits is not Logits.ALL or not isinstance(owner, Sequence):
         return []
+    if owner.request.wanted.prompt_logprobs is None:
+        return []  # every token's logits are there to be kept
     following = owner.tokens[entry.n_past + 1 : min(entry.n_past + len(entry.tokens) + 1, owner.num_prompt_tokens)]
-    scored = token_logprobs(rows[: len(following)], torch.tensor(following), owner.request.wanted.prompt_logprobs or 0)
+    scored = token_logprobs(rows[: len(following)], torch.tensor(following), owner.request.wanted.prompt_logprobs)
     return [
         TokenLogprob(token_id=token_id, logprob=score.logprob, top=dict(score.top))
         for token_id, score in zip(following, scored, strict=True)
     ]
 
 
+def _kept_rows(planned: Planned, rows: torch.Tensor) -> torch.Tensor | None:
+    """A copy of the rows that the caller may want; a runner may write its next step's over them."""
+    owner = planned.owner
+    keep = owner.request.keep if isinstance(owner, Sequence) else None
+    if keep is None or not len(rows) or not (keep.context or keep.generation):
+        return None
+    return rows.to("cpu", copy=True)
+
+
 def _waiting_key(sequence: LlmRequest) -> tuple[int, int]:
     return sequence.waiting_key
+
+
+def _planned_beams(owner: Sequence, beams: BeamSearch) -> list[Planned]:
+    """The last token of every beam that was not evaluated yet."""
+    assert owner.seq_id is not None
+    slots = [owner.seq_id, *owner.beam_slots]
+    return [
+        Planned(owner, Entry(slots[beam.slot], beam.tokens[-1:], owner.num_computed, Logits.LAST), True)
+        for beam in beams.waiting
+    ]
 
 
 def _planned(owner: Slotted, size: int) -> Planned:

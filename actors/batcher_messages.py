@@ -1,8 +1,9 @@
 """What the Batcher is sent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from genbatch.actors.keep import Keep
 from genbatch.proto.messages import GenerateRequest, Token
 
 
@@ -14,11 +15,17 @@ class Generate:
         request: what to generate.
         on_token: called on the event loop with each token as it comes; must not block.
         client: who asks, for fairness and logs.
+        tag: what Interrupt and Iterate name the request by; None for one that nobody names.
+        beam_width: above 1, a beam search over so many continuations, which become the result's choices.
+        keep: where to put logits; None keeps none.
     """
 
     request: GenerateRequest
     on_token: Callable[[Token], None] | None = None
     client: str = ""
+    tag: Hashable = None
+    beam_width: int = 1
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 
+from genbatch.actors.beam_search import BeamSearch
 from genbatch.actors.options import BatcherOptions
 from genbatch.actors.output import Output
 from genbatch.actors.request import Request
@@ -18,6 +20,11 @@ from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest, validate_request
 
 MAX_SEED = 2**64
+# What changes or adds to the draws, which a beam search does not make.
+SAMPLING_PARAMETERS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "min_tokens", "stop", "n"),
+)
 # First messages whose tokens are remembered.
 MAX_PREFIXES = 64
 
@@ -49,6 +56,18 @@ class Intake:
             self._check_token(token_id, f"stop_token_ids[{index}]")
         for token_id in wanted.logit_bias or ():
             self._check_token(token_id, f"logit_bias[{token_id}]")
+
+    def check_beams(self, beam_width: int, wanted: GenerateRequest) -> None:
+        """Raises InvalidRequest for a beam search that cannot be run as asked."""
+        most = min(self._options.n_parallel, self._options.max_batch_tokens)
+        if not 1 <= beam_width <= most:
+            raise InvalidRequest("beam_width", f"must be at least 1 and at most {most}, not {beam_width}")
+        if beam_width == 1:
+            return
+        plain = GenerateRequest()
+        for name in SAMPLING_PARAMETERS:
+            if getattr(wanted, name) != getattr(plain, name):
+                raise InvalidRequest(name, "a beam search ranks by the model's own log-probabilities")
 
     def _check_token(self, token_id: int, field: str) -> None:
         if not 0 <= token_id < self._model.vocab_size:
@@ -152,7 +171,7 @@ class Intake:
                 request=request,
                 choice=choice,
                 cache_key=prefix_key(wanted.tenant),
-                scores_prompt=wanted.prompt_logprobs is not None and choice == 0,
+                scores_prompt=_scores_prompt(request) and choice == 0,
                 sampler=SamplerState(
                     self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids), request.prompt_tokens
                 ),
@@ -166,6 +185,11 @@ class Intake:
                     wants_logprobs=wanted.logprobs is not None,
                 ),
             )
+            if request.beam_width > 1:
+                sequence.width = request.beam_width
+                sequence.beams = BeamSearch(request.beam_width, stop_ids, max_tokens)
+                params = replace(sequence.sampler.params, logprobs=sequence.beams.num_candidates)
+                sequence.sampler = SamplerState(params, ())
             if made:
                 sequence.donor = made[0]
                 sequence.num_shared = len(request.prompt_tokens) - 1
@@ -193,6 +217,11 @@ class Intake:
             min_tokens=wanted.min_tokens,
             suppress=stop_ids,
         )
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Whether logits are wanted at every token of the prompt."""
+    return request.wanted.prompt_logprobs is not None or (request.keep is not None and request.keep.context)
 
 
 def _prompt_field(wanted: GenerateRequest) -> str:

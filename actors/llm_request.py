@@ -58,6 +58,7 @@ class LlmRequest:
         num_generated: tokens sampled so far; the last of them has no KV until the next step.
         num_cached: of num_computed, the tokens that were shared and not prefilled.
         num_pauses: how often its KV was taken away.
+        width: sequences that it decodes side by side, as many tokens a step: the beams of a beam search.
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class LlmRequest:
     num_generated: int = 0
     num_cached: int = 0
     num_pauses: int = 0
+    width: int = 1
 
     @property
     def num_tokens(self) -> int:

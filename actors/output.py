@@ -23,7 +23,7 @@ class Output:
         wants_logprobs: whether to keep each token's log-prob.
     """
 
-    __slots__ = ("_detokenizer", "_echo", "_max_tokens", "_stop", "_stop_ids", "_wants_logprobs",
+    __slots__ = ("_arguments", "_detokenizer", "_echo", "_max_tokens", "_stop", "_stop_ids", "_wants_logprobs",
                  "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
 
     def __init__(
@@ -37,6 +37,7 @@ class Output:
         echo: str = "",
         wants_logprobs: bool = False,
     ) -> None:
+        self._arguments = (tokenizer, prompt_tokens, stop)
         self._detokenizer = Detokenizer(tokenizer, prompt_tokens)
         self._stop = StopMatcher(stop)
         self._stop_ids = stop_ids
@@ -47,6 +48,19 @@ class Output:
         self.text_parts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
+
+    def blank(self) -> "Output":
+        """An output of the same kind with nothing in it yet: each beam has its own."""
+        tokenizer, prompt_tokens, stop = self._arguments
+        return Output(
+            tokenizer,
+            prompt_tokens,
+            stop=stop,
+            stop_ids=self._stop_ids,
+            max_tokens=self._max_tokens,
+            echo=self._echo,
+            wants_logprobs=self._wants_logprobs,
+        )
 
     def push(self, drawn: Sampled) -> str:
         """Takes the next token; returns the text that became final and sets `finish_reason` when it was the last."""

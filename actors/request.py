@@ -1,11 +1,14 @@
 """Request: what one caller asked, the sequences it became, and the one reply it gets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from genbatch.actors.beam_search import Beam
 from genbatch.actors.genserver import From, Monitor, reply, reply_error
+from genbatch.actors.keep import Keep
 from genbatch.actors.sequence import Sequence
+from genbatch.nif.sampler import Sampled
 from genbatch.proto.messages import Choice, FinishReason, GenerateRequest, Result, Token, TokenLogprob, Usage
 
 
@@ -18,6 +21,7 @@ class Request:
         from_: whom to reply to.
         monitor: tells when the caller is gone.
         on_token: called once per token, must not block; None when only the whole is wanted.
+        tag, beam_width, keep: see Generate.
         accepted_at, expires_at: seconds on the event loop's clock.
     """
 
@@ -27,6 +31,9 @@ class Request:
     on_token: Callable[[Token], None] | None
     client: str
     accepted_at: float
+    tag: Hashable = None
+    beam_width: int = 1
+    keep: Keep | None = None
     prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
     expires_at: float | None = None
     first_token_at: float | None = None
@@ -39,8 +46,21 @@ class Request:
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Books a sequence's end; returns whether it was the request's last."""
+        if sequence.beams is not None:
+            self._finish_beams(sequence, sequence.beams.best(), reason)
+            return True
         self.choices[sequence.choice] = sequence.output.choice(reason)
         return len(self.choices) == len(self.sequences)
+
+    def _finish_beams(self, sequence: Sequence, beams: list[Beam], reason: FinishReason) -> None:
+        for index, beam in enumerate(beams):
+            output = sequence.output.blank()
+            for token_id, logprob in zip(beam.tokens, beam.logprobs, strict=True):
+                output.push(Sampled(token_id, logprob))
+            # A beam that ended by itself says how; the others share the reason for which the search was cut short.
+            self.choices[index] = output.choice(output.finish_reason or reason)
+            if self.keep is not None:
+                self.keep.set_generation(index, beam.logits)
 
     def result(self) -> Result:
         """The reply: the first choice, and all of them when several were asked for."""

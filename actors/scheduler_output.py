@@ -209,12 +209,12 @@ def _check_chunks(plan: SchedulerOutput) -> None:
 
 
 def _check_budgets(plan: SchedulerOutput, limits: StepLimits) -> None:
-    num_tokens = plan.num_context_tokens + len(plan.generation_requests)
+    num_tokens = plan.num_context_tokens + sum([request.width for request in plan.generation_requests])
     if num_tokens > limits.max_batch_tokens:
         raise SchedulerError(f"{num_tokens} tokens planned, max_batch_tokens is {limits.max_batch_tokens}")
     if limits.cache_budget is None:
         return
-    blocks = sum(limits.blocks_read(request.num_computed + 1) for request in plan.generation_requests)
+    blocks = sum(limits.blocks_read(request.num_computed + 1) * request.width for request in plan.generation_requests)
     blocks += sum(
         limits.blocks_read(request.num_computed + plan.chunk_sizes[request.request_id])
         for request in plan.context_requests

@@ -7,6 +7,7 @@ from genbatch.actors.llm_request import LlmRequest, Phase
 from genbatch.nif.sampler import SamplerState
 
 if TYPE_CHECKING:
+    from genbatch.actors.beam_search import BeamSearch
     from genbatch.actors.output import Output
     from genbatch.actors.request import Request
 
@@ -20,12 +21,14 @@ class Slotted(LlmRequest):
         seq_id: the slot, None while it waits.
         donor: whose beginning this one shares once that is evaluated; None when nothing is shared.
         num_shared: how many positions it shares of the donor.
+        beam_slots: the further slots of a beam search, one a beam after the first.
     """
 
     tokens: list[int] = field(default_factory=list)
     seq_id: int | None = None
     donor: "Slotted | None" = None
     num_shared: int = 0
+    beam_slots: list[int] = field(default_factory=list)
 
     @property
     def donor_ready(self) -> bool:
@@ -63,4 +66,5 @@ class Sequence(Slotted):
     sampler: SamplerState
     choice: int = 0
     cache_key: bytes = b""  # keeps tenants' reusable blocks apart
-    scores_prompt: bool = False  # its prompt's log-probs are wanted, so every prompt token is evaluated
+    scores_prompt: bool = False  # its prompt's log-probs or logits are wanted, so every prompt token is evaluated
+    beams: "BeamSearch | None" = None  # a search over several continuations instead of one draw after another

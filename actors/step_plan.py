@@ -30,7 +30,10 @@ class StepLimits:
 
     def can_ever_run(self, request: LlmRequest) -> bool:
         """Whether the cache budget allows the request at its full length, alone in a step."""
-        return self.cache_budget is None or self.blocks_read(request.max_positions) <= self.cache_budget
+        if request.width > self.max_batch_tokens:
+            return False
+        blocks = self.blocks_read(request.max_positions) * request.width
+        return self.cache_budget is None or blocks <= self.cache_budget
 
 
 @dataclass(slots=True)
@@ -50,16 +53,16 @@ class StepPlan:
         self.blocks_left = self.limits.cache_budget
 
     def add_decodes(self, requests: RequestList) -> bool:
-        """Gives each request one token; returns whether all of them got it.
+        """Gives each request one token a beam; returns whether all of them got it.
 
-        One that reads too many blocks is passed over, as a shorter one behind it may still fit.
+        One that takes too much of a budget is passed over, as a smaller one behind it may still fit.
         """
-        if self.blocks_left is None:
-            taken = requests[: self.tokens_left]
-        else:
-            taken = self._decodes_within_cache_budget(requests, self.blocks_left)
+        if self.blocks_left is None and sum([request.width for request in requests]) <= self.tokens_left:
+            self.generation_requests += requests
+            self.tokens_left -= sum([request.width for request in requests])
+            return True
+        taken = self._decodes_within_budgets(requests)
         self.generation_requests += taken
-        self.tokens_left -= len(taken)
         return len(taken) == len(requests)
 
     def add_contexts(self, requests: Iterable[LlmRequest]) -> bool:
@@ -83,16 +86,18 @@ class StepPlan:
                 return False
         return True
 
-    def _decodes_within_cache_budget(self, requests: RequestList, blocks_left: int) -> RequestList:
+    def _decodes_within_budgets(self, requests: RequestList) -> RequestList:
         taken: RequestList = []
         for request in requests:
-            if len(taken) == self.tokens_left:
+            if self.tokens_left == 0:
                 break
-            blocks = self.limits.blocks_read(request.num_computed + 1)
-            if blocks <= blocks_left:
-                blocks_left -= blocks
-                taken.append(request)
-        self.blocks_left = blocks_left
+            blocks = self.limits.blocks_read(request.num_computed + 1) * request.width
+            if request.width > self.tokens_left or (self.blocks_left is not None and blocks > self.blocks_left):
+                continue
+            self.tokens_left -= request.width
+            if self.blocks_left is not None:
+                self.blocks_left -= blocks
+            taken.append(request)
         return taken
 
     def _chunk(self, request: LlmRequest) -> int:

@@ -68,18 +68,27 @@ class ZeroMQGateway:
         async with open_socket(zmq.ROUTER, linger_ms=LINGER_MS) as self._socket:
             self._listen(path)
             try:
-                async with trio.open_nursery() as self._calls:
-                    self._calls.cancel_scope.shield = True  # calls end by their own scopes, with a final each
+                async with trio.open_nursery() as nursery:
+                    stopping = trio.Event()
+                    self._calls = await nursery.start(self._host_calls, stopping)
                     try:
                         await self._serve(task_status)
                     finally:
                         for peer in self._peers.values():
                             peer.session.cancel_all(Unavailable("the service is stopping"))
+                        stopping.set()
+            finally:
                 for peer in list(self._peers.values()):
                     self._flush(peer)
-            finally:
                 if path is not None:
                     path.unlink(missing_ok=True)
+
+    async def _host_calls(self, stopping: trio.Event, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        """The nursery that calls run in. Shielded, because each ends by its own scope and then sends its final."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                task_status.started(nursery)
+                await stopping.wait()
 
     def _listen(self, path: Path | None) -> None:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)

@@ -21,7 +21,7 @@ def banner(engine: "Engine", stats: Mapping[str, Any], addresses: Sequence[str])
     rows.add_row("model", model.name)
     rows.add_row("device", f"{_device(str(model.device))}, {str(model.dtype).removeprefix('torch.')}")
     rows.add_row("runner", str(stats["runner"]))
-    rows.add_row("KV cache", _kv_size(engine, stats))
+    rows.add_row("KV cache", _kv_size(stats))
     rows.add_row("sequences", f"{stats['n_parallel']} at once")
     for address in addresses:
         rows.add_row("listening", address)
@@ -36,6 +36,7 @@ def _device(device: str) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
-def _kv_size(engine: "Engine", stats: Mapping[str, Any]) -> str:
-    size = f"{stats['kv_blocks_max']} blocks of {stats['kv_block_size']}, {engine.options.n_ctx} positions"
+def _kv_size(stats: Mapping[str, Any]) -> str:
+    blocks, block_size = stats["kv_blocks_max"], stats["kv_block_size"]
+    size = f"{blocks * block_size} positions in {blocks} blocks of {block_size}"
     return f"{size}, {stats['kv_bytes'] / _MEBIBYTE:.0f} MiB" if "kv_bytes" in stats else size

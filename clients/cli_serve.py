@@ -70,4 +70,6 @@ async def _serve(model: str, bind: str | None, engine: EngineFlags, batcher: Bat
             await trio.sleep_forever()
         finally:
             log_event("stopping")
-    log_event("stopped")
+            with trio.CancelScope(shield=True):  # what holds it up is bounded by the tree's own timeouts
+                await stack.aclose()
+            log_event("stopped")

@@ -45,6 +45,8 @@ _SECTIONS = {
         "kv_blocks_max": "blocks",
         "kv_blocks_used": "used",
         "kv_blocks_free": "free",
+        "kv_bytes": "bytes",
+        "swapped_bytes": "bytes swapped out",
         "held_prompts": "system prompts held",
     },
 }

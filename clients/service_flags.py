@@ -1,7 +1,6 @@
 """The flags of a service: which model, how it runs, how it batches."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -10,7 +9,7 @@ import typer
 from genbatch.actors.batching_type import BatchingType
 from genbatch.actors.capacity import DEFAULT_MARGIN, PauseOrder, SchedulerPolicy
 from genbatch.actors.options import BatcherOptions
-from genbatch.clients.command import UsageError
+from genbatch.nif.errors import OptionError
 from genbatch.proto.messages import RequestLimits
 
 if TYPE_CHECKING:  # imports torch, which takes seconds
@@ -26,33 +25,50 @@ _LIMITS = "Requests"
 _LIMIT_NAMES = ", ".join(RequestLimits.__struct_fields__)
 
 
-class Dtype(StrEnum):
-    """The types a model's weights and KV cache may have."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
     """The fields of EngineOptions, without the model's name."""
 
     dtype: Annotated[
-        Dtype,
+        str,
         typer.Option(
             metavar="TYPE",
             help="auto, float32, bfloat16 or float16; auto is bfloat16 where the GPU has it, else float32.",
             rich_help_panel=_MODEL,
         ),
-    ] = Dtype.AUTO
+    ] = "auto"
     n_gpu_layers: Annotated[
         int, typer.Option(help="-1: all layers on the GPU if there is one; 0: all on the CPU.", rich_help_panel=_MODEL)
     ] = -1
+    runner: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="auto, native (C, CPU), triton (GPU) or torch; auto is the fastest that runs the model here.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    quantize: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE", help="none, or int8 weights and activations of the native runner.", rich_help_panel=_MODEL
+        ),
+    ] = "none"
+    n_threads: Annotated[
+        int, typer.Option(help="Threads of a step on the CPU; 0: the cores there are.", rich_help_panel=_MODEL)
+    ] = 0
     n_ctx: Annotated[
         int, typer.Option(help="Positions in the KV pool, all sequences together.", rich_help_panel=_MODEL)
     ] = 8192
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the KV pool, instead of n_ctx.", rich_help_panel=_MODEL)
+    ] = None
+    max_tokens_in_cache: Annotated[
+        int | None, typer.Option(help="Positions at most, whatever the other limits say.", rich_help_panel=_MODEL)
+    ] = None
+    max_memory_percent: Annotated[
+        float, typer.Option(help="Fraction of the free memory for the KV pool and a step.", rich_help_panel=_MODEL)
+    ] = 0.9
     block_size: Annotated[int, typer.Option(help="Positions in a KV block.", rich_help_panel=_MODEL)] = 16
     cap_per_sequence: Annotated[
         bool,
@@ -80,9 +96,15 @@ class EngineFlags:
     def by_name(self) -> dict[str, Any]:
         """Keyword arguments of EngineOptions."""
         return {
-            "dtype": self.dtype.value,
+            "dtype": self.dtype,
             "n_gpu_layers": self.n_gpu_layers,
+            "runner": self.runner,
+            "quantize": self.quantize,
+            "n_threads": self.n_threads,
             "n_ctx": self.n_ctx,
+            "num_blocks": self.num_blocks,
+            "max_tokens_in_cache": self.max_tokens_in_cache,
+            "max_memory_percent": self.max_memory_percent,
             "block_size": self.block_size,
             "cap_per_sequence": self.cap_per_sequence,
             "allow_block_sharing": not self.no_block_sharing,
@@ -150,6 +172,14 @@ class BatcherFlags:
             rich_help_panel=_SCHEDULING,
         ),
     ] = None
+    cpu_offload_space: Annotated[
+        float,
+        typer.Option(
+            metavar="GIB",
+            help="Host memory for the KV of paused sequences; 0: they are evaluated again.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = 0.0
     max_queue: Annotated[
         int, typer.Option(help="Most requests waiting; one more is refused with a hint.", rich_help_panel=_LIMITS)
     ] = 256
@@ -175,14 +205,8 @@ class BatcherFlags:
         """The Batcher's options.
 
         Raises:
-            UsageError, SchedulerError: a value is out of range; the message names the option.
+            OptionError, SchedulerError: a value is out of range; the message names the option.
         """
-        try:
-            return self._options()
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-
-    def _options(self) -> BatcherOptions:
         return BatcherOptions(
             n_parallel=self.n_parallel,
             batch_size=self.batch_size,
@@ -196,6 +220,7 @@ class BatcherFlags:
             enable_chunked_context=not self.no_chunked_context,
             margin=self.margin,
             pause_order=self.pause_order,
+            cpu_offload_space=self.cpu_offload_space,
             system_prompts=tuple(self.system_prompt or ()),
             max_held_prompts=self.max_held_prompts,
             limits=_limits(self.limit or []),
@@ -207,11 +232,11 @@ def _limits(assignments: list[str]) -> RequestLimits:
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals:
-            raise ValueError(f"limit: {assignment!r} is not NAME=VALUE")
+            raise OptionError("limit", f"{assignment!r} is not NAME=VALUE")
         if name not in RequestLimits.__struct_fields__:
-            raise ValueError(f"limit: {name!r} is none of {_LIMIT_NAMES}")
+            raise OptionError("limit", f"{name!r} is none of {_LIMIT_NAMES}")
         named[name] = value
     try:
         return msgspec.convert(named, RequestLimits, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"limit: {error}") from error
+        raise OptionError("limit", str(error)) from error

@@ -175,6 +175,9 @@ class SyncZeroMQClient:
         """Waits until messages can be sent. The service must know of the lease before it works for us."""
         if not self._socket.poll(int(self.timeout * 1000), zmq.POLLOUT):
             raise Unavailable(f"no service answers at {self.address} within {self.timeout:g} s")
+        if len(self._calls) == 1:  # the one being opened
+            while self._monitor.poll(0):  # connections lost while nobody asked for anything
+                self._monitor.recv_multipart()
         self._last_beat = 0.0
         self._beat()
 

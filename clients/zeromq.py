@@ -118,14 +118,16 @@ class ZeroMQClient:
             raise ClientClosed
         call = TokenStream()
         msgid, request = self._calls.open(method, params, call, read)
+        is_sent = False
         try:
             await self._send_first(self._socket, request)
+            is_sent = True
             self._watch()
             yield call
         finally:
             cancel = self._calls.close(msgid)
-            if cancel is not None:
-                self._send_soon(cancel)
+            if is_sent and cancel is not None and not self._try_send(cancel) and self._socket is not None:
+                self._tasks.start_soon(self._socket.send, [cancel])
 
     async def _send_first(self, socket: ZeroMQSocket, request: bytes) -> None:
         """Waits for the connection if there is none yet. The service must know of the lease before it works for us."""
@@ -171,9 +173,7 @@ class ZeroMQClient:
 
     def _fail_all(self, error: Unavailable) -> None:
         for cancel in self._calls.fail_all(error):
-            self._send_soon(cancel)
+            self._try_send(cancel)  # if it can be sent at all; a service that hears nothing ends the calls by itself
 
-    def _send_soon(self, message: bytes) -> None:
-        """Sends without waiting; what ZeroMQ does not take now is sent when it does."""
-        if self._socket is not None and not self._socket.try_send([message]):
-            self._tasks.start_soon(self._socket.send, [message])
+    def _try_send(self, message: bytes) -> bool:
+        return self._socket is not None and self._socket.try_send([message])

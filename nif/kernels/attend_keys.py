@@ -54,7 +54,7 @@ def attend_keys(
         distance = query_positions[:, None] - positions[None, :]
         visible = (distance >= 0) & readable[None, :]
         if HAS_WINDOW:
-            visible = visible & (distance <= window)
+            visible = visible & (distance < window)
         scores = tl.where(visible, scores * LOG2_E, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.

@@ -27,7 +27,7 @@ typedef struct {
 } key_tile;
 
 typedef struct {
-    float queries[MAX_ROWS * MAX_HEAD_DIM];
+    float queries[MAX_HEAD_DIM * MAX_ROWS]; /* [head_dim][R]: one pointer serves all rows */
     float outputs[MAX_ROWS * MAX_HEAD_DIM];
     float weights[MAX_ROWS * CHUNK_KEYS];
     float maximum[MAX_ROWS], total[MAX_ROWS], rescale[MAX_ROWS];
@@ -71,10 +71,10 @@ ALWAYS_INLINE void score(const int R, const int T, const bool bf16, const attent
             if (bf16) odd[t] = vf_high_bf16(vi_load(p));
         }
         UNROLL for (int r = 0; r < R; r++) {
-            vf q = vf_set1(queries[r * D + d]);
+            vf q = vf_set1(queries[d * R + r]);
             UNROLL for (int t = 0; t < T * PARTS; t++) s[r][t] = vf_fma(q, even[t], s[r][t]);
             if (bf16) {
-                q = vf_set1(queries[r * D + d + 1]);
+                q = vf_set1(queries[d * R + R + r]);
                 UNROLL for (int t = 0; t < T * PARTS; t++) s[r][t] = vf_fma(q, odd[t], s[r][t]);
             }
         }
@@ -83,23 +83,30 @@ ALWAYS_INLINE void score(const int R, const int T, const bool bf16, const attent
         vf_store(scores + r * CHUNK_KEYS + t * VL, s[r][t]);
 }
 
-/* Turns a chunk's scores into weights relative to the row's maximum so far. */
-static void weigh(row_state *s, int row, const key_tile *tiles)
+ALWAYS_INLINE vi seen_lanes(const row_state *s, int row, const key_tile *tile, int part)
+{
+    vi within = vi_lanes() + part * VL;
+    vi position = within + tile->position;
+    return (within < tile->count) & (position >= s->first_key[row]) & (position <= s->last_key[row]);
+}
+
+/* Turns a chunk's scores into weights relative to the row's maximum so far; `whole`: the row sees all its keys. */
+ALWAYS_INLINE void weigh(row_state *s, int row, const key_tile *tiles, const bool whole)
 {
     float *weights = s->weights + row * CHUNK_KEYS;
     vf lane[CHUNK_TILES * PARTS];
-    vf largest = vf_set1(s->maximum[row]);
-    for (int i = 0; i < CHUNK_TILES * PARTS; i++) {
-        const key_tile *t = &tiles[i / PARTS];
-        vi within = vi_lanes() + i % PARTS * VL;
-        vi position = within + t->position;
-        vi seen = (within < t->count) & (position >= s->first_key[row]) & (position <= s->last_key[row]);
-        lane[i] = vf_select(seen, vf_load(weights + i * VL), vf_set1(-__builtin_inff()));
-        largest = vf_max(largest, lane[i]);
+    UNROLL for (int i = 0; i < CHUNK_TILES * PARTS; i++) {
+        lane[i] = vf_load(weights + i * VL);
+        if (!whole)
+            lane[i] = vf_select(seen_lanes(s, row, &tiles[i / PARTS], i % PARTS), lane[i],
+                                vf_set1(-__builtin_inff()));
     }
+    vf largest = lane[0];
+    UNROLL for (int i = 1; i < CHUNK_TILES * PARTS; i++) largest = vf_max(largest, lane[i]);
     float maximum = vf_largest(largest);
+    maximum = maximum > s->maximum[row] ? maximum : s->maximum[row];
     vf sum = {0};
-    for (int i = 0; i < CHUNK_TILES * PARTS; i++) {
+    UNROLL for (int i = 0; i < CHUNK_TILES * PARTS; i++) {
         vf weight = vf_exp(lane[i] - maximum);
         vf_store(weights + i * VL, weight);
         sum += weight;
@@ -108,6 +115,21 @@ static void weigh(row_state *s, int row, const key_tile *tiles)
     s->total[row] = s->total[row] * rescale + vf_sum(sum);
     s->maximum[row] = maximum;
     s->rescale[row] = rescale;
+}
+
+static void weigh_rows(row_state *s, int used, const key_tile *tiles)
+{
+    const key_tile *last = &tiles[CHUNK_TILES - 1];
+    int keys = 0;
+    for (int t = 0; t < CHUNK_TILES; t++) keys += tiles[t].count;
+    for (int r = 0; r < used; r++) {
+        bool whole = keys == CHUNK_KEYS && s->first_key[r] <= tiles[0].position &&
+                     s->last_key[r] >= last->position + LANES - 1;
+        if (whole)
+            weigh(s, r, tiles, true);
+        else
+            weigh(s, r, tiles, false);
+    }
 }
 
 /* outputs[R][C vectors of 16 dimensions] = outputs * rescale + weights x values of the chunk. */
@@ -144,7 +166,7 @@ ALWAYS_INLINE void mix(const int R, const int C, const bool bf16, const attentio
 }
 
 /* Few rows leave registers for several key tiles at once, which hides the latency of the sums. */
-#define TILES_AT_ONCE(R) (VL < 16 ? 1 : (R) <= 3 ? 4 : (R) <= 6 ? 2 : 1)
+#define TILES_AT_ONCE(R) (VL < 16 ? 1 : (R) <= 3 ? 4 : 2)
 #define VECTORS_AT_ONCE(R) (VL < 16 ? 1 : (R) <= 4 ? 4 : 2)
 
 ALWAYS_INLINE void chunk(const int R, const bool bf16, const attention *a, int used, const key_tile *tiles,
@@ -153,28 +175,64 @@ ALWAYS_INLINE void chunk(const int R, const bool bf16, const attention *a, int u
     const int T = TILES_AT_ONCE(R), C = VECTORS_AT_ONCE(R);
     for (int t = 0; t < CHUNK_TILES; t += T)
         score(R, T, bf16, a, tiles + t, state->queries, state->weights + t * LANES);
-    for (int r = 0; r < used; r++) weigh(state, r, tiles);
+    weigh_rows(state, used, tiles);
     int d = 0;
     for (; d + C * LANES <= a->head_dim; d += C * LANES) mix(R, C, bf16, a, tiles, state, d);
     for (; d < a->head_dim; d += LANES) mix(R, 1, bf16, a, tiles, state, d);
 }
 
-#define CALL(R) (bf16 ? chunk(R, true, a, used, tiles, state) : chunk(R, false, a, used, tiles, state))
+/* A few sizes serve all: rows that fill a tile up have zero queries and are dropped. */
+static int padded_rows(int used)
+{
+    return used <= 4 ? used : used <= 6 ? 6 : used <= 8 ? 8 : 12;
+}
+
 static void chunk_of_size(const attention *a, int used, const key_tile *tiles, row_state *state)
 {
     const bool bf16 = a->cache->kind == KV_BF16;
-    /* A few sizes serve all: rows that fill a tile up have zero queries and are dropped. */
-    if (used <= 1) CALL(1);
-    else if (used <= 2) CALL(2);
-    else if (used <= 3) CALL(3);
-    else if (used <= 4) CALL(4);
-    else if (used <= 6) CALL(6);
+#define CALL(R) (bf16 ? chunk(R, true, a, used, tiles, state) : chunk(R, false, a, used, tiles, state))
+    switch (padded_rows(used)) {
+    case 1: CALL(1); break;
+    case 2: CALL(2); break;
+    case 3: CALL(3); break;
+    case 4: CALL(4); break;
+    case 6: CALL(6); break;
 #if MAX_ROWS > 6
-    else if (used <= 8) CALL(8);
-    else CALL(12);
+    case 8: CALL(8); break;
+    default: CALL(12); break;
 #endif
-}
+    }
 #undef CALL
+}
+
+/* Asks for a chunk's keys and values while the one before is worked on: decoding reads each once, from far. */
+static void fetch(const attention *a, const key_tile *tiles)
+{
+    const int64_t pitch = (int64_t)a->cache->padded_keys * 4;
+    const int lines = a->cache->kind == KV_F32 ? a->head_dim : a->head_dim / 2;
+    const int64_t bytes = (int64_t)a->head_dim * (a->cache->kind == KV_F32 ? 4 : 2);
+    for (int t = 0; t < CHUNK_TILES; t++) {
+        if (!tiles[t].count) continue;
+        for (int i = 0; i < lines; i++) __builtin_prefetch(tiles[t].keys + i * pitch);
+        for (int64_t i = 0; i < tiles[t].count * bytes; i += 64) __builtin_prefetch(tiles[t].values + i);
+    }
+}
+
+/* The key tiles of the chunk that starts at tile `start`, as far as they lie in [first, last]. Those before the
+ * window keep count 0, since their blocks may be evicted. Tiles are read several at once, so the keys of a live one
+ * stand in for them; they get no weight. */
+static void locate_chunk(const attention *a, const uint8_t *layer, const int32_t *table, int64_t start,
+                         int64_t first, int end, key_tile *tiles)
+{
+    const uint8_t *live = NULL;
+    for (int i = 0; i < CHUNK_TILES; i++) {
+        tiles[i] = (key_tile){0};
+        if (start + i >= first) locate(a, layer, table, start + i, end, &tiles[i]);
+        if (tiles[i].count && !live) live = tiles[i].keys;
+    }
+    for (int i = 0; i < CHUNK_TILES; i++)
+        if (!tiles[i].count) tiles[i].keys = live;
+}
 
 static int rows_in_tile(int heads_per_kv_head)
 {
@@ -192,48 +250,64 @@ static int64_t tile_of_position(const cache *c, int position)
     return (int64_t)(position / c->block_size) * (c->padded_keys / LANES) + position % c->block_size / LANES;
 }
 
-void attention_tile(const attention *a, int kv_head, int first_token, int query_len, int kv_len,
-                    const int32_t *table, int tile)
+static void start_rows(const attention *a, const attention_entry *entry, int kv_head, int first, int used,
+                       row_state *state)
+{
+    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads, size = padded_rows(used);
+    memset(state->outputs, 0, sizeof(float) * (size_t)(size * D));
+    for (int r = 0; r < size; r++) {
+        state->maximum[r] = LOWEST;
+        state->total[r] = 0;
+        state->rescale[r] = 1.0f;
+        if (r >= used) {
+            for (int d = 0; d < D; d++) state->queries[d * size + r] = 0;
+            continue;
+        }
+        int token = (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
+        const float *query = a->queries + (entry->first_token + token) * a->query_stride + head * D;
+        for (int d = 0; d < D; d++) state->queries[d * size + r] = query[d];
+        state->last_key[r] = entry->kv_len - entry->query_len + token;
+        state->first_key[r] = state->last_key[r] >= a->window ? state->last_key[r] - a->window + 1 : 0;
+    }
+}
+
+void attention_tile(const attention *a, const attention_entry *entry, int kv_head, int tile)
 {
     const cache *c = a->cache;
     const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads;
     const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
-    int first = tile * rows_in_tile(per_head);
-    int used = query_len * per_head - first;
-    if (used > rows_in_tile(per_head)) used = rows_in_tile(per_head);
+    const int first = tile * rows_in_tile(per_head), rows = entry->query_len * per_head;
+    const int used = rows - first < rows_in_tile(per_head) ? rows - first : rows_in_tile(per_head);
     row_state state;
-    memset(state.queries, 0, sizeof(float) * (size_t)(MAX_ROWS * D));
-    memset(state.outputs, 0, sizeof(float) * (size_t)(MAX_ROWS * D));
-    memset(state.weights, 0, sizeof(state.weights));
-    for (int r = 0; r < MAX_ROWS; r++) state.rescale[r] = 1.0f;
-    for (int r = 0; r < used; r++) {
-        int token = first_token + (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
-        memcpy(state.queries + r * D, a->queries + token * a->query_stride + head * D, sizeof(float) * (size_t)D);
-        state.maximum[r] = LOWEST;
-        state.total[r] = 0;
-        state.last_key[r] = kv_len - query_len + (first + r) / per_head;
-        state.first_key[r] = state.last_key[r] >= a->window ? state.last_key[r] - a->window + 1 : 0;
-    }
-    int start = state.first_key[0], end = state.last_key[used - 1] + 1;
-    int64_t first_tile = tile_of_position(c, start), last_tile = tile_of_position(c, end - 1);
-    for (int64_t t = first_tile / CHUNK_TILES * CHUNK_TILES; t <= last_tile; t += CHUNK_TILES) {
-        key_tile tiles[CHUNK_TILES] = {0};
-        /* Tiles before the window keep count 0, since their blocks may be evicted. Tiles are read several
-         * at once, so the keys of a live one stand in for them; they get no weight. */
-        const uint8_t *live = NULL;
-        for (int i = 0; i < CHUNK_TILES; i++) {
-            if (t + i >= first_tile) locate(a, layer, table, t + i, end, &tiles[i]);
-            if (tiles[i].count && !live) live = tiles[i].keys;
+    start_rows(a, entry, kv_head, first, used, &state);
+    int end = state.last_key[used - 1] + 1;
+    int64_t first_tile = tile_of_position(c, state.first_key[0]), last_tile = tile_of_position(c, end - 1);
+    int64_t at = first_tile / CHUNK_TILES * CHUNK_TILES;
+    key_tile tiles[2][CHUNK_TILES];
+    locate_chunk(a, layer, entry->table, at, first_tile, end, tiles[0]);
+    for (int turn = 0; at <= last_tile; turn ^= 1, at += CHUNK_TILES) {
+        if (at + CHUNK_TILES <= last_tile) {
+            locate_chunk(a, layer, entry->table, at + CHUNK_TILES, first_tile, end, tiles[turn ^ 1]);
+            if (rows == used) fetch(a, tiles[turn ^ 1]); /* other tiles of the entry will find them in L2 */
         }
-        for (int i = 0; i < CHUNK_TILES; i++)
-            if (!tiles[i].count) tiles[i].keys = live;
-        chunk_of_size(a, used, tiles, &state);
+        chunk_of_size(a, used, tiles[turn], &state);
     }
     for (int r = 0; r < used; r++) {
-        int token = first_token + (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
+        int token = entry->first_token + (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
         float *out = a->out + (int64_t)token * a->num_heads * D + head * D;
         for (int d = 0; d < D; d++) out[d] = state.outputs[r * D + d] / state.total[r];
     }
+}
+
+void attention_fetch(const attention *a, const attention_entry *entry, int kv_head)
+{
+    const cache *c = a->cache;
+    const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
+    int end = entry->kv_len, from = end - entry->query_len;
+    int64_t first = tile_of_position(c, from >= a->window ? from - a->window + 1 : 0);
+    key_tile tiles[CHUNK_TILES];
+    locate_chunk(a, layer, entry->table, first / CHUNK_TILES * CHUNK_TILES, first, end, tiles);
+    fetch(a, tiles);
 }
 
 void kv_write(const cache *c, int layer, int kv_head, int head_dim, int64_t slot, const float *key,

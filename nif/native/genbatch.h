@@ -150,8 +150,13 @@ typedef struct {
 } attention;
 void kv_write(const cache *, int layer, int kv_head, int head_dim, int64_t slot, const float *key,
               const float *value);
+typedef struct {
+    int64_t first_token;
+    int32_t query_len, kv_len;
+    const int32_t *table;
+} attention_entry;
 int attention_tiles(int query_len, int heads_per_kv_head);
-void attention_tile(const attention *, int kv_head, int first_token, int query_len, int kv_len,
-                    const int32_t *table, int tile);
+void attention_tile(const attention *, const attention_entry *, int kv_head, int tile);
+void attention_fetch(const attention *, const attention_entry *, int kv_head); /* asks for the first chunk */
 
 #endif

@@ -47,8 +47,7 @@ static group_factors put_group(const float *x, int64_t group, int8_t *out)
         sum += q;
         *(vb_memory *)(out + i) = __builtin_convertvector(q, vb);
     }
-    int32_t total = 0;
-    UNROLL for (int lane = 0; lane < VL; lane++) total += sum[lane];
+    int32_t total = vi_sum(sum);
     return (group_factors){scale, -INTEGER_ZERO * scale, INTEGER_ZERO_BITS - 128 * total, scale * (float)total};
 }
 
@@ -58,11 +57,12 @@ static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, 
     int8_t *data = (int8_t *)out->data + at.start * out->k + 4 * r;
     group_factors *factors = out->factors + at.start * out->groups + r;
     for (int64_t g = 0; g < out->groups; g++, factors += at.size) {
-        float part[MAX_GROUP] = {0};
+        float part[MAX_GROUP];
         int8_t integers[MAX_GROUP];
         const float *p = x + g * group;
         int64_t count = size - g * group;
         if (count < group) { /* what pads the last input counts as zeros */
+            memset(part, 0, (size_t)group * sizeof(float));
             if (count > 0) memcpy(part, p, (size_t)count * sizeof(float));
             p = part;
         }

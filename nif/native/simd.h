@@ -91,11 +91,26 @@ ALWAYS_INLINE vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 /* Lanes are folded in halves: the order is the same for every caller. */
 ALWAYS_INLINE float vf_sum(vf x)
 {
+#if VL == 16
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float lane[VL];
     vf_store(lane, x);
     for (int half = VL / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lane[i] += lane[i + half];
     return lane[0];
+#endif
+}
+
+ALWAYS_INLINE int32_t vi_sum(vi x)
+{
+#if VL == 16
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < VL; i++) sum += x[i];
+    return sum;
+#endif
 }
 
 ALWAYS_INLINE float vf_largest(vf x)

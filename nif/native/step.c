@@ -148,6 +148,28 @@ static void rope_and_cache_phase(worker *w, const layer *l)
 
 /* Attention */
 
+/* A tile among those of all entries. */
+typedef struct {
+    attention_entry entry;
+    int index; /* of the entry */
+    int tile, tiles; /* in the entry */
+} attention_place;
+
+static attention_place place_at(const step *s, int group, int per_head, int index)
+{
+    int first = s->query_starts[index], size = s->query_starts[index + 1] - first;
+    const int32_t *table = s->block_tables[group] + (int64_t)index * s->table_width[group];
+    return (attention_place){{first, size, s->kv_lens[index], table}, index, 0, attention_tiles(size, per_head)};
+}
+
+static attention_place place_of(const step *s, int group, int per_head, int64_t tile)
+{
+    attention_place at = place_at(s, group, per_head, 0);
+    for (; tile >= at.tiles; at = place_at(s, group, per_head, at.index + 1)) tile -= at.tiles;
+    at.tile = (int)tile;
+    return at;
+}
+
 static void attention_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
@@ -167,21 +189,15 @@ static void attention_phase(worker *w, const layer *l)
     for (int b = 0; b < s->num_entries; b++)
         tiles += attention_tiles(s->query_starts[b + 1] - s->query_starts[b], per_head);
     /* KV head outermost: sequences that share a prefix read its blocks one after another, out of L2. */
-    int64_t count = tiles * m->num_kv_heads, at = 0, passed = 0;
-    int b = 0;
+    int64_t count = tiles * m->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
+        attention_place at = place_of(s, l->group, per_head, from % tiles);
         for (int64_t unit = from; unit < to; unit++) {
-            int64_t in_head = unit % tiles;
-            if (in_head < passed) b = 0, passed = 0;
-            for (;; b++) {
-                at = attention_tiles(s->query_starts[b + 1] - s->query_starts[b], per_head);
-                if (in_head < passed + at) break;
-                passed += at;
-            }
-            attention_tile(&a, (int)(unit / tiles), s->query_starts[b],
-                           s->query_starts[b + 1] - s->query_starts[b], s->kv_lens[b],
-                           s->block_tables[l->group] + (int64_t)b * s->table_width[l->group],
-                           (int)(in_head - passed));
+            attention_entry now = at.entry;
+            int tile = at.tile;
+            if (++at.tile == at.tiles) at = place_at(s, l->group, per_head, at.index + 1 < s->num_entries ? at.index + 1 : 0);
+            if (unit + 1 < to && at.tiles == 1) attention_fetch(&a, &at.entry, (int)((unit + 1) / tiles));
+            attention_tile(&a, &now, (int)(unit / tiles), tile);
         }
     }
     phase_end(w);
@@ -313,6 +329,14 @@ int64_t struct_bytes(int which)
     return sizes[which];
 }
 
+void engine_destroy(engine *e)
+{
+    if (e->pool) pool_destroy(e->pool);
+    memory_free(e->memory, e->capacity);
+    free(e->claims);
+    free(e);
+}
+
 /* `caches` holds num_groups of them. The model and the caches must outlive the engine. */
 engine *engine_create(const model *m, const cache *caches, int num_threads)
 {
@@ -322,15 +346,9 @@ engine *engine_create(const model *m, const cache *caches, int num_threads)
     e->model = m;
     e->caches = caches;
     e->claims = calloc((size_t)(m->num_layers * PHASES_PER_LAYER + PHASES_AROUND), sizeof(atomic_int));
-    return e;
-}
-
-void engine_destroy(engine *e)
-{
-    pool_destroy(e->pool);
-    memory_free(e->memory, e->capacity);
-    free(e->claims);
-    free(e);
+    if (e->pool && e->claims) return e;
+    engine_destroy(e);
+    return NULL;
 }
 
 int engine_step(engine *e, const step *s, int64_t *where)

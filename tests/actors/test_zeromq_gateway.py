@@ -294,7 +294,7 @@ async def test_a_client_that_only_writes_cannot_fill_the_memory(
         for _ in range(20_000):
             await flood.send([bad])
             largest = max([largest, *(len(peer.outbox) for peer in service.gateway._peers.values())])
-        assert largest <= 20
+        assert 0 < largest <= 20
         async with dealer(service) as other:
             assert (await ask(other, [0, 1, "generate", [{"prompt": "ok"}]]))[3]["text"] == "ok"
 
@@ -319,7 +319,7 @@ async def test_stopping_the_gateway_ends_open_calls_and_removes_its_file(tmp_pat
         assert (msgid, error["code"]) == (5, "unavailable")
         await service.batcher.release("hold")
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert list(tmp_path.iterdir()) == []
+        assert not Path(service.address.removeprefix("ipc://")).exists()  # noqa: ASYNC240
 
 
 async def test_a_batcher_that_is_down_is_unavailable(tmp_path: Path, nursery: trio.Nursery) -> None:
