@@ -134,15 +134,12 @@ class Batcher(GenServer):
     async def init(self) -> None:
         self._worker = Worker("genbatch-model")
         self._tokenizing = Worker("genbatch-tokenizer")
-        self.ctx = await self._worker.run(self._open_context)
-        self.intake = Intake(self.ctx.model, self.options, self.ctx.max_positions)
-        self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
-        self.swap = Swap(self.ctx, self.options.cpu_offload_space)
-        kv_view = KVView(self.ctx.kv)
-        self.scheduler = build_scheduler(self.options.scheduling, kv_view)
-        self._limits = self.options.scheduling.limits(kv_view.block_size)
-        for content in self.options.system_prompts:
-            await self._hold_configured(content)
+        try:
+            await self._open()
+        except BaseException:
+            with trio.CancelScope(shield=True):  # an actor that did not start is not terminated: its threads end here
+                await self._close_workers()
+            raise
 
     async def handle_call(self, request: object, from_: From[Any]) -> object:
         match request:
@@ -182,9 +179,22 @@ class Batcher(GenServer):
         for request in list(self._requests.values()):
             request.fail(Unavailable("the batcher has stopped"))
         self._requests.clear()
+        await self._worker.run(self.ctx.close)
+        await self._close_workers()
+
+    async def _open(self) -> None:
+        self.ctx = await self._worker.run(self._open_context)
+        self.intake = Intake(self.ctx.model, self.options, self.ctx.max_positions)
+        self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
+        self.swap = Swap(self.ctx, self.options.cpu_offload_space)
+        kv_view = KVView(self.ctx.kv)
+        self.scheduler = build_scheduler(self.options.scheduling, kv_view)
+        self._limits = self.options.scheduling.limits(kv_view.block_size)
+        for content in self.options.system_prompts:
+            await self._hold_configured(content)
+
+    async def _close_workers(self) -> None:
         await self._tokenizing.close()
-        if hasattr(self, "ctx"):
-            await self._worker.run(self.ctx.close)
         await self._worker.close()
 
     # Receiving

@@ -25,7 +25,8 @@ class GptEngine:
     Args:
         max_input_len, max_output_len: most tokens of a prompt and of an output.
         max_seq_len: most of both together, the length of a response's output ids.
-        max_requests: requests that run at once.
+        max_requests: requests that can run at once.
+        overlap: whether two micro-batches take turns.
     """
 
     engine: Engine
@@ -65,11 +66,10 @@ def open_engine(
         loaded = with_attention_window(loaded, cache.max_attention_window)
     if cache.enable_block_reuse and any(group.window is not None for group in loaded.groups):
         raise OptionError("enable_block_reuse", "the model's windows drop the blocks that a later request would want")
-    max_requests = build.max_batch_size or DEFAULT_BATCH_SIZE
     max_input_len = min(build.max_input_len or loaded.max_position, loaded.max_position)
     max_output_len = min(build.max_output_len or loaded.max_position, loaded.max_position)
     max_seq_len = min(max_input_len + max_output_len, loaded.max_position)
-    num_slots = max_requests * max_beam_width
+    num_slots = (build.max_batch_size or DEFAULT_BATCH_SIZE) * max_beam_width
     options = EngineOptions(
         model_path=loaded.name,
         dtype=build.dtype,
@@ -97,6 +97,6 @@ def open_engine(
         max_input_len=max_input_len,
         max_output_len=max_output_len,
         max_seq_len=max_seq_len,
-        max_requests=max_requests,
+        max_requests=build.max_batch_size or num_slots,
         overlap=params.enable_trt_overlap,
     )

@@ -51,7 +51,7 @@ class KVView:
         if not slots:
             return 0
         of_slots = [self._kv.exclusive_blocks(seq_id) for seq_id in slots]
-        held = [sum(blocks) for blocks in zip(*of_slots, strict=True)]
+        held: list[int] = [sum(blocks) for blocks in zip(*of_slots, strict=True)]
         # Rounded down: counting a block as freed that is not would let a plan run out of blocks.
         pairs = zip(held, self._kv.num_blocks, strict=True)
         return min(count * self._unit // total for count, total in pairs)

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from genbatch.clients.command import print_error, run_command
 from genbatch.clients.connection import ConnectionFlags, open_client
+from genbatch.clients.engine_flags import ModelFlags
 from genbatch.clients.flag_group import with_flag_groups
 from genbatch.clients.interface import Client
 from genbatch.clients.request import GenerateParams
 from genbatch.clients.sampling_flags import SamplingFlags
-from genbatch.clients.service_flags import EngineFlags
 from genbatch.proto.errors import GenbatchError
 
 _PROMPT = "you> "
@@ -30,7 +30,7 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")] = None,
     connection: ConnectionFlags,
     sampling: SamplingFlags,
-    engine: EngineFlags,
+    engine: ModelFlags,
 ) -> None:
     """Talk with the model.
 

@@ -12,13 +12,14 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from genbatch.clients.batcher_flags import BatcherFlags
 from genbatch.clients.command import run_command
 from genbatch.clients.connection import import_engine
 from genbatch.clients.demo_screen import Answer, answer_panels, answers_as_text, summary
+from genbatch.clients.engine_flags import DEFAULT_MODEL, ModelFlags, engine_options
 from genbatch.clients.flag_group import with_flag_groups
 from genbatch.clients.interface import Client
 from genbatch.clients.progress import LoadingBars
-from genbatch.clients.service_flags import DEFAULT_MODEL, BatcherFlags, EngineFlags
 
 SYSTEM_PROMPT = (
     "You are a helpful guide in a museum of science. You speak to visitors of every age. "
@@ -45,7 +46,7 @@ def demo(
     ] = DEFAULT_MODEL,
     *,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 96,
-    engine: EngineFlags,
+    engine: ModelFlags,
 ) -> None:
     """Send eight prompts at once over ZeroMQ and watch the answers side by side.
 
@@ -58,7 +59,7 @@ def demo(
     run_command(partial(_demo, model, max_tokens, engine))
 
 
-async def _demo(model: str, max_tokens: int, engine: EngineFlags) -> None:
+async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
     console = Console()
     batcher = BatcherFlags(n_parallel=len(PROMPTS)).options()
     started_at = trio.current_time()
@@ -71,7 +72,9 @@ async def _demo(model: str, max_tokens: int, engine: EngineFlags) -> None:
             from genbatch.actors.service import open_service
             from genbatch.clients.zeromq import ZeroMQClient
 
-            await stack.enter_async_context(open_service(engine.options(model), batcher, bind=address, progress=bars))
+            await stack.enter_async_context(
+                open_service(engine_options(model, engine), batcher, bind=address, progress=bars)
+            )
         console.print(f"{model} is ready after {trio.current_time() - started_at:.1f} s, at {address}", style="dim")
         answers = [Answer(prompt) for prompt in PROMPTS]
         async with ZeroMQClient(address) as client:

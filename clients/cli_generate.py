@@ -10,11 +10,11 @@ from rich.console import Console
 
 from genbatch.clients.command import UsageError, run_command
 from genbatch.clients.connection import ConnectionFlags, open_client
+from genbatch.clients.engine_flags import ModelFlags
 from genbatch.clients.flag_group import with_flag_groups
 from genbatch.clients.interface import Client
 from genbatch.clients.request import GenerateParams
 from genbatch.clients.sampling_flags import SamplingFlags
-from genbatch.clients.service_flags import EngineFlags
 from genbatch.proto.messages import Result
 
 
@@ -29,7 +29,7 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON, at the end.")] = False,
     connection: ConnectionFlags,
     sampling: SamplingFlags,
-    engine: EngineFlags,
+    engine: ModelFlags,
 ) -> None:
     """Answer one prompt, streamed to standard output.
 

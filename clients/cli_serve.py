@@ -1,21 +1,27 @@
 """`genbatch serve`: a service until a signal ends it."""
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import trio
 import typer
 from rich.console import Console
 
+from genbatch.actors.options import BatcherOptions
 from genbatch.actors.zeromq_address import default_address
 from genbatch.clients.banner import banner
+from genbatch.clients.batcher_flags import BatcherFlags
 from genbatch.clients.command import run_command
 from genbatch.clients.connection import import_engine
+from genbatch.clients.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags, engine_options
 from genbatch.clients.flag_group import with_flag_groups
 from genbatch.clients.log_lines import log_event, log_telemetry, start_logging
 from genbatch.clients.progress import LoadingBars
-from genbatch.clients.service_flags import DEFAULT_MODEL, BatcherFlags, EngineFlags
+
+if TYPE_CHECKING:  # imports torch, which takes seconds
+    from genbatch.nif.engine import EngineOptions
 
 
 @with_flag_groups
@@ -34,7 +40,8 @@ def serve(
             "if not given, a socket in the user's runtime directory.",
         ),
     ] = None,
-    engine: EngineFlags,
+    engine: ModelFlags,
+    pool: PoolFlags,
     batcher: BatcherFlags,
 ) -> None:
     """Serve a model to many callers over ZeroMQ, until Ctrl-C or SIGTERM.
@@ -47,19 +54,22 @@ def serve(
 
       genbatch serve ./my-model --dtype bfloat16 --system-prompt "You are terse."
     """
-    run_command(partial(_serve, model, bind, engine, batcher), exit_on_sigterm=0)
+
+    async def run() -> None:
+        options = batcher.options()  # before torch is imported: a mistake is told at once
+        await _serve(partial(engine_options, model, engine, pool), options, bind or default_address())
+
+    run_command(run, exit_on_sigterm=0)
 
 
-async def _serve(model: str, bind: str | None, engine: EngineFlags, batcher: BatcherFlags) -> None:
-    options = batcher.options()
-    address = bind or default_address()
+async def _serve(engine: Callable[[], "EngineOptions"], batcher: BatcherOptions, address: str) -> None:
     async with AsyncExitStack() as stack:
         with LoadingBars(Console(stderr=True)) as bars:
             await import_engine(bars)
             from genbatch.actors.batcher_messages import GetStats
             from genbatch.actors.service import open_service
 
-            opening = open_service(engine.options(model), options, bind=address, progress=bars)
+            opening = open_service(engine(), batcher, bind=address, progress=bars)
             service = await stack.enter_async_context(opening)
         stats = await service.batcher.call(GetStats())
         Console().print(banner(service.engine, stats, service.addresses))

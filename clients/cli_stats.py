@@ -12,8 +12,8 @@ from rich.table import Table
 
 from genbatch.clients.command import run_command
 from genbatch.clients.connection import ConnectionFlags, open_client
+from genbatch.clients.engine_flags import ModelFlags
 from genbatch.clients.flag_group import with_flag_groups
-from genbatch.clients.service_flags import EngineFlags
 
 # Heading -> {name in the stats: what a person reads}; whatever else a service counts comes last, as it is.
 _SECTIONS = {
@@ -59,7 +59,7 @@ def stats(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     connection: ConnectionFlags,
-    engine: EngineFlags,
+    engine: ModelFlags,
 ) -> None:
     """Show what a service has counted.
 
@@ -70,7 +70,7 @@ def stats(
     run_command(partial(_stats, json, connection, engine))
 
 
-async def _stats(json: bool, connection: ConnectionFlags, engine: EngineFlags) -> None:
+async def _stats(json: bool, connection: ConnectionFlags, engine: ModelFlags) -> None:
     async with open_client(connection, engine) as client:
         counted = await client.stats()
     if json:

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from genbatch.clients.command import UsageError
+from genbatch.clients.engine_flags import DEFAULT_MODEL, ModelFlags
 from genbatch.clients.interface import Client
 from genbatch.clients.progress import LoadingBars
-from genbatch.clients.service_flags import DEFAULT_MODEL, EngineFlags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ConnectionFlags:
 
 
 @asynccontextmanager
-async def open_client(connection: ConnectionFlags, engine: EngineFlags) -> AsyncIterator[Client]:
+async def open_client(connection: ConnectionFlags, engine: ModelFlags) -> AsyncIterator[Client]:
     """A client for as long as the body runs; progress of a private service's start goes to standard error.
 
     Raises:
@@ -63,8 +63,8 @@ async def import_engine(bars: LoadingBars) -> None:
     await trio.to_thread.run_sync(import_module, "genbatch.actors.service", abandon_on_cancel=True)
 
 
-def _refuse_flags_of_a_private_service(connection: ConnectionFlags, engine: EngineFlags) -> None:
-    ours, default = engine.by_name(), EngineFlags().by_name()
+def _refuse_flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> None:
+    ours, default = engine.by_name(), ModelFlags().by_name()
     given = [name for name in ours if ours[name] != default[name]]
     if connection.model != DEFAULT_MODEL:
         given.insert(0, "model")

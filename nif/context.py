@@ -10,6 +10,7 @@ Synchronous. The tensors are touched by `eval` and what calls it, always on one 
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -140,7 +141,7 @@ class Context:
             states = [state for state in samplers if state is not None]
             last = torch.cat([logits[i][-1:] for i in chosen])
             positions = [batch[i].n_past + len(batch[i].tokens) for i in chosen]
-            for i, draw in zip(chosen, sample(last, states, positions), strict=True):
+            for i, draw in zip(chosen, _draw(last, states, positions), strict=True):
                 drawn[i] = draw
         return logits, drawn
 
@@ -342,3 +343,14 @@ def _logit_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
         elif entry.logits is Logits.LAST:
             rows.append(int(starts[index + 1]) - 1)
     return np.array(rows, np.int64)
+
+
+def _draw(
+    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """Draws where the logits are: both samplers give the same tokens."""
+    if logits.device.type == "cpu" or find_spec("triton") is None:
+        return sample(logits, states, positions)
+    from genbatch.nif.device_sampler import sample as sample_on_device
+
+    return sample_on_device(logits, states, positions)

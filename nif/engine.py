@@ -8,7 +8,8 @@ import torch
 
 from genbatch.nif.cache_size import CacheLimits, CacheSize, StepShape, cache_size
 from genbatch.nif.context import Context
-from genbatch.nif.errors import OptionError
+from genbatch.nif.cuda_graphs import GraphOptions
+from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.free_memory import free_gpu_memory, free_host_memory
 from genbatch.nif.model import Model, load_model
 from genbatch.nif.native.errors import NativeUnavailable
@@ -35,6 +36,8 @@ class EngineOptions:
             insist on one.
         quantize: "none" computes in the dtype; "int8" quantises weights and activations of the native runner.
         n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
+        use_cuda_graph: whether decode steps are captured and replayed; needs a GPU and a model of the Llama family.
+        q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: see GraphOptions.
         n_ctx: positions in the KV pool, all sequences together.
         num_blocks: blocks of the KV pool, where that is to be pinned instead.
         max_tokens_in_cache: positions at most, whatever the other limits say (TensorRT-LLM's maxTokens).
@@ -50,6 +53,10 @@ class EngineOptions:
     runner: str = "auto"
     quantize: str = "none"
     n_threads: int = 0
+    use_cuda_graph: bool = False
+    q_padding_interval_size: int = 0
+    kv_padding_interval_size: int = 0
+    max_cached_graphs: int = 64
     n_ctx: int = 8192
     num_blocks: int | None = None
     max_tokens_in_cache: int | None = None
@@ -71,6 +78,16 @@ class EngineOptions:
                 raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
         if self.n_threads < 0:
             raise OptionError("n_threads", f"must be at least 0, not {self.n_threads}")
+        self.graphs()
+
+    def graphs(self) -> GraphOptions | None:
+        """How decode steps are captured; None where they are not.
+
+        Raises:
+            OptionError: a padding or a count is out of range.
+        """
+        options = GraphOptions(self.q_padding_interval_size, self.kv_padding_interval_size, self.max_cached_graphs)
+        return options if self.use_cuda_graph else None
 
 
 class Engine:
@@ -163,6 +180,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
     if options.n_threads and model.device.type == "cpu":
         torch.set_num_threads(options.n_threads)
     on_gpu = model.device.type == "cuda"
+    if options.use_cuda_graph and not (on_gpu and options.runner in ("auto", "triton")):
+        raise OptionError("use_cuda_graph", f"CUDA graphs need the triton runner on a GPU, and {model.name} is on the CPU")
     if options.runner == "triton" or (options.runner == "auto" and on_gpu):
         _refuse_quantize(options, "the triton runner computes in the model's dtype")
         return _triton(model, options)
@@ -184,13 +203,16 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[], Runner]:
     if model.device.type != "cuda":
         raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
     try:
-        from genbatch.nif.triton_runner import TritonRunner
-    except ImportError as error:
-        if options.runner == "triton":
-            raise OptionError("runner", "triton is not installed: pip install genbatch[gpu]") from error
-        log.info("%s runs in torch: triton is not installed", model.name)
+        from genbatch.nif.triton_runner import TritonRunner, check_model
+
+        check_model(model)
+    except (ImportError, ModelError) as error:
+        reason = "triton is not installed" if isinstance(error, ImportError) else error.reason
+        if options.runner == "triton" or options.use_cuda_graph:
+            raise OptionError("runner", f"triton cannot run {model.name}: {reason}") from error
+        log.info("%s runs in torch: %s", model.name, reason)
         return lambda: TorchRunner(model)
-    return lambda: TritonRunner(model)
+    return lambda: TritonRunner(model, graphs=options.graphs())
 
 
 def _refuse_quantize(options: EngineOptions, reason: str) -> None:

@@ -46,7 +46,7 @@ class TritonRunner:
     """
 
     def __init__(self, model: "Model", *, tier: Tier = "auto", graphs: GraphOptions | None = None) -> None:
-        _check_model(model)
+        check_model(model)
         unfit = why_not_lean(model)
         if tier == "lean" and unfit is not None:
             raise OptionError("tier", f"lean cannot run {model.name}: {unfit}")
@@ -228,7 +228,7 @@ def _unit_stride(part: torch.Tensor) -> torch.Tensor:
     return part if part.stride(-1) == 1 else part.contiguous()
 
 
-def _check_model(model: "Model") -> None:
+def check_model(model: "Model") -> None:
     """Raises unless the kernels serve this model on this device."""
     interpreted = bool(triton.knobs.runtime.interpret)
     if model.device.type != "cuda" and not interpreted:

@@ -17,6 +17,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+else:
+    # Unset, triton warns at its first compilation, and warnings are errors here.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from genbatch.nif.model import Model, load_model
 

@@ -1,5 +1,6 @@
 """The Batcher over a real (tiny) model: every caller gets its own text, and nothing leaks whatever happens."""
 
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -291,9 +292,31 @@ async def test_a10_the_event_loop_goes_on_during_a_forward(tiny_model: TinyModel
 
 
 @pytest.mark.trio
-async def test_a12_one_thread_touches_the_model(tiny_model: TinyModel) -> None:
-    import threading
+async def test_a11_more_sequences_need_no_more_steps(tiny_model: TinyModel) -> None:
+    """What makes the total rise with the sequences; the benchmark `throughput.py` has the figures."""
+    steps = {}
+    for count in (1, 8, 16):
+        async with batcher(tiny_model("llama"), n_parallel=16, batch_size=count, batch_timeout=1e6) as bench:
+            await gather(bench, [{"token_ids": [5, i + 3], "max_tokens": 12, "ignore_eos": True} for i in range(count)])
+            steps[count] = bench.actor.stats.steps
+            assert bench.actor.stats.generation_tokens == 12 * count
+    assert steps == {1: 12, 8: 12, 16: 12}
 
+
+@pytest.mark.trio
+async def test_a_batcher_whose_context_does_not_open_leaves_no_thread() -> None:
+    def fails() -> Context:
+        raise ValueError("no memory")
+
+    before = threading.active_count()
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(ValueError, match="no memory"):
+            await start(nursery, Batcher(fails))
+    assert threading.active_count() == before
+
+
+@pytest.mark.trio
+async def test_a12_one_thread_touches_the_model(tiny_model: TinyModel) -> None:
     threads: set[str] = set()
 
     class Spy(TorchRunner):

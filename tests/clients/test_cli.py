@@ -19,8 +19,9 @@ from genbatch.actors.batching_type import BatchingType
 from genbatch.actors.capacity import PauseOrder, SchedulerPolicy
 from genbatch.actors.options import BatcherOptions
 from genbatch.clients import SyncZeroMQClient
+from genbatch.clients.batcher_flags import BatcherFlags
 from genbatch.clients.cli import app
-from genbatch.clients.service_flags import BatcherFlags, EngineFlags
+from genbatch.clients.engine_flags import ModelFlags, PoolFlags, engine_options
 from genbatch.nif.engine import EngineOptions
 from genbatch.nif.errors import ModelError
 from genbatch.proto.messages import RequestLimits
@@ -63,7 +64,7 @@ def test_version_is_printed() -> None:
 
 
 def test_the_flags_defaults_are_the_options_defaults() -> None:
-    assert EngineFlags().options("some") == EngineOptions(model_path="some")
+    assert engine_options("some", ModelFlags(), PoolFlags()) == EngineOptions(model_path="some")
     assert BatcherFlags().options() == BatcherOptions()
 
 
@@ -75,6 +76,10 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         runner="torch",
         quantize="int8",
         n_threads=3,
+        use_cuda_graph=True,
+        q_padding_interval_size=4,
+        kv_padding_interval_size=128,
+        max_cached_graphs=9,
         n_ctx=100,
         num_blocks=7,
         max_tokens_in_cache=90,
@@ -101,19 +106,43 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         max_held_prompts=6,
         limits=RequestLimits(max_n=2, max_deadline_s=9.0),
     )
-    for given, plain in ((engine, EngineOptions()), (batcher, BatcherOptions())):
-        same = {field.name for field in fields(given) if getattr(given, field.name) == getattr(plain, field.name)}
+    for chosen, plain in ((engine, EngineOptions()), (batcher, BatcherOptions())):
+        same = {field.name for field in fields(chosen) if getattr(chosen, field.name) == getattr(plain, field.name)}
         assert same <= {"scheduler_policy"}, "an option without a flag, or one that is not tried here"
-    flags = (
-        "some --bind ipc:///tmp/x --dtype bfloat16 --n-gpu-layers 0 --runner torch --quantize int8 --n-threads 3 "
-        "--n-ctx 100 --num-blocks 7 --max-tokens-in-cache 90 --max-memory-percent 0.5 --block-size 8 "
-        "--cap-per-sequence --no-block-sharing --n-parallel 3 --batch-size 2 --batch-timeout 7.5 "
-        "--max-batch-tokens 99 --max-queue 5 --scheduler prefill_first --scheduler-policy max_utilization "
-        "--batching-type inflightbatching --cache-budget 11 --no-chunked-context --margin 0.3 --pause-order oldest "
-        "--cpu-offload-space 1.5 --max-held-prompts 6 --limit max_n=2 --limit max_deadline_s=9"
-    ).split()
+    flags = {
+        "bind": "ipc:///tmp/x",
+        "dtype": "bfloat16",
+        "n-gpu-layers": 0,
+        "runner": "torch",
+        "quantize": "int8",
+        "n-threads": 3,
+        "q-padding-interval-size": 4,
+        "kv-padding-interval-size": 128,
+        "max-cached-graphs": 9,
+        "n-ctx": 100,
+        "num-blocks": 7,
+        "max-tokens-in-cache": 90,
+        "max-memory-percent": 0.5,
+        "block-size": 8,
+        "n-parallel": 3,
+        "batch-size": 2,
+        "batch-timeout": 7.5,
+        "max-batch-tokens": 99,
+        "max-queue": 5,
+        "scheduler": "prefill_first",
+        "scheduler-policy": "max_utilization",
+        "batching-type": "inflightbatching",
+        "cache-budget": 11,
+        "margin": 0.3,
+        "pause-order": "oldest",
+        "cpu-offload-space": 1.5,
+        "max-held-prompts": 6,
+    }
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context"]
+    given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)
-    result = run("serve", *flags, "--system-prompt", "Be brief.", "--system-prompt", "Be kind.")
+    result = run("serve", "some", *given)
     assert "the end" in result.stderr
     assert opened == [(engine, batcher, "ipc:///tmp/x")]
 

@@ -2,7 +2,7 @@
 
 import io
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -17,10 +17,11 @@ def answered(prompt: str, words: list[str], started_at: float = 0.0) -> Answer:
     return answer
 
 
+@settings(max_examples=25, deadline=None)
 @given(
-    width=st.integers(40, 240),
+    width=st.integers(56, 240),
     height=st.integers(34, 80),
-    texts=st.lists(st.lists(st.text(), max_size=60), min_size=8, max_size=8),
+    texts=st.lists(st.lists(st.text(max_size=12), max_size=20), min_size=8, max_size=8),
 )
 def test_panels_and_table_fit_the_window_together(width: int, height: int, texts: list[list[str]]) -> None:
     console = Console(width=width, height=height, file=io.StringIO())

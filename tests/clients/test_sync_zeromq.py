@@ -146,9 +146,9 @@ def test_a_service_that_was_restarted_between_two_requests_is_found_again(tmp_pa
 
 
 def test_nobody_at_the_address_is_unavailable_after_the_timeout(tmp_path: Path) -> None:
-    with SyncZeroMQClient(f"ipc://{tmp_path / 'nobody'}", timeout=0.1) as client:
-        with pytest.raises(Unavailable, match="no service answers"):
-            client.generate("a")
+    nobody = SyncZeroMQClient(f"ipc://{tmp_path / 'nobody'}", timeout=0.1)
+    with nobody as client, pytest.raises(Unavailable, match="no service answers"):
+        client.generate("a")
     with pytest.raises(Unavailable, match="no address"), SyncZeroMQClient("nonsense"):
         pass
 

@@ -210,13 +210,12 @@ async def test_a_service_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_a_service_that_stops_ends_open_calls(tmp_path: Path) -> None:
-    async with served(tmp_path) as service, ZeroMQClient(service.address) as client:
-        async with client.stream("hold") as stream:
-            await service.batcher.arrival("hold")
-            service.gateway_scope.cancel()
-            with pytest.raises(Unavailable):
-                async for _ in stream:
-                    pass
+    async with served(tmp_path) as service, ZeroMQClient(service.address) as client, client.stream("hold") as stream:
+        await service.batcher.arrival("hold")
+        service.gateway_scope.cancel()
+        with pytest.raises(Unavailable):
+            async for _ in stream:
+                pass
 
 
 async def test_a_service_that_was_restarted_between_two_requests_is_found_again(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The flags of a service: which model, how it runs, how it batches."""
+"""The flags that say how a service batches requests."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -12,103 +12,11 @@ from genbatch.actors.options import BatcherOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.messages import RequestLimits
 
-if TYPE_CHECKING:  # imports torch, which takes seconds
-    from genbatch.nif.engine import EngineOptions
-
-DEFAULT_MODEL = "smollm2"
-
-_MODEL = "Model and memory"
 _BATCHING = "Batching"
 _SCHEDULING = "Scheduling"
-_LIMITS = "Requests"
+_REQUESTS = "Requests"
 
 _LIMIT_NAMES = ", ".join(RequestLimits.__struct_fields__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFlags:
-    """The fields of EngineOptions, without the model's name."""
-
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="TYPE",
-            help="auto, float32, bfloat16 or float16; auto is bfloat16 where the GPU has it, else float32.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto"
-    n_gpu_layers: Annotated[
-        int, typer.Option(help="-1: all layers on the GPU if there is one; 0: all on the CPU.", rich_help_panel=_MODEL)
-    ] = -1
-    runner: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="auto, native (C, CPU), triton (GPU) or torch; auto is the fastest that runs the model here.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto"
-    quantize: Annotated[
-        str,
-        typer.Option(
-            metavar="TYPE", help="none, or int8 weights and activations of the native runner.", rich_help_panel=_MODEL
-        ),
-    ] = "none"
-    n_threads: Annotated[
-        int, typer.Option(help="Threads of a step on the CPU; 0: the cores there are.", rich_help_panel=_MODEL)
-    ] = 0
-    n_ctx: Annotated[
-        int, typer.Option(help="Positions in the KV pool, all sequences together.", rich_help_panel=_MODEL)
-    ] = 8192
-    num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the KV pool, instead of n_ctx.", rich_help_panel=_MODEL)
-    ] = None
-    max_tokens_in_cache: Annotated[
-        int | None, typer.Option(help="Positions at most, whatever the other limits say.", rich_help_panel=_MODEL)
-    ] = None
-    max_memory_percent: Annotated[
-        float, typer.Option(help="Fraction of the free memory for the KV pool and a step.", rich_help_panel=_MODEL)
-    ] = 0.9
-    block_size: Annotated[int, typer.Option(help="Positions in a KV block.", rich_help_panel=_MODEL)] = 16
-    cap_per_sequence: Annotated[
-        bool,
-        typer.Option(
-            "--cap-per-sequence",
-            help="Let one sequence take at most n_ctx / n_parallel positions.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False
-    no_block_sharing: Annotated[
-        bool,
-        typer.Option(
-            "--no-block-sharing",
-            help="Do not reuse evaluated blocks by content (the prefix cache).",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False
-
-    def options(self, model: str) -> "EngineOptions":
-        """The engine's options for `model`; imports torch."""
-        from genbatch.nif.engine import EngineOptions
-
-        return EngineOptions(model_path=model, **self.by_name())
-
-    def by_name(self) -> dict[str, Any]:
-        """Keyword arguments of EngineOptions."""
-        return {
-            "dtype": self.dtype,
-            "n_gpu_layers": self.n_gpu_layers,
-            "runner": self.runner,
-            "quantize": self.quantize,
-            "n_threads": self.n_threads,
-            "n_ctx": self.n_ctx,
-            "num_blocks": self.num_blocks,
-            "max_tokens_in_cache": self.max_tokens_in_cache,
-            "max_memory_percent": self.max_memory_percent,
-            "block_size": self.block_size,
-            "cap_per_sequence": self.cap_per_sequence,
-            "allow_block_sharing": not self.no_block_sharing,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,23 +89,25 @@ class BatcherFlags:
         ),
     ] = 0.0
     max_queue: Annotated[
-        int, typer.Option(help="Most requests waiting; one more is refused with a hint.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Most requests waiting; one more is refused with a hint.", rich_help_panel=_REQUESTS)
     ] = 256
     system_prompt: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="A system prompt to hold from the start; may be given again.", rich_help_panel=_LIMITS
+            metavar="TEXT",
+            help="A system prompt to hold from the start; may be given again.",
+            rich_help_panel=_REQUESTS,
         ),
     ] = None
     max_held_prompts: Annotated[
-        int, typer.Option(help="Most system prompts whose KV is held to be shared.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Most system prompts whose KV is held to be shared.", rich_help_panel=_REQUESTS)
     ] = 4
     limit: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
             help=f"What one request may ask for; may be given again. Names: {_LIMIT_NAMES}.",
-            rich_help_panel=_LIMITS,
+            rich_help_panel=_REQUESTS,
         ),
     ] = None
 

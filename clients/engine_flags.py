@@ -1,0 +1,125 @@
+"""The flags that say which model a service runs, how, and over how much memory."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:  # imports torch, which takes seconds
+    from genbatch.nif.engine import EngineOptions
+
+DEFAULT_MODEL = "smollm2"
+
+_MODEL = "Model"
+_POOL = "KV pool"
+_GRAPHS = "CUDA graphs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlags:
+    """Where and how a model runs: the fields of EngineOptions that every command has."""
+
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help="auto, float32, bfloat16 or float16; auto is bfloat16 where the GPU has it, else float32.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    n_gpu_layers: Annotated[
+        int, typer.Option(help="-1: all layers on the GPU if there is one; 0: all on the CPU.", rich_help_panel=_MODEL)
+    ] = -1
+    runner: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="auto, native (C, CPU), triton (GPU) or torch; auto is the fastest that runs the model here.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    quantize: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE", help="none, or int8 weights and activations of the native runner.", rich_help_panel=_MODEL
+        ),
+    ] = "none"
+    n_threads: Annotated[
+        int, typer.Option(help="Threads of a step on the CPU; 0: the cores there are.", rich_help_panel=_MODEL)
+    ] = 0
+    n_ctx: Annotated[
+        int, typer.Option(help="Positions in the KV pool, all sequences together.", rich_help_panel=_MODEL)
+    ] = 8192
+
+    def by_name(self) -> dict[str, Any]:
+        """Keyword arguments of EngineOptions."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFlags:
+    """The KV pool and CUDA graphs: the other fields of EngineOptions."""
+
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the KV pool, instead of n_ctx.", rich_help_panel=_POOL)
+    ] = None
+    max_tokens_in_cache: Annotated[
+        int | None, typer.Option(help="Positions at most, whatever the other limits say.", rich_help_panel=_POOL)
+    ] = None
+    max_memory_percent: Annotated[
+        float, typer.Option(help="Fraction of the free memory for the KV pool and a step.", rich_help_panel=_POOL)
+    ] = 0.9
+    block_size: Annotated[int, typer.Option(help="Positions in a KV block.", rich_help_panel=_POOL)] = 16
+    cap_per_sequence: Annotated[
+        bool,
+        typer.Option(
+            "--cap-per-sequence",
+            help="Let one sequence take at most n_ctx / n_parallel positions.",
+            rich_help_panel=_POOL,
+        ),
+    ] = False
+    no_block_sharing: Annotated[
+        bool,
+        typer.Option(
+            "--no-block-sharing",
+            help="Do not reuse evaluated blocks by content (the prefix cache).",
+            rich_help_panel=_POOL,
+        ),
+    ] = False
+
+    use_cuda_graph: Annotated[
+        bool,
+        typer.Option("--use-cuda-graph", help="Capture and replay decode steps on the GPU.", rich_help_panel=_GRAPHS),
+    ] = False
+    q_padding_interval_size: Annotated[
+        int,
+        typer.Option(
+            help="A step's tokens are padded to a multiple of it; 0: 1, 2, 4, then eights.", rich_help_panel=_GRAPHS
+        ),
+    ] = 0
+    kv_padding_interval_size: Annotated[
+        int,
+        typer.Option(
+            help="The longest sequence's length is padded to a multiple of it; 0: 1024.", rich_help_panel=_GRAPHS
+        ),
+    ] = 0
+    max_cached_graphs: Annotated[
+        int, typer.Option(help="Graphs kept; the least recently used is dropped.", rich_help_panel=_GRAPHS)
+    ] = 64
+
+    def by_name(self) -> dict[str, Any]:
+        """Keyword arguments of EngineOptions."""
+        named = asdict(self)
+        named["allow_block_sharing"] = not named.pop("no_block_sharing")
+        return named
+
+
+def engine_options(model: str, flags: ModelFlags, pool: PoolFlags | None = None) -> "EngineOptions":
+    """The engine's options for `model`; imports torch.
+
+    Raises:
+        OptionError: a value is out of range; the message names the option.
+    """
+    from genbatch.nif.engine import EngineOptions
+
+    return EngineOptions(model_path=model, **flags.by_name(), **(pool.by_name() if pool else {}))
