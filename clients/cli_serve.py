@@ -1,7 +1,7 @@
 """`genbatch serve`: a service until a signal ends it."""
 
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +20,8 @@ from genbatch.clients.flag_group import with_flag_groups
 from genbatch.clients.log_lines import log_event, log_telemetry, start_logging
 from genbatch.clients.progress import LoadingBars
 
-if TYPE_CHECKING:  # imports torch, which takes seconds
+if TYPE_CHECKING:  # import torch, which takes seconds
+    from genbatch.actors.service import Service
     from genbatch.nif.engine import EngineOptions
 
 
@@ -63,23 +64,35 @@ def serve(
 
 
 async def _serve(engine: Callable[[], "EngineOptions"], batcher: BatcherOptions, address: str) -> None:
+    ready = False
+    try:
+        async with _open_service(engine, batcher, address) as service:
+            from genbatch.actors.batcher_messages import GetStats
+
+            stats = await service.batcher.call(GetStats())
+            Console().print(banner(service.engine, stats, service.addresses))
+            start_logging()
+            log_telemetry(service.telemetry)
+            log_event("ready", model=service.engine.model.name, addresses=",".join(service.addresses))
+            ready = True
+            try:
+                await trio.sleep_forever()
+            finally:
+                log_event("stopping")
+    finally:
+        if ready:
+            log_event("stopped")
+
+
+@asynccontextmanager
+async def _open_service(
+    engine: Callable[[], "EngineOptions"], batcher: BatcherOptions, address: str
+) -> AsyncIterator["Service"]:
     async with AsyncExitStack() as stack:
         with LoadingBars(Console(stderr=True)) as bars:
             await import_engine(bars)
-            from genbatch.actors.batcher_messages import GetStats
             from genbatch.actors.service import open_service
 
             opening = open_service(engine(), batcher, bind=address, progress=bars)
             service = await stack.enter_async_context(opening)
-        stats = await service.batcher.call(GetStats())
-        Console().print(banner(service.engine, stats, service.addresses))
-        start_logging()
-        log_telemetry(service.telemetry)
-        log_event("ready", model=service.engine.model.name, addresses=",".join(service.addresses))
-        try:
-            await trio.sleep_forever()
-        finally:
-            log_event("stopping")
-            with trio.CancelScope(shield=True):  # what holds it up is bounded by the tree's own timeouts
-                await stack.aclose()
-            log_event("stopped")
+        yield service

@@ -86,7 +86,11 @@ class EngineOptions:
         Raises:
             OptionError: a padding or a count is out of range.
         """
-        options = GraphOptions(self.q_padding_interval_size, self.kv_padding_interval_size, self.max_cached_graphs)
+        options = GraphOptions(
+            q_padding_interval_size=self.q_padding_interval_size,
+            kv_padding_interval_size=self.kv_padding_interval_size,
+            max_cached_graphs=self.max_cached_graphs,
+        )
         return options if self.use_cuda_graph else None
 
 
