@@ -590,7 +590,7 @@ class Batcher(GenServer):
         self._count_token(sequence)
         self.stats.generation_tokens += len(beams.running) - 1
         if beams.advance():
-            self._finish(sequence, "length")
+            self._finish(sequence, "stop" if beams.ended_by_stop else "length")
             return
         for source, target in beams.moves:
             self.ctx.seq_rm(slots[target])

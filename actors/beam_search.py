@@ -64,6 +64,11 @@ class BeamSearch:
         self._drawn: dict[int, tuple[Candidates, torch.Tensor | None]] = {}
 
     @property
+    def ended_by_stop(self) -> bool:
+        """Whether the best beam ended with a stop id, and not at the most tokens."""
+        return self.best()[0].tokens[-1] in self.stop_ids
+
+    @property
     def num_candidates(self) -> int:
         """How many of the likeliest tokens of each beam are looked at: `width` of them cannot all be ends."""
         return max(2, 1 + len(self.stop_ids)) * self.width

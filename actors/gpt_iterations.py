@@ -92,7 +92,8 @@ class GptIterations:
                 await self._iterate()
         except BaseException as error:
             if isinstance(error, Exception):
-                with suppress(ActorError):
+                # Shielded: a crash of the model's actor cancels this task too, and the finals come first.
+                with trio.CancelScope(shield=True), suppress(ActorError):
                     await self._interrupt(self._active)
             for request in self._active.values():
                 request.fault = f"the batch manager has ended: {error!r}"

@@ -185,7 +185,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
         torch.set_num_threads(options.n_threads)
     on_gpu = model.device.type == "cuda"
     if options.use_cuda_graph and not (on_gpu and options.runner in ("auto", "triton")):
-        raise OptionError("use_cuda_graph", f"CUDA graphs need the triton runner on a GPU, and {model.name} is on the CPU")
+        where = f"{model.name} is on {model.device} with runner {options.runner}"
+        raise OptionError("use_cuda_graph", f"CUDA graphs need the triton runner on a GPU, and {where}")
     if options.runner == "triton" or (options.runner == "auto" and on_gpu):
         _refuse_quantize(options, "the triton runner computes in the model's dtype")
         return _triton(model, options)

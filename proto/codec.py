@@ -1,7 +1,8 @@
 """Bytes to plain data and back, within limits; plain data to typed messages. Knows nothing of RPC.
 
 Decoding takes three looks, each of which makes the next one safe: msgspec walks the bytes without making an object,
-so that every length in them is true and nothing is allocated for a lie; msgpack makes the objects, with bounds and
+so that every length in them is true (msgpack reserves room for lengths before it has seen what they count: 80 MB for a
+frame of 5 kB); msgpack makes the objects, with bounds and
 without extension types or duplicate keys; msgspec converts these to a type and names the path of what does not fit.
 """
 
@@ -48,9 +49,7 @@ def decode(data: bytes, limits: DecodeLimits) -> Any:
         raise MalformedMessage(str(error).removeprefix("MessagePack data is malformed: ")) from None
     except (RecursionError, msgpack.StackError):
         raise MalformedMessage(f"nested more than {limits.max_nesting} deep") from None
-    except UnicodeDecodeError as error:
-        raise MalformedMessage(f"a string is not UTF-8: {error.reason}") from None
-    except (ValueError, TypeError, msgpack.UnpackException) as error:  # a limit, an extension type, a key
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # a limit, an extension type, a key, no UTF-8
         raise MalformedMessage(str(error)) from None
     if _is_deeper(value, limits.max_nesting):
         raise MalformedMessage(f"nested more than {limits.max_nesting} deep")

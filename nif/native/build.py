@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from genbatch.nif.model_source import cache_directory
+from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.errors import NativeUnavailable
 
 SOURCE_DIRECTORY = Path(__file__).parent
 # gnu11 for madvise and sched_yield; no contraction: see simd.h.
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 300
 
@@ -57,14 +59,25 @@ def build_library(machine_flags: Sequence[str] | None = None) -> Path:
 
 
 def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:
-    """Runs the compiler.
+    """Compiles the sources side by side and links them.
 
     Raises:
-        NativeUnavailable: it failed; the reason holds the first line of its complaint.
+        NativeUnavailable: the compiler failed; the reason holds the first line of its complaint.
     """
-    command = [compiler, *flags, *map(str, sources), "-o", str(output), "-lm"]
+    objects = [output.with_name(f"{source.stem}.o") for source in sources]
+    with ThreadPoolExecutor(available_cores()) as threads:
+        jobs = [
+            threads.submit(_run, compiler, (*flags, "-c", str(source), "-o", str(target)))
+            for source, target in zip(sources, objects, strict=True)
+        ]
+    for job in jobs:
+        job.result()
+    _run(compiler, (*flags, "-shared", *map(str, objects), "-o", str(output), "-lm"))
+
+
+def _run(compiler: str, arguments: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as fault:
         raise NativeUnavailable(f"{compiler} did not run: {fault}") from fault
     if done.returncode != 0:

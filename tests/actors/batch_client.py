@@ -51,6 +51,7 @@ class BatchClient:
         self.threads.add(threading.current_thread().name)
         with self._changed:
             self.asked.append(max_num_requests)
+            self._changed.notify_all()
             count = len(self.waiting) if max_num_requests < 0 else max_num_requests
             taken, self.waiting = self.waiting[:count], self.waiting[count:]
             return taken
@@ -81,7 +82,7 @@ class BatchClient:
         assert done, {one: len(self.finals(one)) for one in request_ids}
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until a response makes the condition true."""
+        """Until a response, or being asked for requests, makes the condition true."""
         with self._changed:
             assert self._changed.wait_for(condition, timeout=PATIENCE_S)
 

@@ -112,9 +112,7 @@ class Loop:
             self.running.remove(scheduled)
             self.finished.append(scheduled)
 
-    def run(
-        self, max_ticks: int = 10_000, each_tick: Callable[[SchedulerOutput], None] | None = None
-    ) -> None:
+    def run(self, max_ticks: int = 10_000, each_tick: Callable[[SchedulerOutput], None] | None = None) -> None:
         """Ticks until nothing is left; a scheduler that stops making progress is an error."""
         for _ in range(max_ticks):
             if not self.running and not self.waiting:

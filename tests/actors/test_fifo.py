@@ -38,9 +38,7 @@ def test_h05_decodes_then_active_prefills_then_waiting_requests_by_arrival() -> 
 
 def test_h05_a_lower_priority_value_is_served_first_then_arrival_decides() -> None:
     loop = loop_with(StepLimits(max_batch_tokens=4, block_size=4), slots=1)
-    loop.add(
-        [request(1, 4, 1), request(2, 4, 1, priority=-1), request(3, 4, 1), request(4, 4, 1, priority=2)]
-    )
+    loop.add([request(1, 4, 1), request(2, 4, 1, priority=-1), request(3, 4, 1), request(4, 4, 1, priority=2)])
     loop.run()
     assert [one.request_id for one in loop.finished] == [2, 1, 3, 4]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from genbatch.actors.batcher import Batcher
 from genbatch.actors.batching_type import BatchingType
 from genbatch.actors.capacity import SchedulerPolicy
 from genbatch.actors.gpt_manager import GptManager
@@ -148,14 +149,12 @@ def test_b06_stopped_requests_end_with_what_they_have_and_free_their_blocks(
 def test_b07_statistics_come_only_while_something_is_active(tiny_model: TinyModel) -> None:
     client = BatchClient()
     with manager(tiny_model("llama"), client):
-        while len(client.asked) < 5:
-            threading.Event().wait(0.001)
+        client.wait_until(lambda: len(client.asked) >= 5)
         assert client.stats == []
         client.add(inference_request(1, [5, 6], 4, end_id=-1))
         client.wait(1)
-        idle_from = len(client.asked) + 2
-        while len(client.asked) < idle_from + 3:
-            threading.Event().wait(0.001)
+        idle_from = len(client.asked)
+        client.wait_until(lambda: len(client.asked) >= idle_from + 5)
         assert len(client.stats) == 4
 
 
@@ -278,8 +277,6 @@ def test_b04_a_model_actor_that_crashes_leaves_one_final_each(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = BatchClient(*(inference_request(i, prompt_of(4, i), 90, end_id=-1) for i in range(3)))
-    from genbatch.actors.batcher import Batcher
-
     commit = Batcher._commit
 
     def crash(batcher: Batcher, *args: Any) -> None:
@@ -339,6 +336,33 @@ def test_b15_all_model_types_give_the_same_tokens_and_fused_runs_the_fewest_forw
         BatchingType.INFLIGHT_BATCHING: True,
         BatchingType.INFLIGHT_FUSED_BATCHING: True,
     }
+
+
+@torch.inference_mode()
+def transformers_beams(oracle: Any, prompt: list[int], beams: int, length: int) -> list[list[int]]:
+    ids = torch.tensor([prompt])
+    options = {"num_beams": beams, "num_return_sequences": beams, "max_new_tokens": length, "do_sample": False}
+    rows = oracle._hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=2, **options)
+    return rows[:, len(prompt) :].tolist()
+
+
+def test_b16_beams_are_transformers_own_and_a_wider_request_is_refused(
+    tiny_model: TinyModel, oracle: OracleOf, contexts: list[Context]
+) -> None:
+    prompts = {i: prompt_of(5 + 4 * i, i) for i in range(1, 4)}
+    widths = {1: 2, 2: 4, 3: 1}
+    client = BatchClient(
+        *(inference_request(i, prompt, 10, beam_width=widths[i]) for i, prompt in prompts.items()),
+        inference_request(9, prompts[1], 10, beam_width=5),
+    )
+    with manager(tiny_model("llama"), client, max_beam_width=4):
+        client.wait(1, 2, 3, 9)
+    for i, prompt in prompts.items():
+        expected = transformers_beams(oracle("llama"), prompt, widths[i], 10)
+        for beam, tokens in enumerate(expected):
+            got = client.responses[i][0].tensors.output_ids[0, beam, len(prompt) :].tolist()
+            assert got[: len(tokens)] == tokens
+    assert "at most 4" in client.responses[9][0].error
 
 
 def test_b32_only_the_offending_request_is_refused(tiny_model: TinyModel, oracle: OracleOf) -> None:

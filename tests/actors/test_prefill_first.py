@@ -54,9 +54,7 @@ def test_h06_nobody_starves_under_prefill_first(jobs, tokens, num_blocks, cache_
 
 def test_h06_a_steady_stream_of_prompts_does_not_keep_the_decodes_out() -> None:
     limits, kv = StepLimits(max_batch_tokens=8, block_size=4), CountedBlocks(400, 4)
-    loop = Loop(
-        SimpleScheduler(GuaranteedNoEvictScheduler(16, kv), PrefillFirstScheduler(limits)), kv, limits
-    )
+    loop = Loop(SimpleScheduler(GuaranteedNoEvictScheduler(16, kv), PrefillFirstScheduler(limits)), kv, limits)
     first = request(0, 4, 10)
     loop.add([first])
     for number in range(1, 60):

@@ -123,6 +123,25 @@ async def test_two_tasks_that_send_and_receive_on_one_socket_wake_each_other() -
         assert received == [[b"%d" % number] for number in range(2000)]
 
 
+async def test_messages_that_come_together_wake_a_receiver_each() -> None:
+    async with open_socket(zmq.PULL) as pull, open_socket(zmq.PUSH) as push:
+        push.connect(pull.bind("tcp://127.0.0.1:*"))
+        for _ in range(20):
+            received: list[bytes] = []
+
+            async def receive_one(received: list[bytes] = received) -> None:
+                received += await pull.recv()
+
+            with trio.fail_after(20):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(50):
+                        nursery.start_soon(receive_one)
+                    await trio.testing.wait_all_tasks_blocked()
+                    for number in range(50):
+                        await push.send([b"%d" % number])
+            assert sorted(map(int, received)) == list(range(50))
+
+
 async def test_closing_wakes_everybody_who_waits() -> None:
     async with AsyncExitStack() as stack:
         socket = await stack.enter_async_context(open_socket(zmq.DEALER))

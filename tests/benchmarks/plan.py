@@ -47,9 +47,7 @@ def requests(num_decoding: int) -> list[LlmRequest]:
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 300
-    print(
-        f"{RUNNING} running, {WAITING} waiting; microseconds a tick, median and 99th percentile of {rounds}"
-    )
+    print(f"{RUNNING} running, {WAITING} waiting; microseconds a tick, median and 99th percentile of {rounds}")
     for policy in SchedulerPolicy:
         for name in ("fifo", "prefill_first"):
             for slots in (RUNNING, RUNNING + 64):
@@ -65,9 +63,7 @@ def main() -> None:
                     limits, times = options.limits(BLOCK_SIZE), []
                     for _ in range(rounds):
                         start = time.thread_time()
-                        plan = normalize_output(
-                            scheduler.schedule_request(active, set()), active, set(), limits
-                        )
+                        plan = normalize_output(scheduler.schedule_request(active, set()), active, set(), limits)
                         times.append(1e6 * (time.thread_time() - start))
                     median, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
                     print(

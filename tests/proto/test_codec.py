@@ -159,7 +159,7 @@ def test_limits_hold_at_their_edges() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"\xdd\x00\x03\xff\xff" * 200_000,  # arrays in arrays that claim to be long
+        b"\xdd\x00\x03\xff\xff" * 1000,  # arrays in arrays that claim to be long
         b"\xdd\xff\xff\xff\xff" * 3000,
         b"\xdc\x40\x00" + b"\x90" * 0x4000,
         b"\xdc\x40\x00" + b"\x81\x01\x01" * 0x4000,

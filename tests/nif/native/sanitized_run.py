@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.native import llama_weights

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.model import Model
 from genbatch.nif.native import build, library

@@ -4,6 +4,9 @@ import ctypes
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genbatch.nif.native import reference
 from genbatch.nif.native.library import (
     COLUMNS,
@@ -15,8 +18,6 @@ from genbatch.nif.native.library import (
     native_library,
 )
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 KINDS = {"float32": WEIGHT_F32, "bfloat16": WEIGHT_BF16, "int8": WEIGHT_I8, "4-bit grid": WEIGHT_U4}
 GROUP = 64
@@ -57,9 +58,7 @@ def content(linear: Linear, size: int) -> torch.Tensor:
 def multiply(linear: Linear, x: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(x), linear.n), torch.nan)
     x = x.contiguous()
-    status = native_library().linear_probe(
-        ctypes.byref(linear), x.data_ptr(), len(x), x.shape[1], out.data_ptr()
-    )
+    status = native_library().linear_probe(ctypes.byref(linear), x.data_ptr(), len(x), x.shape[1], out.data_ptr())
     assert status == 0
     return out
 

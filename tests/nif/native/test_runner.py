@@ -6,12 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.model import Model
 from genbatch.nif.native.runner import NativeRunner, native_runner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 NAMES = ["llama", "llama_odd", "mistral", "qwen2", "qwen3"]
 LENGTH = 150  # more than two chunks of 64 keys and several windows
@@ -70,9 +71,7 @@ def test_a_ragged_mix_gives_the_logits_of_each_sequence_alone(
     with opened(model, mode) as runner:
         groups = len(runner.groups)
         first = runner.forward(layout(groups, [(0, a[:70], 0), (1, b[:1], 0)], capacity(16), 16))
-        second = runner.forward(
-            layout(groups, [(1, b[1:50], 1), (2, c, 0), (0, a[70:71], 70)], capacity(16), 16)
-        )
+        second = runner.forward(layout(groups, [(1, b[1:50], 1), (2, c, 0), (0, a[70:71], 70)], capacity(16), 16))
         third = runner.forward(layout(groups, [(0, a[71:], 71)], capacity(16), 16))
     got = torch.cat([first[:70], second[49 + LENGTH :], third])
     assert worst_error(got, eager(model, a)) < TOLERANCE[mode]
@@ -138,9 +137,7 @@ def replaced(batch: RaggedBatch, **changes: object) -> RaggedBatch:
 
 
 @pytest.mark.parametrize("mode", ["float32", "bfloat16"])
-def test_blocks_copied_and_put_back_hold_the_same_keys(
-    native_model: Models, layout: Layout, mode: str
-) -> None:
+def test_blocks_copied_and_put_back_hold_the_same_keys(native_model: Models, layout: Layout, mode: str) -> None:
     model = model_for(native_model, "qwen2", mode)
     tokens = tokens_of(model)[0]
     groups, blocks = 2, capacity(16)
@@ -210,9 +207,7 @@ def test_options_out_of_range_are_refused_by_name(native_model: Models, options:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_runner_follows_another_over_the_same_weights(
-    native_model: Models, layout: Layout, mode: str
-) -> None:
+def test_one_runner_follows_another_over_the_same_weights(native_model: Models, layout: Layout, mode: str) -> None:
     model = model_for(native_model, "llama", mode)
     tokens = tokens_of(model)[0]
     with opened(model, mode) as first:

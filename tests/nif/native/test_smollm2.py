@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from genbatch.nif.attention import ATTENTION_NAME
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.model import Model

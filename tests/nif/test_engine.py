@@ -1,0 +1,71 @@
+"""The engine: which runner a model gets, how large its KV pool is, and which options are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from genbatch.nif.engine import Engine, EngineOptions
+from genbatch.nif.errors import OptionError
+from genbatch.nif.model import Model
+from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.torch_runner import TorchRunner
+
+TinyModel = Callable[[str], Model]
+
+
+def context(model: Model, **options: Any) -> Any:
+    return Engine(model, EngineOptions(**options)).open_context(n_parallel=4, n_held=1, n_batch=32)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("runner", "cuda"),
+        ("runner", "triton"),
+        ("quantize", "int3"),
+        ("n_ctx", 0),
+        ("block_size", 0),
+        ("n_threads", -1),
+        ("num_blocks", 0),
+        ("max_memory_percent", 0.0),
+        ("max_memory_percent", 1.5),
+        ("max_cached_graphs", 0),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_named(tiny_model: TinyModel, option: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        context(tiny_model("llama"), **{option: value})
+    assert caught.value.option == option
+
+
+def test_h14_graphs_on_a_cpu_are_refused_with_the_reason(tiny_model: TinyModel) -> None:
+    with pytest.raises(OptionError, match=r"use_cuda_graph.*GPU.*cpu"):
+        context(tiny_model("llama"), use_cuda_graph=True)
+
+
+def test_a_model_that_c_cannot_run_gets_torch_and_insisting_is_refused(tiny_model: TinyModel) -> None:
+    assert isinstance(context(tiny_model("gemma3")).runner, TorchRunner)
+    with pytest.raises(OptionError, match="native"):
+        context(tiny_model("gemma3"), runner="native")
+    with pytest.raises(OptionError, match="quantize"):
+        context(tiny_model("gemma3"), quantize="int8")
+    with pytest.raises(OptionError, match="quantize"):
+        context(tiny_model("llama"), runner="torch", quantize="int8")
+
+
+def test_the_default_model_runs_in_c_where_a_compiler_is(smollm2: Model) -> None:
+    assert isinstance(context(smollm2, runner="native").runner, NativeRunner)
+    assert isinstance(context(smollm2, runner="torch").runner, TorchRunner)
+
+
+def test_h08_pins_are_honoured_and_the_smallest_wins(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama")
+    assert context(model, n_ctx=100, block_size=16).kv.num_blocks == (7,)
+    assert context(model, num_blocks=5).kv.num_blocks == (5,)
+    assert context(model, n_ctx=8192, max_tokens_in_cache=64, block_size=16).kv.num_blocks == (4,)
+
+
+def test_a09_the_cap_is_n_ctx_over_n_parallel(tiny_model: TinyModel) -> None:
+    assert context(tiny_model("llama"), n_ctx=128, cap_per_sequence=True).max_positions == 32
+    assert context(tiny_model("llama"), n_ctx=128).max_positions == 128
