@@ -691,6 +691,10 @@ class Batcher(GenServer):
             "kv_blocks_free": counts.free,
             "kv_blocks_used": counts.used,
             "kv_block_size": kv.block_size,
+            "kv_bytes": sum(
+                count * self.ctx.runner.bytes_per_block(group, kv.block_size)
+                for group, count in enumerate(kv.num_blocks)
+            ),
             "swapped_bytes": self.swap.bytes_used,
         }
 

@@ -53,6 +53,8 @@ class BatcherOptions:
     scheduling: SchedulerOptions = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.n_parallel < 1:
+            raise OptionError("n_parallel", f"must be at least 1, not {self.n_parallel}")
         for name in ("batch_size", "batch_timeout", "max_queue", "max_held_prompts", "cpu_offload_space"):
             if not getattr(self, name) >= 0:  # also refuses NaN
                 raise OptionError(name, f"{getattr(self, name)} is less than 0")

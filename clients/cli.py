@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from genbatch.clients.cli_batch import batch
 from genbatch.clients.cli_chat import chat
 from genbatch.clients.cli_demo import demo
 from genbatch.clients.cli_generate import generate
@@ -21,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, generate, chat, stats):
+for command in (demo, serve, generate, chat, batch, stats):
     app.command()(command)
 
 

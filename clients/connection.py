@@ -33,7 +33,7 @@ class ConnectionFlags:
 
 
 @asynccontextmanager
-async def open_client(connection: ConnectionFlags, engine: ModelFlags) -> AsyncIterator[Client]:
+async def open_client(connection: ConnectionFlags, engine: ModelFlags, *, n_parallel: int = 1) -> AsyncIterator[Client]:
     """A client for as long as the body runs; progress of a private service's start goes to standard error.
 
     Raises:
@@ -51,8 +51,10 @@ async def open_client(connection: ConnectionFlags, engine: ModelFlags) -> AsyncI
             await import_engine(bars)
             from genbatch.clients.batcher import open_batcher
 
-            # One caller at a time: there is nobody to wait for.
-            batcher = open_batcher(connection.model, **engine.by_name(), n_parallel=1, batch_timeout=0.0, progress=bars)
+            # All callers are ours: there is nobody to wait for.
+            batcher = open_batcher(
+                connection.model, **engine.by_name(), n_parallel=n_parallel, batch_timeout=0.0, progress=bars
+            )
             client = await stack.enter_async_context(batcher)
         yield client
 

@@ -1,0 +1,57 @@
+"""Perplexity of NativeRunner's modes on the language reference that Python ships (pydoc_data); a program.
+
+python tests/nif/native/measure_perplexity.py
+"""
+
+import argparse
+import math
+from pydoc_data import topics
+
+import torch
+
+from genbatch.nif.model import load_model
+from genbatch.nif.native.runner import native_runner
+from genbatch.nif.runner import Runner
+
+# Loaded separately: the batch of one prompt is the same as when steps are timed.
+from measure_steps import prefill_batch  # isort: skip
+
+WINDOW = 512  # tokens that are scored together, each from what precedes it in the window
+CHARACTERS = slice(20_000, 110_000)  # about 22,000 tokens of SmolLM2
+
+
+def mean_nll(runner: Runner, tokens: torch.Tensor, vocab_size: int) -> float:
+    """Mean negative log-likelihood per token over whole windows."""
+    losses = []
+    for window in tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW):
+        plain = prefill_batch(vocab_size, WINDOW)
+        fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
+        batch = type(plain)(**{**fields, "input_ids": window, "logit_rows": torch.arange(WINDOW)})
+        logits = runner.forward(batch)
+        losses.append(float(torch.nn.functional.cross_entropy(logits[:-1], window[1:])))
+    return sum(losses) / len(losses)
+
+
+def main() -> None:
+    """Prints each mode and its ratio to bfloat16."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    options = parser.parse_args()
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
+    base = None
+    for mode, dtype, quantize in (
+        ("bfloat16", "bfloat16", "none"),
+        ("float32", "float32", "none"),
+        ("int8", "float32", "int8"),
+    ):
+        model = load_model(options.model, dtype=dtype, n_gpu_layers=0)
+        runner = native_runner(model, quantize=quantize)
+        runner.allocate([WINDOW // 16], 16)
+        nll = mean_nll(runner, torch.tensor(model.tokenizer.encode(text)), model.vocab_size)
+        runner.close()
+        base = nll if base is None else base
+        print(f"{mode:10} nll {nll:.5f}  perplexity {math.exp(nll):.4f}  ratio {math.exp(nll - base):.5f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
