@@ -87,6 +87,7 @@ class SyncZeroMQClient:
         self._socket = self._context.socket(zmq.DEALER)
         set_defaults(self._socket)
         self._socket.setsockopt(zmq.MAXMSGSIZE, RESPONSE_LIMITS.max_bytes)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # as much as we asked for; a full queue would cut the connection off
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a service that may never come
         self._socket.setsockopt(zmq.IPV6, int(self.address.startswith("tcp://[")))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

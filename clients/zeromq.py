@@ -53,6 +53,7 @@ class ZeroMQClient:
     async def __aenter__(self) -> Self:
         socket = await self._stack.enter_async_context(open_socket(zmq.DEALER, linger_ms=LINGER_MS))
         socket.set(zmq.MAXMSGSIZE, RESPONSE_LIMITS.max_bytes)
+        socket.set(zmq.RCVHWM, 0)  # as much as we asked for; a full queue would cut the connection off
         socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a service that may never come
         if self.address.startswith("tcp://["):
             socket.set(zmq.IPV6, 1)

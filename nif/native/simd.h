@@ -216,6 +216,13 @@ ALWAYS_INLINE vi vi_dot_bytes(vi sum, vi w, vi a)
     __m128i we = _mm_and_si128((__m128i)w, _mm_set1_epi16(0xff)), wo = _mm_srli_epi16((__m128i)w, 8);
     __m128i ae = _mm_srai_epi16(_mm_slli_epi16((__m128i)a, 8), 8), ao = _mm_srai_epi16((__m128i)a, 8);
     return sum + (vi)_mm_madd_epi16(we, ae) + (vi)_mm_madd_epi16(wo, ao);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (vi)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)a);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    /* Both sides are signed here: w = (w - 128) + 127 + 1. */
+    int8x16_t quad = (int8x16_t)a;
+    int32x4_t s = vdotq_s32((int32x4_t)sum, veorq_s8((int8x16_t)w, vdupq_n_s8(-128)), quad);
+    return (vi)vdotq_s32(vdotq_s32(s, vdupq_n_s8(127), quad), vdupq_n_s8(1), quad);
 #else
     UNROLL for (int byte = 0; byte < 4; byte++)
         sum += ((w >> (8 * byte)) & 0xff) * ((a << (24 - 8 * byte)) >> 24);

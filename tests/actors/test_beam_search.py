@@ -273,3 +273,32 @@ def test_a_beam_keeps_its_place_and_its_siblings_take_free_ones() -> None:
     assert not search.advance()
     assert [beam.tokens for beam in search.running] == [[7, 8], [7, 9], [7, 10]]
     assert search.moves == [(2, 0), (2, 1)]
+
+
+def test_b16_a_search_ends_when_no_running_beam_can_beat_the_ended_ones() -> None:
+    search = BeamSearch(2, frozenset({9}), 100)
+    search.draw(0, [(9, -0.1), (5, -3.0), (6, -3.1), (7, -9.0)])
+    assert not search.advance(), "one beam has ended, two are wanted"
+    search.draw(0, [(9, -0.1), (5, -5.0), (6, -5.1), (7, -9.0)])
+    search.draw(1, [(5, -8.0), (6, -8.1), (7, -8.2), (8, -8.3)])
+    assert search.advance(), "-8.0 / 2 is less than -3.1 / 2"
+    assert [beam.tokens for beam in search.best()] == [[9], [5, 9]]
+
+
+@pytest.mark.trio
+async def test_b16_beams_count_one_token_each_in_the_budget_of_a_step(tiny_model: TinyModel, oracle: OracleOf) -> None:
+    sizes: list[int] = []
+    async with batcher(tiny_model("llama"), max_batch_tokens=8) as (actor, generate):
+        evaluate = actor._evaluate
+
+        def watch(*args: Any) -> Any:
+            sizes.append(sum(len(one.entry.tokens) for one in args[0]))
+            return evaluate(*args)
+
+        actor._evaluate = watch  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            for seed in range(3):
+                nursery.start_soon(generate, prompt_of(6, seed), 4)
+            result = await generate(prompt_of(5, 8))
+    assert max(sizes) == 8
+    assert result.token_ids == oracle("llama").generate(prompt_of(5, 8), 12)

@@ -14,7 +14,7 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors import zeromq_gateway, zeromq_peer
+from genbatch.actors import zeromq_gateway, zeromq_peer, zeromq_socket
 from genbatch.actors.dispatcher import Dispatcher
 from genbatch.actors.registry import Registry
 from genbatch.actors.zeromq_address import AddressError, default_address
@@ -282,6 +282,23 @@ async def test_a_client_that_does_not_read_loses_its_calls_and_others_do_not_not
         assert heard[-1][:2] == [1, 5]
         assert heard[-1][2]["code"] == "cancelled"
         assert (await ask(slow, [0, 6, "generate", [{"prompt": "back"}]]))[3]["text"] == "back"
+
+
+async def test_a_client_that_reads_nothing_for_long_loses_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zeromq_gateway, "SWEEP_S", 0.02)
+    monkeypatch.setattr(zeromq_gateway, "STALLED_S", 0.1)
+    monkeypatch.setattr(zeromq_socket, "HEARTBEAT_IVL", 0)  # ZeroMQ's own would find out too, where the client has them
+    async with served(tmp_path) as service, dealer(service) as slow:
+        await tell(slow, [0, 5, "stream", [{"prompt": "hold"}]])
+        held = await service.batcher.arrival("hold")
+        (peer,) = service.gateway._peers.values()
+        while not peer.outbox:
+            held.emit("x" * 20_000)
+            await trio.testing.wait_all_tasks_blocked(0.001)
+        await service.batcher.release("hold")
+        assert len(held.tokens) < zeromq_peer.MAX_OUTBOX
 
 
 async def test_a_client_that_only_writes_cannot_fill_the_memory(

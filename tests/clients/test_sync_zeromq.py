@@ -115,6 +115,15 @@ def test_leaving_a_stream_early_frees_the_request(background: Background) -> Non
         assert client.generate("next").text == "next"
 
 
+def test_a_program_that_is_busy_between_two_tokens_misses_none(background: Background) -> None:
+    with SyncZeroMQClient(background.address) as client, client.stream("hold") as stream:
+        words = ["x" * 5000] * 1500  # more than any queue on the way holds
+        background.emit("hold", *words[:750])
+        background.emit("hold", *words[750:], finish=True)
+        assert client.stats()["steps"] == 7  # everything before its answer has arrived by now
+        assert [token.text for token in stream] == words
+
+
 def test_errors_arrive_as_the_classes_they_are(background: Background) -> None:
     with SyncZeroMQClient(background.address) as client:
         with pytest.raises(EngineError, match="the step failed"):

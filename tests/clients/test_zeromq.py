@@ -37,6 +37,12 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture(autouse=True)
+def no_lease_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is freed here is freed because the client said so."""
+    monkeypatch.setattr(zeromq, "LEASE_S", 60.0)
+
+
 async def test_generate_returns_the_result(tmp_path: Path) -> None:
     async with served(tmp_path) as service, ZeroMQClient(service.address) as client:
         assert await client.generate("a b", max_tokens=9, temperature=0.5, stop="END") == Result(
