@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import outcome
-import torch
 import trio
 
 from genbatch.actors.batcher_messages import Generate, GetStats
 from genbatch.actors.batcher_stats import BatcherStats
 from genbatch.actors.batching_type import BatchingType
-from genbatch.actors.beam_search import BeamSearch
 from genbatch.actors.genserver import NOREPLY, Down, From, GenServer, Monitor, Reason, Timer, reply_error
 from genbatch.actors.held_prompts import HeldPrompts
 from genbatch.actors.intake import Intake
@@ -41,12 +39,11 @@ from genbatch.actors.request import Request
 from genbatch.actors.scheduler import SchedulerOutput, normalize_output
 from genbatch.actors.scheduler_spec import build_scheduler
 from genbatch.actors.sequence import HeldPrompt, Sequence, Slotted
+from genbatch.actors.step import Evaluated, Planned, evaluate, plan_beams, plan_tokens
 from genbatch.actors.swap import Swap, SwapFault, run_copies
 from genbatch.actors.worker import Worker
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.logprobs import token_logprobs
 from genbatch.nif.sampler import Sampled, SampleFault
 from genbatch.proto.errors import (
     DeadlineExceeded,
@@ -56,7 +53,7 @@ from genbatch.proto.errors import (
     QueueFull,
     Unavailable,
 )
-from genbatch.proto.messages import FinishReason, Token, TokenLogprob
+from genbatch.proto.messages import FinishReason, Token
 
 # Prompts with more characters than this are tokenized off the event loop.
 INLINE_PROMPT_CHARS = 8192
@@ -75,24 +72,6 @@ class Encoded:
 
     request: Request
     tokens: outcome.Outcome[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One entry of a step and whose it is."""
-
-    owner: Slotted
-    entry: Entry
-    draws: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """What a step gave one entry."""
-
-    drawn: Sampled | SampleFault | None
-    prompt_logprobs: list[TokenLogprob]
-    rows: torch.Tensor | None = None  # [rows, vocab_size] on the CPU, where logits are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,11 +379,18 @@ class Batcher(GenServer):
         swapped = self.swap.length(sequence.request_id)
         if swapped:
             return swapped
-        if sequence.donor_ready:
+        if self._shares(sequence):
             return sequence.num_shared
         if sequence.scores_prompt:
             return 0
         return self.ctx.kv.peek_prefix(sequence.tokens, sequence.cache_key)
+
+    def _shares(self, sequence: Sequence) -> bool:
+        """Whether its donor still holds what is to be shared: a sliding window may have moved past it."""
+        donor = sequence.donor
+        if donor is None or donor.seq_id is None or not sequence.donor_ready:
+            return False
+        return self.ctx.kv.shortest_prefix(donor.seq_id) <= sequence.num_shared
 
     def _pause(self, owner: LlmRequest) -> None:
         """Takes a sequence's blocks; it waits in its old turn and evaluates all its tokens again."""
@@ -430,11 +416,11 @@ class Batcher(GenServer):
             if isinstance(owner, Sequence) and owner.seq_id is None:
                 self._admit(owner)
             size = min(plan.chunk_sizes.get(owner.request_id, owner.context_remaining), owner.context_remaining)
-            chunks.append(_planned(owner, size))
+            chunks.append(plan_tokens(owner, size))
         decodes: list[Planned] = []
         for owner in plan.generation_requests:
             assert isinstance(owner, Sequence)
-            decodes += _planned_beams(owner, owner.beams) if owner.beams is not None else [_planned(owner, 1)]
+            decodes += plan_beams(owner, owner.beams) if owner.beams is not None else [plan_tokens(owner, 1)]
         if self.options.batching_type is BatchingType.INFLIGHT_FUSED_BATCHING:
             return [decodes + chunks]
         return [chunks, decodes]
@@ -454,7 +440,7 @@ class Batcher(GenServer):
             sequence.num_computed = self.swap.back(sequence.request_id, seq_id, tokens, key)
             return
         donor, num_shared = sequence.donor, 0
-        if donor is not None and donor.seq_id is not None and sequence.donor_ready:
+        if donor is not None and donor.seq_id is not None and self._shares(sequence):
             num_shared = sequence.num_shared
             self.ctx.seq_cp(donor.seq_id, seq_id, 0, num_shared)
             if isinstance(donor, HeldPrompt):
@@ -492,17 +478,9 @@ class Batcher(GenServer):
         self._worker.submit(self._evaluate, batch, self.swap.take_copies(), on_done=done)
 
     def _evaluate(self, batch: list[Planned], copies: list[Callable[[], None]]) -> list[Evaluated]:
-        """Runs on the worker thread; reads what the plan holds and changes nothing but the context."""
+        """Runs on the worker thread."""
         run_copies(copies)
-        samplers = [
-            planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None
-            for planned in batch
-        ]
-        logits, drawn = self.ctx.step([planned.entry for planned in batch], samplers)
-        return [
-            Evaluated(draw, _prompt_logprobs(planned, rows), _kept_rows(planned, rows))
-            for planned, rows, draw in zip(batch, logits, drawn, strict=True)
-        ]
+        return evaluate(self.ctx, batch)
 
     def _stepped(self, message: Stepped) -> None:
         result = message.result
@@ -699,50 +677,5 @@ class Batcher(GenServer):
         }
 
 
-def _prompt_logprobs(planned: Planned, rows: torch.Tensor) -> list[TokenLogprob]:
-    """Log-probs of the prompt tokens that follow this chunk's tokens; rows are the chunk's logits."""
-    owner, entry = planned.owner, planned.entry
-    if entry.logits is not Logits.ALL or not isinstance(owner, Sequence):
-        return []
-    if owner.request.wanted.prompt_logprobs is None:
-        return []  # every token's logits are there to be kept
-    following = owner.tokens[entry.n_past + 1 : min(entry.n_past + len(entry.tokens) + 1, owner.num_prompt_tokens)]
-    scored = token_logprobs(rows[: len(following)], torch.tensor(following), owner.request.wanted.prompt_logprobs)
-    return [
-        TokenLogprob(token_id=token_id, logprob=score.logprob, top=dict(score.top))
-        for token_id, score in zip(following, scored, strict=True)
-    ]
-
-
-def _kept_rows(planned: Planned, rows: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the rows that the caller may want; a runner may write its next step's over them."""
-    owner = planned.owner
-    keep = owner.request.keep if isinstance(owner, Sequence) else None
-    if keep is None or not len(rows) or not (keep.context or keep.generation):
-        return None
-    return rows.to("cpu", copy=True)
-
-
 def _waiting_key(sequence: LlmRequest) -> tuple[int, int]:
     return sequence.waiting_key
-
-
-def _planned_beams(owner: Sequence, beams: BeamSearch) -> list[Planned]:
-    """The last token of every beam that was not evaluated yet."""
-    assert owner.seq_id is not None
-    slots = [owner.seq_id, *owner.beam_slots]
-    return [
-        Planned(owner, Entry(slots[beam.slot], beam.tokens[-1:], owner.num_computed, Logits.LAST), True)
-        for beam in beams.waiting
-    ]
-
-
-def _planned(owner: Slotted, size: int) -> Planned:
-    start = owner.num_computed
-    tokens = owner.tokens[start : start + size]
-    assert owner.seq_id is not None and tokens, "planned without a slot or without tokens"
-    draws = start + size == len(owner.tokens) and isinstance(owner, Sequence)
-    logits = Logits.LAST if draws else Logits.NONE
-    if isinstance(owner, Sequence) and owner.scores_prompt and start < owner.num_prompt_tokens - 1:
-        logits = Logits.ALL
-    return Planned(owner, Entry(owner.seq_id, tokens, start, logits), draws)

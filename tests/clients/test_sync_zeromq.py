@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 import trio
+import trio.testing
 import zmq
 
 from genbatch.clients import sync_zeromq
@@ -38,6 +39,15 @@ class Background:
                 held.emit(word)
             if finish:
                 held.finish()
+
+        trio.from_thread.run(act, trio_token=self._token)
+
+    def wait_until_sent(self) -> None:
+        """Returns once nothing waits in the gateway for a client to read."""
+
+        async def act() -> None:
+            while any(peer.outbox for peer in self.service.gateway._peers.values()):
+                await trio.testing.wait_all_tasks_blocked(0.001)
 
         trio.from_thread.run(act, trio_token=self._token)
 
@@ -117,10 +127,11 @@ def test_leaving_a_stream_early_frees_the_request(background: Background) -> Non
 
 def test_a_program_that_is_busy_between_two_tokens_misses_none(background: Background) -> None:
     with SyncZeroMQClient(background.address) as client, client.stream("hold") as stream:
-        words = ["x" * 5000] * 1500  # more than any queue on the way holds
-        background.emit("hold", *words[:750])
-        background.emit("hold", *words[750:], finish=True)
-        assert client.stats()["steps"] == 7  # everything before its answer has arrived by now
+        words = ["x" * 5000] * 2000  # more than the queues on the way hold
+        for start in range(0, len(words), 200):
+            background.emit("hold", *words[start : start + 200])
+            background.wait_until_sent()
+        background.emit("hold", finish=True)
         assert [token.text for token in stream] == words
 
 
