@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 README = TESTS / "README.md"
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 ROWS = {"A": 12, "B": 35, "H": 16, "R": 6, "S": 7}
-NAME = re.compile(r"test_([abhrs])(\d\d)_")
+ID = re.compile(r"([abhrs])(\d\d)_(to_)?")
 
 
 def tests_by_row() -> dict[str, list[str]]:
@@ -22,10 +22,23 @@ def tests_by_row() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (match := NAME.match(node.name)):
-                row = f"{match[1].upper()}{int(match[2])}"
-                found[row].append(f"{path.relative_to(TESTS)}::{node.name}")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for row in rows_of(node.name):
+                    found[row].append(f"{path.relative_to(TESTS)}::{node.name}")
     return found
+
+
+def rows_of(name: str) -> list[str]:
+    """The rows in a test's name: test_b28_b29_... names two, test_b25_to_b30_... six."""
+    rows: list[str] = []
+    rest = name.removeprefix("test_")
+    first: int | None = None
+    while match := ID.match(rest):
+        number = int(match[2])
+        rows += [f"{match[1].upper()}{i}" for i in range(number if first is None else first + 1, number + 1)]
+        first = number if match[3] else None
+        rest = rest[match.end() :]
+    return rows
 
 
 def table() -> str:

@@ -146,7 +146,7 @@ async def test_bad_requests_over_the_wire_name_the_field_and_the_connection_live
 
 
 @pytest.mark.trio
-async def test_the_plain_client_works_from_a_thread(serve: Any, oracle: Callable[[str], Any]) -> None:
+async def test_b35_a_plain_client_in_a_thread_is_served_over_zeromq(serve: Any, oracle: Callable[[str], Any]) -> None:
     def ask(address: str) -> tuple[list[int], list[int], dict[str, Any]]:
         with SyncZeroMQClient(address) as client:
             whole = client.generate([5, 6, 7], max_tokens=6)
