@@ -51,7 +51,7 @@ def prefill_batch(vocab_size: int, length: int) -> RaggedBatch:
 
 
 def report(name: str, runner: Runner, batch: RaggedBatch, seconds: float) -> None:
-    """Prints the fastest and the median step, and the caller's CPU time of the cheapest."""
+    """Prints the fastest and the median step, and the least CPU time of the calling thread: all of it with one."""
     tokens = batch.input_ids.numel()
     runner.forward(batch)
     walls, cpus = [], []
