@@ -46,6 +46,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.sampler import Sampled, SampleFault
 from genbatch.proto.errors import (
+    Cancelled,
     DeadlineExceeded,
     EngineError,
     GenbatchError,
@@ -103,6 +104,7 @@ class Batcher(GenServer):
         self.seq_pool = set(range(self.options.n_parallel))  # free slots
         self._open_context = open_context
         self._requests: dict[Monitor, Request] = {}
+        self._encoding = 0  # prompts with the tokenizer's thread
         self._groups: deque[list[Planned]] = deque()  # what is left to evaluate in this tick
         self._stepping = False
         self._window: Timer | None = None
@@ -149,7 +151,9 @@ class Batcher(GenServer):
                     if not self._stepping:
                         self._finish_abandoned()
             case Encoded():
-                self._encoded(message.request, message.tokens)
+                self._encoding -= 1
+                if message.request.monitor in self._requests:  # else its caller left meanwhile
+                    self._encoded(message.request, message.tokens)
             case Flush():
                 self._window = None
                 self._tick_when_idle()
@@ -206,6 +210,7 @@ class Batcher(GenServer):
             self._encoded(request, outcome.capture(self.intake.encode, wanted))
         else:
             ref = self.ref
+            self._encoding += 1
             self._tokenizing.submit(
                 self.intake.encode,
                 wanted,
@@ -213,7 +218,7 @@ class Batcher(GenServer):
             )
 
     def _check_queue(self, wanted_sequences: int) -> None:
-        waiting = len(self.pending)
+        waiting = len(self.pending) + self._encoding
         if waiting + wanted_sequences > self.options.max_queue + len(self.seq_pool):
             raise QueueFull(
                 f"{waiting} requests are waiting, {self.options.max_queue} may",
@@ -231,9 +236,11 @@ class Batcher(GenServer):
         try:
             request.prompt_tokens = tokens.unwrap()
             max_tokens = self.intake.max_tokens(request.wanted, len(request.prompt_tokens))
-        except GenbatchError as error:
+        except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
             self.stats.refused += 1
-            self._end(request, error)
+            self._end(
+                request, error if isinstance(error, GenbatchError) else EngineError(f"tokenizing failed: {error}")
+            )
             return
         self.stats.accepted += 1
         self.stats.prompt_tokens += len(request.prompt_tokens)
@@ -339,10 +346,11 @@ class Batcher(GenServer):
                 self._release(sequence)
                 request.finish(sequence, reason)
         self.stats.count_finished(reason, trio.current_time() - request.accepted_at)
-        self._end(
-            request,
-            None if request.choices else DeadlineExceeded("the deadline passed before the first step"),
-        )
+        error: GenbatchError | None = None
+        if not request.choices:  # its prompt was still being tokenized
+            left = reason == "cancelled"
+            error = Cancelled("cancelled") if left else DeadlineExceeded("the deadline passed before the first step")
+        self._end(request, error)
 
     def _plan(self) -> SchedulerOutput:
         """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked."""

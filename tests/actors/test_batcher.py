@@ -235,6 +235,39 @@ async def test_a06_callers_that_leave_while_waiting_never_run(tiny_model: TinyMo
 
 
 @pytest.mark.trio
+async def test_a06_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: bench.generate(prompt="long " * 20_000))
+            while not bench.actor._encoding:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        while bench.actor._encoding:
+            await trio.lowlevel.checkpoint()
+        with pytest.raises(PromptTooLong):
+            await bench.generate(prompt="long " * 20_000)
+        assert len((await bench.generate(prompt="short", ignore_eos=True)).token_ids) == 8
+
+
+@pytest.mark.trio
+async def test_a_prompt_that_breaks_the_tokenizer_fails_alone(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        encode = bench.actor.intake.encode
+
+        def fragile(wanted: GenerateRequest) -> list[int]:
+            if wanted.prompt == "poison":
+                raise RuntimeError("no such merge")
+            return encode(wanted)
+
+        monkeypatch.setattr(bench.actor.intake, "encode", fragile)
+        with pytest.raises(EngineError, match="no such merge"):
+            await bench.generate(prompt="poison")
+        assert len((await bench.generate(prompt="fine", ignore_eos=True)).token_ids) == 8
+
+
+@pytest.mark.trio
 async def test_a06_a_deadline_ends_a_request_with_what_it_has(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama"), n_ctx=8192) as bench:
         result = await bench.generate(prompt="long", max_tokens=200, ignore_eos=True, deadline_s=0.05)
