@@ -532,6 +532,8 @@ class Batcher(GenServer):
     def _commit(self, planned: Planned, evaluated: Evaluated) -> None:
         """Books what a step gave: positions, the token drawn, its text, and the end if it was the last."""
         owner = planned.owner
+        if owner.seq_id is None:
+            return  # its request has just ended through another of its sequences
         if isinstance(owner, Sequence) and owner.beams is not None and owner.phase is Phase.DECODING:
             self._draw_beam(owner, planned.entry.seq_id, evaluated)
             return

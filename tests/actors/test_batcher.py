@@ -706,6 +706,27 @@ async def test_an_on_token_that_raises_ends_its_own_request_only(tiny_model: Tin
 
 
 @pytest.mark.trio
+async def test_a_request_of_several_answers_fails_once_and_alone(tiny_model: TinyModel) -> None:
+    """All its sequences are in the step in which one of them ends the request."""
+
+    def fails(token: Token) -> None:
+        if token.index == 3:
+            raise ZeroDivisionError
+
+    async with batcher(tiny_model("llama"), batch_size=4, batch_timeout=1e6) as bench:
+
+        async def bad() -> None:
+            with pytest.raises(EngineError, match="ZeroDivisionError"):
+                await bench.generate(fails, prompt="a", n=3, temperature=1.0, ignore_eos=True)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bad)
+            result = await bench.generate(prompt="b", ignore_eos=True)
+        assert len(result.token_ids) == 8
+        assert bench.actor.stats.finished == {"error": 1, "length": 1}
+
+
+@pytest.mark.trio
 async def test_stats_are_plain_data_and_answered_while_stepping(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama")) as bench:
         await bench.generate(prompt="a", max_tokens=5, ignore_eos=True)
