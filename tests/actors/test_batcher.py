@@ -709,8 +709,12 @@ async def test_an_on_token_that_raises_ends_its_own_request_only(tiny_model: Tin
 async def test_a_request_of_several_answers_fails_once_and_alone(tiny_model: TinyModel) -> None:
     """All its sequences are in the step in which one of them ends the request."""
 
+    failures = 0
+
     def fails(token: Token) -> None:
-        if token.index == 3:
+        nonlocal failures
+        if failures or token.index == 3:
+            failures += 1
             raise ZeroDivisionError
 
     async with batcher(tiny_model("llama"), batch_size=4, batch_timeout=1e6) as bench:
@@ -724,6 +728,7 @@ async def test_a_request_of_several_answers_fails_once_and_alone(tiny_model: Tin
             result = await bench.generate(prompt="b", ignore_eos=True)
         assert len(result.token_ids) == 8
         assert bench.actor.stats.finished == {"error": 1, "length": 1}
+    assert failures == 1
 
 
 @pytest.mark.trio
