@@ -26,7 +26,7 @@ import trio
 
 from genbatch.actors.batcher_messages import Generate, GetStats
 from genbatch.actors.batcher_stats import BatcherStats
-from genbatch.actors.batching_type import BatchingType
+from genbatch.actors.batching_type import forwards
 from genbatch.actors.genserver import NOREPLY, Down, From, GenServer, Monitor, Reason, Timer, reply_error
 from genbatch.actors.held_prompts import HeldPrompts
 from genbatch.actors.intake import Intake
@@ -417,7 +417,11 @@ class Batcher(GenServer):
         insort(self.pending, owner, key=_waiting_key)
 
     def _start(self, plan: SchedulerOutput) -> list[list[Planned]]:
-        """Gives slots to the newly picked and lays out the step: its forwards, each a list of entries."""
+        """The plan's forwards, each a list of entries."""
+        return [self._lay_out(part) for part in forwards(self.options.batching_type, plan)]
+
+    def _lay_out(self, plan: SchedulerOutput) -> list[Planned]:
+        """One forward's entries; those newly picked take their slots."""
         chunks = []
         for owner in plan.context_requests:
             assert isinstance(owner, Slotted)
@@ -429,9 +433,7 @@ class Batcher(GenServer):
         for owner in plan.generation_requests:
             assert isinstance(owner, Sequence)
             decodes += plan_beams(owner, owner.beams) if owner.beams is not None else [plan_tokens(owner, 1)]
-        if self.options.batching_type is BatchingType.INFLIGHT_FUSED_BATCHING:
-            return [decodes + chunks]
-        return [chunks, decodes]
+        return decodes + chunks
 
     def _admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence into a slot, with whatever is already evaluated of its beginning."""
