@@ -14,19 +14,19 @@ from functools import partial
 
 import trio
 
-from genbatch.actors.background import background
-from genbatch.actors.batcher import Batcher
-from genbatch.actors.dispatcher import Dispatcher
-from genbatch.actors.errors import StartFailed
-from genbatch.actors.options import BatcherOptions
-from genbatch.actors.ref import ActorRef
-from genbatch.actors.registry import Registry
-from genbatch.actors.supervisor import ChildSpec, Supervisor, Task
-from genbatch.actors.telemetry import Telemetry
-from genbatch.actors.zeromq_gateway import ZeroMQGateway
+from genbatch.actors.batching.batcher import Batcher
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
+from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.errors import StartFailed
+from genbatch.actors.runtime.ref import ActorRef
+from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor, Task
+from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.context import Context
 from genbatch.nif.engine import Engine, EngineOptions, load_engine
-from genbatch.nif.quiet_transformers import Progress
+from genbatch.nif.models.quiet_transformers import Progress
 
 # The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.
 BATCHER_SHUTDOWN_S = 30.0

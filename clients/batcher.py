@@ -17,9 +17,9 @@ from typing import Any, Unpack
 
 import msgspec
 
-from genbatch.actors.background import background
-from genbatch.actors.dispatcher import Dispatcher
-from genbatch.actors.options import BatcherOptions
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.runtime.background import background
 from genbatch.actors.service import Service, open_service
 from genbatch.clients.interface import Stream
 from genbatch.clients.request import GenerateParams, MessageLike, build_request

@@ -10,10 +10,10 @@ import trio
 import typer
 from rich.console import Console
 
-from genbatch.clients.command import UsageError
-from genbatch.clients.engine_flags import DEFAULT_MODEL, ModelFlags
+from genbatch.clients.cli.command import UsageError
+from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags
+from genbatch.clients.cli.progress import LoadingBars
 from genbatch.clients.interface import Client
-from genbatch.clients.progress import LoadingBars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

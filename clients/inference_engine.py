@@ -8,8 +8,8 @@ from genbatch.clients.inference_session import InferenceSession
 from genbatch.nif.batch import Entry
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError
-from genbatch.nif.model import Model, load_model
-from genbatch.nif.torch_runner import TorchRunner
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runners.torch_runner import TorchRunner
 
 
 class InferenceEngine:

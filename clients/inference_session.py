@@ -2,10 +2,10 @@
 
 import torch
 
-from genbatch.nif.detokenizer import Detokenizer
-from genbatch.nif.model import Model
-from genbatch.nif.sampler import Sampled, SamplerState, sample
-from genbatch.nif.sampling_params import SamplingParams
+from genbatch.nif.models.model import Model
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.text.detokenizer import Detokenizer
 
 
 class InferenceSession:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from genbatch.clients.inference_engine import InferenceEngine
 from genbatch.clients.inference_session import InferenceSession
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.model import Model
+from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest, RequestLimits, validate_request
 

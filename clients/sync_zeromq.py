@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 
 import zmq
 
-from genbatch.actors.zeromq_socket import set_defaults
+from genbatch.actors.gateways.zeromq_socket import set_defaults
 from genbatch.clients.call_result import CallResult
 from genbatch.clients.errors import ClientClosed
 from genbatch.clients.request import GenerateParams, MessageLike, build_request

@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 import trio
 import zmq
 
-from genbatch.actors.zeromq_socket import ZeroMQSocket, open_socket, pumped
+from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, open_socket, pumped
 from genbatch.clients.errors import ClientClosed
 from genbatch.clients.request import GenerateParams, MessageLike, build_request
 from genbatch.clients.rpc_calls import RPCCalls

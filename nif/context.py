@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from genbatch.nif.batch import Entry, Logits, RaggedBatch
-from genbatch.nif.cache_size import group_blocks
-from genbatch.nif.detokenizer import Detokenizer
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.kv_cache import KVCache
-from genbatch.nif.model import Model
+from genbatch.nif.kv.cache_size import group_blocks
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.kv.sequence_state import fingerprint, pack, unpack
+from genbatch.nif.models.model import Model
 from genbatch.nif.runner import Runner
-from genbatch.nif.sampler import Sampled, SampleFault, SamplerState, sample
-from genbatch.nif.sampling_params import SamplingParams
-from genbatch.nif.sequence_state import fingerprint, pack, unpack
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, sample
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.text.detokenizer import Detokenizer
 
 GREEDY = SamplingParams(seed=0)
 
@@ -351,6 +351,6 @@ def _draw(
     """Draws where the logits are: both samplers give the same tokens."""
     if logits.device.type == "cpu" or find_spec("triton") is None:
         return sample(logits, states, positions)
-    from genbatch.nif.device_sampler import sample as sample_on_device
+    from genbatch.nif.sampling.device_sampler import sample as sample_on_device
 
     return sample_on_device(logits, states, positions)

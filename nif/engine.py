@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from genbatch.nif.cache_size import CacheLimits, CacheSize, StepShape, cache_size
 from genbatch.nif.context import Context
-from genbatch.nif.cuda_graphs import GraphOptions
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.nif.free_memory import free_gpu_memory, free_host_memory
-from genbatch.nif.model import Model, load_model
+from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size
+from genbatch.nif.kv.free_memory import free_gpu_memory, free_host_memory
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.quiet_transformers import Progress
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.llama_weights import LlamaWeights
 from genbatch.nif.native.runner import NativeRunner
-from genbatch.nif.quiet_transformers import Progress
 from genbatch.nif.runner import Runner
-from genbatch.nif.torch_runner import TorchRunner
+from genbatch.nif.runners.cuda_graphs import GraphOptions
+from genbatch.nif.runners.torch_runner import TorchRunner
 
 log = logging.getLogger("genbatch")
 
@@ -208,7 +208,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[], Runner]:
     if model.device.type != "cuda":
         raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
     try:
-        from genbatch.nif.triton_runner import TritonRunner, check_model
+        from genbatch.nif.runners.triton_runner import TritonRunner, check_model
 
         check_model(model)
     except (ImportError, ModelError) as error:

@@ -21,7 +21,7 @@ else:
     # Unset, triton warns at its first compilation, and warnings are errors here.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from genbatch.nif.model import Model, load_model
+from genbatch.nif.models.model import Model, load_model
 
 
 @pytest.fixture(scope="session")

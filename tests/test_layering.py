@@ -1,6 +1,7 @@
 """The import directions that keep the layers apart, read from the source files."""
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,6 @@ ALLOWED = {
     "proto": {"proto"},
     "actors": {"actors", "nif", "proto"},
     "clients": {"clients", "actors", "proto", "nif"},
-}
-RUNTIME = {
-    "background",
-    "errors",
-    "genserver",
-    "mailbox",
-    "monitor",
-    "ref",
-    "registry",
-    "supervisor",
-    "telemetry",
-    "worker",
 }
 FILES = [path for layer in ALLOWED for path in sorted((ROOT / layer).rglob("*.py"))]
 
@@ -53,11 +42,17 @@ def test_the_lower_layers_know_no_event_loop_and_no_sockets(layer: str) -> None:
 
 
 def test_the_runtime_knows_nothing_of_batching() -> None:
-    for path in (ROOT / "actors").glob("*.py"):
-        if path.stem in RUNTIME:
-            ours = {name for name in imported_modules(path) if name.startswith("genbatch.")}
-            allowed = tuple(f"genbatch.actors.{stem}" for stem in RUNTIME)
-            assert all(name.startswith(allowed) for name in ours if name != "genbatch.actors"), (path, ours)
+    for path in (ROOT / "actors" / "runtime").glob("*.py"):
+        ours = {name for name in imported_modules(path) if name.startswith("genbatch.")}
+        assert all(name.startswith("genbatch.actors.runtime") for name in ours), (path, ours)
+
+
+def test_scheduling_knows_no_actors() -> None:
+    for path in (ROOT / "actors" / "scheduling").glob("*.py"):
+        ours = {name for name in imported_modules(path) if name.startswith("genbatch.actors.")}
+        assert all(
+            name.startswith(("genbatch.actors.scheduling", "genbatch.actors.runtime.errors")) for name in ours
+        ), (path, ours)
 
 
 def test_nothing_is_ever_unpickled() -> None:
@@ -65,3 +60,11 @@ def test_nothing_is_ever_unpickled() -> None:
         names = imported_modules(path)
         assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, path
         assert "torch.load" not in path.read_text(), path
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    there = {
+        ".".join(("genbatch", *path.parent.relative_to(ROOT).parts)) for path in FILES if path.name == "__init__.py"
+    }
+    assert listed == there

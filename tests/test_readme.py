@@ -33,7 +33,7 @@ def run(example: str) -> str:
 @contextmanager
 def served(address: str) -> Iterator[None]:
     """`genbatch serve` as the README starts it, at another address."""
-    start = "from genbatch.clients.cli import main; main()"
+    start = "from genbatch.clients.cli.main import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", start, "serve", "smollm2", "--bind", address],
         stdout=subprocess.PIPE,

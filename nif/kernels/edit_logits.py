@@ -1,6 +1,6 @@
 """Applies penalties, biases and suppressions to a few logits of each row.
 
-The plain-torch twin is in `genbatch.nif.sampler`.
+The plain-torch twin is in `genbatch.nif.sampling.sampler`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from genbatch.nif.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState
 
 _CHUNK = 128  # edits a program makes
 

@@ -4,7 +4,7 @@ A row's tokens are ordered by descending weight, then ascending id. top_k, top_p
 order, and the token drawn is where the cumulative weight first exceeds the uniform's share. All of these are questions
 "how heavy are the tokens at least this heavy?", which a search over the weights' bit patterns answers.
 
-The plain-torch twin is `genbatch.nif.truncated_draw.draw`.
+The plain-torch twin is `genbatch.nif.sampling.truncated_draw.draw`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False

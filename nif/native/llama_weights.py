@@ -23,7 +23,7 @@ from genbatch.nif.native.library import (
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
 
 if TYPE_CHECKING:
-    from genbatch.nif.model import Model
+    from genbatch.nif.models.model import Model
 
 QUANTIZE = ("none", "int8")
 """The values of the option `quantize` here."""

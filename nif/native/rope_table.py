@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from genbatch.nif.model import Model
+    from genbatch.nif.models.model import Model
 
 _FIRST_POSITIONS = 1024
 

@@ -29,7 +29,7 @@ from genbatch.nif.native.memory import NativeMemory
 from genbatch.nif.native.rope_table import RopeTable
 
 if TYPE_CHECKING:
-    from genbatch.nif.model import Model
+    from genbatch.nif.models.model import Model
 
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}
 _KEY_LANES = 16  # scores of one vector; a block's keys are padded to it

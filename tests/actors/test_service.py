@@ -10,8 +10,8 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batcher_messages import GetStats
-from genbatch.actors.options import BatcherOptions
+from genbatch.actors.batching.batcher_messages import GetStats
+from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.service import Service, open_service
 from genbatch.clients import SyncZeroMQClient, ZeroMQClient
 from genbatch.nif.engine import EngineOptions

@@ -9,8 +9,8 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.genserver import From, GenServer, start
-from genbatch.actors.worker import Worker
+from genbatch.actors.runtime.genserver import From, GenServer, start
+from genbatch.actors.runtime.worker import Worker
 
 COUNT = 20_000
 

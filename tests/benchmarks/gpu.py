@@ -31,7 +31,7 @@ from gpu_loads import DRY_PLAN, Plan, decode_rate, mixed_load, run_mixed_load
 from gpu_models import SHAPES, TINY, build_model, bytes_per_step
 from gpu_peers import peer_generate_batch, peer_static_cache, synchronize
 
-from genbatch.nif.self_check import check_paged_path
+from genbatch.nif.models.self_check import check_paged_path
 
 
 @dataclass

@@ -11,11 +11,11 @@ import torch
 
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
-from genbatch.nif.cuda_graphs import GraphOptions
-from genbatch.nif.model import Model
-from genbatch.nif.sampler import Sampled, SamplerState
-from genbatch.nif.sampling_params import SamplingParams
-from genbatch.nif.triton_runner import TritonRunner
+from genbatch.nif.models.model import Model
+from genbatch.nif.runners.cuda_graphs import GraphOptions
+from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.sampler import Sampled, SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

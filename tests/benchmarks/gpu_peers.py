@@ -8,8 +8,8 @@ import torch
 from gpu_loads import Plan, Request
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from genbatch.nif.attention import ATTENTION_NAME
-from genbatch.nif.model import Model
+from genbatch.nif.models.model import Model
+from genbatch.nif.runners.attention import ATTENTION_NAME
 
 
 def peer_generate_batch(model: Model, plan: Plan, requests: Sequence[Request]) -> float:

@@ -9,7 +9,7 @@ import torch
 from genbatch.clients.inference_engine import InferenceEngine
 from genbatch.clients.offline_scheduler import OfflineScheduler, generate_batch
 from genbatch.nif.errors import BatchError
-from genbatch.nif.model import Model
+from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 
 TinyModel = Callable[[str], Model]

@@ -16,7 +16,7 @@ from genbatch.clients.errors import ClientClosed, StreamNotEnded
 from genbatch.clients.interface import SyncClient
 from genbatch.clients.sync_zeromq import SyncZeroMQClient
 from genbatch.proto.errors import EngineError, InvalidRequest, Unavailable
-from tests.actors.scripted_batcher import Served, served
+from tests.actors.gateways.scripted_batcher import Served, served
 
 T = TypeVar("T")
 

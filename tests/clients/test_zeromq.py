@@ -13,7 +13,7 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.zeromq_socket import ZeroMQSocket, open_socket
+from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, open_socket
 from genbatch.clients import zeromq
 from genbatch.clients.errors import ClientClosed, StreamNotEnded
 from genbatch.clients.interface import Client
@@ -21,7 +21,7 @@ from genbatch.clients.zeromq import ZeroMQClient
 from genbatch.proto.errors import EngineError, FrameTooLarge, InvalidRequest, MalformedMessage, Unavailable
 from genbatch.proto.limits import REQUEST_LIMITS
 from genbatch.proto.messages import Message, Result, Token, Usage
-from tests.actors.scripted_batcher import served
+from tests.actors.gateways.scripted_batcher import served
 
 pytestmark = pytest.mark.trio
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
-from genbatch.nif.model import Model
-from genbatch.nif.sampler import SamplerState
-from genbatch.nif.sampling_params import SamplingParams
-from genbatch.nif.torch_runner import TorchRunner
+from genbatch.nif.models.model import Model
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"]
 

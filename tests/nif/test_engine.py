@@ -7,9 +7,9 @@ import pytest
 
 from genbatch.nif.engine import Engine, EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.model import Model
+from genbatch.nif.models.model import Model
 from genbatch.nif.native.runner import NativeRunner
-from genbatch.nif.torch_runner import TorchRunner
+from genbatch.nif.runners.torch_runner import TorchRunner
 
 TinyModel = Callable[[str], Model]
 

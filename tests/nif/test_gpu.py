@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 @pytest.fixture(scope="module")
 def gpu_model(tiny_model_dir: Any) -> Any:
     """gpu_model("llama") on the GPU in float32."""
-    from genbatch.nif.model import load_model
+    from genbatch.nif.models.model import load_model
 
     loaded: dict[str, Any] = {}
 
@@ -52,7 +52,7 @@ def decode_batch(groups: int, num_tokens: int, length: int) -> Any:
 
 
 def runner_for(model: Any, **options: Any) -> Any:
-    from genbatch.nif.triton_runner import TritonRunner
+    from genbatch.nif.runners.triton_runner import TritonRunner
 
     runner = TritonRunner(model, **options)
     runner.allocate([64] * len(model.groups), BLOCK_SIZE)
@@ -61,7 +61,7 @@ def runner_for(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
-    from genbatch.nif.cuda_graphs import GraphOptions
+    from genbatch.nif.runners.cuda_graphs import GraphOptions
 
     model = gpu_model(family)
     eager, graphed = runner_for(model), runner_for(model, graphs=GraphOptions(max_batch_size=16))
@@ -71,7 +71,7 @@ def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
 
 
 def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
-    from genbatch.nif.cuda_graphs import GraphOptions
+    from genbatch.nif.runners.cuda_graphs import GraphOptions
 
     model = gpu_model("llama")
     runner = runner_for(model, graphs=GraphOptions(max_batch_size=16, max_cached_graphs=2))
@@ -82,7 +82,7 @@ def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
 
 @pytest.mark.parametrize("graphed", [True, False])
 def test_a_step_never_waits_for_the_device(gpu_model: Any, graphed: bool) -> None:
-    from genbatch.nif.cuda_graphs import GraphOptions
+    from genbatch.nif.runners.cuda_graphs import GraphOptions
 
     model = gpu_model("llama")
     runner = runner_for(model, graphs=GraphOptions(max_batch_size=8) if graphed else None)
@@ -97,7 +97,7 @@ def test_a_step_never_waits_for_the_device(gpu_model: Any, graphed: bool) -> Non
 
 @pytest.mark.parametrize("tier", ["lean", "general"])
 def test_both_tiers_equal_the_torch_runner_on_the_gpu(gpu_model: Any, tier: Any) -> None:
-    from genbatch.nif.torch_runner import TorchRunner
+    from genbatch.nif.runners.torch_runner import TorchRunner
 
     model = gpu_model("qwen3")
     plain = TorchRunner(model)

@@ -11,7 +11,7 @@ import trio
 
 from genbatch.proto.errors import CLASSES
 from genbatch.proto.messages import GenerateRequest, Result
-from tests.actors.scripted_batcher import served
+from tests.actors.gateways.scripted_batcher import served
 
 README = (Path(__file__).parent.parent.parent / "proto" / "README.md").read_text()
 

@@ -20,8 +20,8 @@ from genbatch.nif.kernels.rms_norm import add_rms_norm
 from genbatch.nif.kernels.rope_cache import rope_and_write, write_kv
 from genbatch.nif.kernels.sample import draw_tokens
 from genbatch.nif.kernels.silu_mul import silu_mul
-from genbatch.nif.sampler import SamplerState
-from genbatch.nif.sampling_params import SamplingParams
+from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
 
 VOCAB = 151936
 

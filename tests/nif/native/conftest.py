@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.model import Model, load_model
+from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.library import native_library
 

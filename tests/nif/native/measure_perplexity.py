@@ -9,7 +9,7 @@ from pydoc_data import topics
 
 import torch
 
-from genbatch.nif.model import load_model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Runner
 

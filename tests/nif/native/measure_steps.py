@@ -9,7 +9,7 @@ import time
 import torch
 
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.model import load_model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Runner
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.model import Model
+from genbatch.nif.models.model import Model
 from genbatch.nif.native import build, library
 from genbatch.nif.native.build import build_library, native_flags
 from genbatch.nif.native.errors import NativeUnavailable

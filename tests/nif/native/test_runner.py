@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.model import Model
+from genbatch.nif.models.model import Model
 from genbatch.nif.native.runner import NativeRunner, native_runner
 
 NAMES = ["llama", "llama_odd", "mistral", "qwen2", "qwen3"]

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from genbatch.nif.attention import ATTENTION_NAME
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.model import Model
+from genbatch.nif.models.model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
 from genbatch.nif.native.llama_weights import LlamaWeights
 from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.runners.attention import ATTENTION_NAME
 
 PROMPTS = [
     "The capital of France is",

@@ -1,0 +1,1 @@
+"""The batch manager of TensorRT-LLM as a facade over the Batcher."""

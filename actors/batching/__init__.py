@@ -1,0 +1,1 @@
+"""The Batcher: the actor that owns the context and serves every caller."""

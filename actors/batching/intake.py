@@ -1,0 +1,230 @@
+"""Intake: turns a caller's message into tokens, limits and sequences, or into a typed error naming the field."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import count
+
+from genbatch.actors.batching.beam_search import BeamSearch
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batching.output import Output
+from genbatch.actors.batching.request import Request
+from genbatch.actors.batching.sequence import HeldPrompt, Sequence
+from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.nif.models.model import Model
+from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.text.tokenizer import ChatTemplateError
+from genbatch.proto.errors import InvalidRequest, PromptTooLong
+from genbatch.proto.messages import GenerateRequest, validate_request
+
+MAX_SEED = 2**64
+# What changes or adds to the draws, which a beam search does not make.
+SAMPLING_PARAMETERS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "min_tokens", "stop", "n"),
+)
+# First messages whose tokens are remembered.
+MAX_PREFIXES = 64
+
+
+class Intake:
+    """Knows the model's vocabulary and template, and how much one sequence may hold.
+
+    Args:
+        model: the loaded model.
+        options: the Batcher's options.
+        max_positions: most positions, prompt and output, of one sequence.
+    """
+
+    def __init__(self, model: Model, options: BatcherOptions, max_positions: int) -> None:
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._options = options
+        self.max_positions = max_positions
+        self._ids: Iterator[int] = count(1)
+        # Finding a prefix renders several conversations; callers repeat the same first message.
+        self._prefix_of = lru_cache(MAX_PREFIXES)(self._find_prefix)
+
+    def check(self, wanted: GenerateRequest) -> None:
+        """Raises InvalidRequest for whatever can be told without tokenizing."""
+        validate_request(wanted, self._options.limits)
+        for index, token_id in enumerate(wanted.token_ids or ()):
+            self._check_token(token_id, f"token_ids[{index}]")
+        for index, token_id in enumerate(wanted.stop_token_ids):
+            self._check_token(token_id, f"stop_token_ids[{index}]")
+        for token_id in wanted.logit_bias or ():
+            self._check_token(token_id, f"logit_bias[{token_id}]")
+
+    def check_beams(self, beam_width: int, wanted: GenerateRequest) -> None:
+        """Raises InvalidRequest for a beam search that cannot be run as asked."""
+        most = min(self._options.n_parallel, self._options.max_batch_tokens)
+        if not 1 <= beam_width <= most:
+            raise InvalidRequest("beam_width", f"must be at least 1 and at most {most}, not {beam_width}")
+        if beam_width == 1:
+            return
+        plain = GenerateRequest()
+        for name in SAMPLING_PARAMETERS:
+            if getattr(wanted, name) != getattr(plain, name):
+                raise InvalidRequest(name, "a beam search ranks by the model's own log-probabilities")
+
+    def _check_token(self, token_id: int, field: str) -> None:
+        if not 0 <= token_id < self._model.vocab_size:
+            raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
+
+    @staticmethod
+    def size(wanted: GenerateRequest) -> int:
+        """Characters to tokenize."""
+        if wanted.messages is not None:
+            return sum(len(message.content) for message in wanted.messages)
+        return len(wanted.prompt or "")
+
+    def encode(self, wanted: GenerateRequest) -> list[int]:
+        """The prompt's token ids; safe to run on another thread.
+
+        Raises:
+            InvalidRequest: nothing is left of the prompt, or the model has no chat template.
+        """
+        if wanted.token_ids is not None:
+            return list(wanted.token_ids)
+        if wanted.messages is not None:
+            try:
+                messages = [{"role": message.role, "content": message.content} for message in wanted.messages]
+                return self._tokenizer.apply_chat_template(messages)
+            except ChatTemplateError as error:
+                raise InvalidRequest("messages", str(error)) from error
+        assert wanted.prompt is not None
+        tokens = self._tokenizer.encode(wanted.prompt)
+        if not tokens:
+            raise InvalidRequest("prompt", "is empty")
+        return tokens
+
+    def first_message(self, wanted: GenerateRequest) -> list[int]:
+        """The tokens that every conversation beginning with this one's first message starts with."""
+        if not wanted.messages:
+            return []
+        first = wanted.messages[0]
+        return self._prefix_of(first.role, first.content)
+
+    def system_prompt(self, content: str) -> list[int]:
+        """The tokens that conversations with this system message start with."""
+        return self._prefix_of("system", content)
+
+    def _find_prefix(self, role: str, content: str) -> list[int]:
+        return self._tokenizer.template_prefix([{"role": role, "content": content}])
+
+    def held_prompt(self, tokens: list[int], key: bytes) -> HeldPrompt:
+        """A prompt to hold, as a unit of scheduling."""
+        request_id = next(self._ids)
+        # One token to generate, never drawn, makes its length at completion that of the prompt.
+        return HeldPrompt(
+            request_id=request_id,
+            arrival=request_id,
+            num_prompt_tokens=len(tokens),
+            max_new_tokens=1,
+            tokens=tokens,
+            key=key,
+        )
+
+    def max_tokens(self, wanted: GenerateRequest, num_prompt: int) -> int:
+        """How many tokens to generate at most.
+
+        Raises:
+            PromptTooLong: not even one more token fits after the prompt.
+            InvalidRequest: more were asked for than fit.
+        """
+        room = self.max_positions - num_prompt
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens, the context holds {self.max_positions} "
+                "including at least one to generate",
+                field=_prompt_field(wanted),
+            )
+        if wanted.max_tokens is None:
+            return room
+        if wanted.max_tokens > room:
+            raise InvalidRequest(
+                "max_tokens",
+                f"{wanted.max_tokens} do not fit: the context holds {self.max_positions} tokens "
+                f"and the prompt takes {num_prompt}",
+            )
+        return wanted.max_tokens
+
+    def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
+        """The request's `n` sequences; those after the first share the first one's prompt."""
+        wanted = request.wanted
+        stop_ids = frozenset(wanted.stop_token_ids)
+        if not wanted.ignore_eos:
+            stop_ids |= self._model.eos_token_ids
+        seed = secrets.randbelow(MAX_SEED) if wanted.seed is None else wanted.seed
+        made: list[Sequence] = []
+        for choice in range(wanted.n):
+            request_id = next(self._ids)
+            sequence = Sequence(
+                request_id=request_id,
+                arrival=request_id,
+                num_prompt_tokens=len(request.prompt_tokens),
+                max_new_tokens=max_tokens,
+                priority=wanted.priority,
+                tokens=list(request.prompt_tokens),
+                request=request,
+                choice=choice,
+                cache_key=prefix_key(wanted.tenant),
+                scores_prompt=_scores_prompt(request) and choice == 0,
+                sampler=SamplerState(
+                    self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids), request.prompt_tokens
+                ),
+                output=Output(
+                    self._tokenizer.backend,
+                    request.prompt_tokens,
+                    stop=wanted.stop,
+                    stop_ids=stop_ids,
+                    max_tokens=max_tokens,
+                    echo=self._echo(request),
+                    wants_logprobs=wanted.logprobs is not None,
+                ),
+            )
+            if request.beam_width > 1:
+                sequence.width = request.beam_width
+                sequence.beams = BeamSearch(request.beam_width, stop_ids, max_tokens)
+                params = replace(sequence.sampler.params, logprobs=sequence.beams.num_candidates)
+                sequence.sampler = SamplerState(params, ())
+            if made:
+                sequence.donor = made[0]
+                sequence.num_shared = len(request.prompt_tokens) - 1
+            made.append(sequence)
+        return made
+
+    def _echo(self, request: Request) -> str:
+        wanted = request.wanted
+        if not wanted.echo:
+            return ""
+        return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(request.prompt_tokens)
+
+    def _sampling(self, wanted: GenerateRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
+        return SamplingParams(
+            temperature=wanted.temperature,
+            top_k=wanted.top_k,
+            top_p=wanted.top_p,
+            min_p=wanted.min_p,
+            repetition_penalty=wanted.repetition_penalty,
+            presence_penalty=wanted.presence_penalty,
+            frequency_penalty=wanted.frequency_penalty,
+            logit_bias=wanted.logit_bias,
+            seed=seed,
+            logprobs=wanted.logprobs,
+            min_tokens=wanted.min_tokens,
+            suppress=stop_ids,
+        )
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Whether logits are wanted at every token of the prompt."""
+    return request.wanted.prompt_logprobs is not None or (request.keep is not None and request.keep.context)
+
+
+def _prompt_field(wanted: GenerateRequest) -> str:
+    if wanted.messages is not None:
+        return "messages"
+    return "token_ids" if wanted.token_ids is not None else "prompt"

@@ -1,0 +1,101 @@
+"""Output: what one sequence has generated, as token ids, final text and log-probs."""
+
+from collections.abc import Collection, Sequence
+
+from tokenizers import Tokenizer
+
+from genbatch.nif.sampling.sampler import Sampled
+from genbatch.nif.text.detokenizer import Detokenizer
+from genbatch.nif.text.stop_text import StopMatcher
+from genbatch.proto.messages import Choice, FinishReason, TokenLogprob
+
+
+class Output:
+    """Turns drawn tokens into text that never splits a code point nor shows a part of a stop string.
+
+    Args:
+        tokenizer: the backend that decodes.
+        prompt_tokens: what the output continues.
+        stop: strings that end the output and are not part of it.
+        stop_ids: token ids that end the output; their text is not part of it.
+        max_tokens: tokens after which the output ends with "length".
+        echo: what to put in front of the text.
+        wants_logprobs: whether to keep each token's log-prob.
+    """
+
+    __slots__ = ("_arguments", "_detokenizer", "_echo", "_max_tokens", "_stop", "_stop_ids", "_wants_logprobs",
+                 "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_tokens: Sequence[int],
+        *,
+        stop: Sequence[str],
+        stop_ids: Collection[int],
+        max_tokens: int,
+        echo: str = "",
+        wants_logprobs: bool = False,
+    ) -> None:
+        self._arguments = (tokenizer, prompt_tokens, stop)
+        self._detokenizer = Detokenizer(tokenizer, prompt_tokens)
+        self._stop = StopMatcher(stop)
+        self._stop_ids = stop_ids
+        self._max_tokens = max_tokens
+        self._echo = echo
+        self._wants_logprobs = wants_logprobs
+        self.token_ids: list[int] = []
+        self.text_parts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+
+    def blank(self) -> "Output":
+        """An output of the same kind with nothing in it yet: each beam has its own."""
+        tokenizer, prompt_tokens, stop = self._arguments
+        return Output(
+            tokenizer,
+            prompt_tokens,
+            stop=stop,
+            stop_ids=self._stop_ids,
+            max_tokens=self._max_tokens,
+            echo=self._echo,
+            wants_logprobs=self._wants_logprobs,
+        )
+
+    def push(self, drawn: Sampled) -> str:
+        """Takes the next token; returns the text that became final and sets `finish_reason` when it was the last."""
+        token_id = drawn.token_id
+        self.token_ids.append(token_id)
+        if self._wants_logprobs:
+            assert drawn.logprob is not None, "log-probs were asked for and not computed"
+            self.logprobs.append(TokenLogprob(token_id=token_id, logprob=drawn.logprob, top=dict(drawn.top)))
+        ended = token_id in self._stop_ids
+        piece, stopped = ("", False) if ended else self._stop.push(self._detokenizer.push(token_id))
+        if ended or stopped:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason and not stopped:
+            piece += self._flush()
+        if len(self.token_ids) == 1:
+            piece = self._echo + piece
+        self.text_parts.append(piece)
+        return piece
+
+    def _flush(self) -> str:
+        """The text held back so far; the end may settle that a stop string was complete in it."""
+        tail, stopped = self._stop.push(self._detokenizer.flush())
+        if not stopped:
+            tail += self._stop.flush()
+        if self._stop.stopped:
+            self.finish_reason = "stop"
+        return tail
+
+    def choice(self, finish_reason: FinishReason) -> Choice:
+        """What was generated, as the caller gets it."""
+        return Choice(
+            text="".join(self.text_parts),
+            token_ids=self.token_ids,
+            finish_reason=finish_reason,
+            logprobs=self.logprobs if self._wants_logprobs else None,
+        )

@@ -1,0 +1,1 @@
+"""How the Batcher is reached from outside this process."""

@@ -1,0 +1,1 @@
+"""Actors on trio: GenServer, mailbox, monitors, supervisors, a worker thread, telemetry. Knows nothing of batching."""

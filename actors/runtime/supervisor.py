@@ -1,0 +1,271 @@
+"""Supervisor: starts children in order, restarts those that end, stops them in reverse.
+
+    supervisor = Supervisor(
+        [
+            ChildSpec("batcher", lambda: Batcher(open_context, options), shutdown=30.0),
+            ChildSpec("gateway", lambda: Gateway(supervisor.registry.ref("batcher")).run),
+        ],
+        strategy="rest_for_one",
+    )
+    await nursery.start(supervisor.run)
+    await supervisor.registry.ref("batcher").call(GetStats())
+    nursery.cancel_scope.cancel()      # stops the gateway, then the batcher
+
+A child is a GenServer or an async function that takes `task_status` and calls `task_status.started()`, as for
+`trio.Nursery.start`; a supervisor's `run` is one. Once started, children are shielded from the supervisor's
+own cancellation, so that it can stop them one by one.
+"""
+
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import trio
+
+from genbatch.actors.runtime.errors import ActorError, RestartLimit, StartFailed
+from genbatch.actors.runtime.genserver import GenServer, run_actor
+from genbatch.actors.runtime.monitor import Exit, Reason
+from genbatch.actors.runtime.ref import ActorRef
+from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime.telemetry import Telemetry
+
+Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
+Restart = Literal["permanent", "transient", "temporary"]
+Task = Callable[..., Awaitable[None]]  # takes task_status=
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start, restart and stop one child.
+
+    Args:
+        id: its name among the children and in the supervisor's registry.
+        start: makes a new GenServer, or gives an async function to run; called at every start.
+        restart: permanent: always; transient: after an exception; temporary: never.
+        shutdown: seconds. An actor is asked to stop; after this time it is cancelled, then its `terminate` may
+            take this time again. A task is cancelled at once; after this time it counts as overdue.
+        mailbox_size: an actor's, in messages.
+    """
+
+    id: str
+    start: Callable[[], GenServer | Task]
+    restart: Restart = "permanent"
+    shutdown: float = 5.0
+    mailbox_size: int = 1024
+
+
+class Supervisor:
+    """Keeps its children running.
+
+    Args:
+        children: in the order of starting; ids must differ.
+        strategy: what restarts with a child: nothing (one_for_one), every child (one_for_all), or those after
+            it (rest_for_one). Of these, temporary children are only stopped.
+        max_restarts: more restarts than this within `max_seconds` and the supervisor gives up.
+        registry: where actors are found under their ids; a new one if None.
+    """
+
+    def __init__(
+        self,
+        children: Iterable[ChildSpec],
+        *,
+        strategy: Strategy = "one_for_one",
+        max_restarts: int = 3,
+        max_seconds: float = 5.0,
+        name: str = "supervisor",
+        registry: Registry | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        self._specs = list(children)
+        assert len({spec.id for spec in self._specs}) == len(self._specs), "two children have one id"
+        self._strategy: Strategy = strategy
+        self._max_restarts = max_restarts
+        self._max_seconds = max_seconds
+        self._restarts: deque[float] = deque()  # times of those within max_seconds
+        self.name = name
+        self.registry = registry or Registry()
+        self.telemetry = telemetry or Telemetry()
+        self._running: dict[str, _Child] = {}
+        # Holds at most one message for each child that ended by itself, so it needs no limit of its own.
+        self._ends, self._next_end = trio.open_memory_channel["_Child"](float("inf"))
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Runs until cancelled or out of restarts, and leaves no child behind; `started` once every child is.
+
+        Raises:
+            StartFailed: a child did not start; those before it were stopped.
+            RestartLimit: restart intensity was exceeded; every child was stopped.
+        """
+        failure: ActorError | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                await self._start(self._specs, nursery)
+                task_status.started()
+                while True:
+                    await self._handle_end(await self._next_end.receive(), nursery)
+            except (StartFailed, RestartLimit) as error:
+                failure = error
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._stop(self._specs)
+        if failure is not None:
+            raise failure  # here, not inside the nursery, which would wrap it in a group
+
+    async def _handle_end(self, child: "_Child", nursery: trio.Nursery) -> None:
+        """Restarts what the strategy says, until it runs or the limit is reached."""
+        spec, reason = child.spec, child.reason
+        if self._running.get(spec.id) is not child:
+            return  # it was stopped, and perhaps started anew, on account of another child
+        self._emit("supervisor.child_exit", spec, reason=reason)
+        del self._running[spec.id]
+        if spec.restart == "temporary" or (spec.restart == "transient" and isinstance(reason, Exit)):
+            return
+        affected = self._affected(spec)
+        while True:
+            self._count_restart(spec, reason)
+            await self._stop(affected)
+            try:
+                await self._start([other for other in affected if other.restart != "temporary"], nursery)
+            except StartFailed as error:
+                reason = error
+            else:
+                return
+
+    def _affected(self, spec: ChildSpec) -> list[ChildSpec]:
+        if self._strategy == "one_for_one":
+            return [spec]
+        if self._strategy == "one_for_all":
+            return self._specs
+        return self._specs[self._specs.index(spec) :]
+
+    def _count_restart(self, spec: ChildSpec, reason: Reason) -> None:
+        now = trio.current_time()
+        self._restarts.append(now)
+        while self._restarts[0] < now - self._max_seconds:
+            self._restarts.popleft()
+        if len(self._restarts) > self._max_restarts:
+            self._emit("supervisor.gave_up", spec, reason=reason)
+            cause = reason if isinstance(reason, BaseException) else None
+            raise RestartLimit(self.name, spec.id, self._max_restarts, self._max_seconds) from cause
+        self._emit("supervisor.restart", spec, {"restarts": len(self._restarts)})
+
+    async def _start(self, specs: Iterable[ChildSpec], nursery: trio.Nursery) -> None:
+        for spec in specs:
+            child = self._running[spec.id] = _Child(spec, self.registry)
+            nursery.start_soon(self._run_child, child, name=f"{self.name}/{spec.id}")
+            await child.settled.wait()
+            if not child.is_started:
+                await child.ended.wait()
+                del self._running[spec.id]
+                raise StartFailed(spec.id) from (child.reason if isinstance(child.reason, Exception) else None)
+            self._emit("supervisor.child_start", spec)
+
+    async def _stop(self, specs: Iterable[ChildSpec]) -> None:
+        """Stops those that run, last first; may be called again if it was cancelled in between."""
+        for spec in reversed(list(specs)):
+            child = self._running.get(spec.id)
+            if child is None:
+                continue
+            child.told_to_stop = True
+            if child.ref is not None:
+                with trio.move_on_after(spec.shutdown):
+                    await child.ref.stop(Exit.SHUTDOWN, timeout=None)
+                    await child.ended.wait()
+            child.scope.cancel()
+            with trio.move_on_after(spec.shutdown):
+                await child.ended.wait()
+            if not child.ended.is_set():
+                self._emit("supervisor.child_overdue", spec, {"shutdown_s": spec.shutdown})
+                await child.ended.wait()  # a task cannot be killed
+            del self._running[spec.id]
+
+    async def _run_child(self, child: "_Child") -> None:
+        """One child's life; every exception ends up as its reason."""
+        try:
+            with child.scope:
+                await self._execute(child)
+            if child.scope.cancelled_caught:
+                child.reason = Exit.CANCELLED
+            elif not child.is_started:
+                child.reason = RuntimeError(f"{child.spec.id!r} ended without calling task_status.started()")
+        except Exception as error:
+            child.reason = error
+            if child.is_started:
+                _keep_traceback_as_text(error)
+        finally:
+            child.end()
+            if child.is_started and not child.told_to_stop:
+                self._ends.send_nowait(child)
+
+    async def _execute(self, child: "_Child") -> None:
+        runnable = child.spec.start()
+        if isinstance(runnable, GenServer):
+            await run_actor(
+                runnable,
+                name=child.spec.id,
+                mailbox_size=child.spec.mailbox_size,
+                shutdown_s=child.spec.shutdown,
+                telemetry=self.telemetry,
+                task_status=child,
+            )
+        else:
+            await runnable(task_status=child)
+
+    def _emit(
+        self, event: str, spec: ChildSpec, measurements: dict[str, float] | None = None, **metadata: object
+    ) -> None:
+        labels = {"name": self.name, "child_id": spec.id, **metadata}
+        self.telemetry.execute(event, measurements or {}, labels)
+
+
+class _Child:
+    """One incarnation of a child, from its start to its end; also the `task_status` it is given."""
+
+    def __init__(self, spec: ChildSpec, registry: Registry) -> None:
+        self.spec = spec
+        self.scope = trio.CancelScope()
+        self.ref: ActorRef | None = None  # of an actor that started
+        self.reason: Reason = Exit.NORMAL
+        self.is_started = False
+        self.told_to_stop = False
+        self.settled = trio.Event()  # started or ended
+        self.ended = trio.Event()
+        self._registry = registry
+
+    def started(self, value: object = None) -> None:
+        """From here on only the supervisor cancels it, when its turn comes."""
+        assert not self.is_started, f"{self.spec.id!r} called started() twice"
+        if isinstance(value, ActorRef):
+            self.ref = value
+            self._registry.register(self.spec.id, value)
+        self.scope.shield = True
+        self.is_started = True
+        self.settled.set()
+
+    def end(self) -> None:
+        if self.ref is not None:
+            self._registry.unregister(self.spec.id, self.ref)
+        self.ended.set()
+        self.settled.set()
+
+
+def _keep_traceback_as_text(error: BaseException) -> None:
+    """Replaces tracebacks, the causes' too, by a note.
+
+    Refs, monitors and `ActorDown` keep the reason of an end, perhaps for long; through the frames of its
+    traceback it would keep the dead actor's whole state.
+    """
+    error.add_note("".join(traceback.format_exception(error)))
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        link.__traceback__ = None
+        pending += (link.__cause__, link.__context__)
+        if isinstance(link, BaseExceptionGroup):
+            pending += link.exceptions

@@ -1,0 +1,108 @@
+"""Worker: one thread of its own for blocking calls that must all come from the same thread.
+
+    worker = Worker("model")
+    text = await worker.run(context.detokenize, token_ids)                # waits for the result
+    worker.submit(context.step, batch, on_done=lambda result: ...)        # does not
+    await worker.close()
+
+Jobs run one at a time, in order. A job cannot be interrupted.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, TypeVarTuple
+
+import outcome
+import trio
+
+from genbatch.actors.runtime.errors import ActorDown, WorkerClosed
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Job = Callable[[], None]
+
+
+class Worker:
+    """The thread starts here and ends with `close`, or with the event loop if nobody closed it.
+
+    Must be made and used on an event loop's thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._token = trio.lowlevel.current_trio_token()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closing = trio.Event()
+        self._ended = trio.Event()
+        self._thread = threading.Thread(target=self._work, name=name)
+        self._thread.start()
+        trio.lowlevel.spawn_system_task(self._end_thread, name=f"end of worker {name}")
+
+    async def run(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """The result of `job(*args)`, or its exception.
+
+        If the waiting task is cancelled the job still runs to its end, and its outcome is dropped.
+
+        Raises:
+            WorkerClosed: `close` was called.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        waiting: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+
+        def deliver(result: outcome.Outcome[T]) -> None:
+            if waiting is not None:
+                trio.lowlevel.reschedule(waiting, result)
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            nonlocal waiting
+            waiting = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self.submit(job, *args, on_done=deliver)
+        value: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        return value
+
+    def submit(self, job: Callable[[*Ts], T], *args: *Ts, on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
+        """Queues `job(*args)`; `on_done` gets its outcome on the event loop's thread.
+
+        `on_done` is called from the event loop itself: it must be quick and must not raise. The one exception
+        it may raise is ActorDown, so that it can send to an actor: then nobody is left to be told.
+
+        Raises:
+            WorkerClosed: `close` was called.
+        """
+        if self._closing.is_set():
+            raise WorkerClosed(self.name)
+
+        def deliver(result: outcome.Outcome[T]) -> None:
+            with suppress(ActorDown):
+                on_done(result)
+
+        self._jobs.put(lambda: self._tell(deliver, outcome.capture(job, *args)))
+
+    async def close(self) -> None:
+        """Refuses new jobs, waits for those taken, ends the thread (even if this is cancelled)."""
+        self._closing.set()
+        await self._ended.wait()
+        self._thread.join()
+
+    async def _end_thread(self) -> None:
+        """A system task, so that the loop's end reaches a worker that nobody closed."""
+        try:
+            await self._closing.wait()
+        finally:
+            self._closing.set()
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # its arguments must not live until the next one comes
+        self._tell(self._ended.set)
+
+    def _tell(self, callback: Callable[..., Any], *args: object) -> None:
+        with suppress(trio.RunFinishedError):  # then nobody is left who could want the outcome
+            self._token.run_sync_soon(callback, *args)

@@ -1,0 +1,1 @@
+"""Which requests run in the next step: pure functions over requests and KV resources, swappable."""

@@ -1,0 +1,165 @@
+"""The two policies on KV memory: reserve every request to its end, or pack as many as fit and pause."""
+
+from enum import Enum
+from itertools import islice, takewhile
+
+from genbatch.actors.scheduling.kv_resources import KVResources
+from genbatch.actors.scheduling.llm_request import LlmRequestState, Phase, RequestList
+from genbatch.actors.scheduling.scheduler import CapacityOutput, CapacityScheduler
+
+# transformers' continuous batching holds new prompts back below this share of free blocks.
+DEFAULT_MARGIN = 0.2
+
+
+class SchedulerPolicy(Enum):
+    """TensorRT-LLM's names of the two policies."""
+
+    MAX_UTILIZATION = "MAX_UTILIZATION"
+    GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"
+
+
+class PauseOrder(Enum):
+    """Whom MAX_UTILIZATION pauses when the pool is full."""
+
+    NEWEST = "newest"  # the last admitted; the one that has run longest is never paused
+    OLDEST = "oldest"  # transformers' soft reset: the oldest, or the newest if a reset already blocks new requests
+
+
+class GuaranteedNoEvictScheduler(CapacityScheduler):
+    """Admits a request only if the blocks it needs at full length are there: nothing is ever paused.
+
+    Running requests are reserved first; the first waiting one that does not fit ends the round, so that
+    nobody overtakes it. One that would not fit into the whole pool is reported as never fitting.
+
+    Args:
+        max_num_requests: most requests running at once.
+        kv_cache_manager: see KVResources.
+    """
+
+    # Only requests with no_schedule_until_state <= state < no_schedule_after_state are scheduled.
+    no_schedule_until_state = LlmRequestState.CONTEXT_INIT
+    no_schedule_after_state = LlmRequestState.GENERATION_COMPLETE
+
+    def __init__(self, max_num_requests: int, kv_cache_manager: KVResources) -> None:
+        super().__init__()
+        self.max_num_requests = max_num_requests
+        self.kv_cache_manager = kv_cache_manager
+
+    def schedule_request(self, active_requests: RequestList) -> CapacityOutput:
+        """See CapacityScheduler."""
+        kv = self.kv_cache_manager
+        needed_to_completion = kv.get_needed_resource_to_completion
+        max_blocks = kv.get_max_resource_count()
+        running = _running(active_requests)
+        available = max_blocks - sum(map(needed_to_completion, running))
+        schedulable = self._schedulable_states()
+        fitting = [request for request in running if request.state in schedulable]
+        never_fitting: RequestList = []
+        for request in islice(active_requests, len(running), None):
+            if len(fitting) >= self.max_num_requests:
+                break
+            if request.state not in schedulable:
+                continue
+            needed = needed_to_completion(request)
+            if needed <= available:
+                fitting.append(request)
+                available -= needed
+            elif needed > max_blocks:
+                never_fitting.append(request)
+            else:
+                break
+        return CapacityOutput(fitting, [], never_fitting)
+
+    def _schedulable_states(self) -> list[LlmRequestState]:
+        first, end = self.no_schedule_until_state.value, self.no_schedule_after_state.value
+        return [state for state in LlmRequestState if first <= state.value < end]
+
+
+class MaxUtilizationScheduler(CapacityScheduler):
+    """Admits a request as soon as its context fits; pauses running ones when the pool is full.
+
+    What a running request still has to compute of its context counts as taken, so a prefill that has begun
+    always finds its blocks. Below the margin of free blocks new requests wait while running ones go on; the
+    margin never holds back the only request there is.
+
+    Args:
+        max_num_requests: most requests running at once.
+        kv_cache_manager: see KVResources.
+        margin: share of the pool, 0 <= margin < 1; 0 turns it off.
+        pause_order: see PauseOrder.
+    """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        kv_cache_manager: KVResources,
+        *,
+        margin: float = DEFAULT_MARGIN,
+        pause_order: PauseOrder = PauseOrder.NEWEST,
+    ) -> None:
+        super().__init__()
+        self.max_num_requests = max_num_requests
+        self.kv_cache_manager = kv_cache_manager
+        self.margin = margin
+        self.pause_order = pause_order
+
+    def schedule_request(self, active_requests: RequestList) -> CapacityOutput:
+        """See CapacityScheduler."""
+        kv = self.kv_cache_manager
+        running = _running(active_requests)
+        needs = [kv.blocks_for_step(request, request.context_remaining) for request in running]
+        left = kv.free_blocks - sum(needs)
+        if left < 0:
+            return self._make_room(active_requests, running, needs, left)
+        return self._admit(active_requests, running, left)
+
+    def _make_room(
+        self, active_requests: RequestList, running: RequestList, needs: list[int], left: int
+    ) -> CapacityOutput:
+        """Pauses running requests, all but one at most, until the others fit; admits nobody."""
+        waiting = islice(active_requests, len(running), None)
+        reset_blocks = any(request.num_pauses for request in waiting)
+        paused: RequestList = []
+        while left < 0 and len(running) > 1:
+            victim = self._victim(running, reset_blocks or bool(paused))
+            request = running.pop(victim)
+            left += needs.pop(victim) + self.kv_cache_manager.blocks_held(request)
+            paused.append(request)
+        if left >= 0:
+            return CapacityOutput(running, paused)
+        if paused:
+            # Blocks that only paused requests shared come free beyond what was counted: ask again next time.
+            return CapacityOutput([], paused)
+        return CapacityOutput([], [], never_fitting=running)
+
+    def _victim(self, running: RequestList, reset_blocks: bool) -> int:
+        # Each request is reset once at most as the oldest: a steady stream of new ones must not starve it.
+        if self.pause_order is PauseOrder.OLDEST and not reset_blocks and not running[0].num_pauses:
+            return 0
+        return len(running) - 1
+
+    def _admit(self, active_requests: RequestList, running: RequestList, left: int) -> CapacityOutput:
+        kv = self.kv_cache_manager
+        max_blocks = kv.get_max_resource_count()
+        margin_blocks = self.margin * kv.num_blocks
+        never_fitting: RequestList = []
+        fitting = running
+        for request in islice(active_requests, len(running), None):
+            if len(fitting) >= self.max_num_requests or (fitting and left < margin_blocks):
+                break
+            needed = kv.blocks_for_step(request, request.context_remaining)
+            if kv.get_needed_resource_to_completion(request) > max_blocks:
+                never_fitting.append(request)
+            elif needed <= left:
+                fitting.append(request)
+                left -= needed
+            elif fitting:
+                break
+            else:
+                never_fitting.append(request)  # the pool is all it could get, and it is too small
+        return CapacityOutput(fitting, [], never_fitting)
+
+
+def _running(active_requests: RequestList) -> RequestList:
+    pending = Phase.PENDING
+    return list(takewhile(lambda request: request.phase is not pending, active_requests))

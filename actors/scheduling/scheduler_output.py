@@ -1,0 +1,228 @@
+"""What schedulers return: richer than the documented tuples, unpacked like them, and checked in one place."""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from genbatch.actors.scheduling.llm_request import LlmRequest, Phase, RequestList
+from genbatch.actors.scheduling.step_plan import StepLimits, StepPlan
+
+PlainPlan = tuple[RequestList, RequestList, RequestList]  # context, generation, paused
+
+
+class SchedulerError(Exception):
+    """A scheduler cannot be built, or returned a plan that cannot be run; the message names the offence."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityOutput:
+    """A CapacityScheduler's answer; unpacks as (fitting_requests, paused_requests).
+
+    Args:
+        fitting_requests: those for which memory is reserved at this step.
+        paused_requests: those whose blocks are to be released now; they wait and resume by themselves.
+        never_fitting: those that no step could ever hold; to be refused, as waiting would not help.
+    """
+
+    fitting_requests: RequestList
+    paused_requests: RequestList
+    never_fitting: RequestList = field(default_factory=list)
+
+    @classmethod
+    def of(cls, output: "CapacityOutput | tuple[RequestList, RequestList]") -> "CapacityOutput":
+        """The answer of a scheduler that may have returned the plain lists.
+
+        Raises:
+            SchedulerError: it returned something else.
+        """
+        if isinstance(output, CapacityOutput):
+            return output
+        fitting_requests, paused_requests = _lists(output, cls, 2)
+        return cls(fitting_requests, paused_requests)
+
+    def __iter__(self) -> Iterator[RequestList]:
+        yield self.fitting_requests
+        yield self.paused_requests
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchOutput:
+    """A MicroBatchScheduler's answer; unpacks as (context_requests, generation_requests)."""
+
+    context_requests: RequestList
+    generation_requests: RequestList
+    chunk_sizes: Mapping[int, int] = field(default_factory=dict)
+    never_fitting: RequestList = field(default_factory=list)
+
+    @classmethod
+    def of(cls, output: "MicroBatchOutput | tuple[RequestList, RequestList]") -> "MicroBatchOutput":
+        """The answer of a scheduler that may have returned the plain lists.
+
+        Raises:
+            SchedulerError: it returned something else.
+        """
+        if isinstance(output, MicroBatchOutput):
+            return output
+        context_requests, generation_requests = _lists(output, cls, 2)
+        return cls(context_requests, generation_requests)
+
+    def as_plan(self, paused_requests: RequestList, never_fitting: RequestList) -> "SchedulerOutput":
+        """The whole plan, with what the capacity scheduler decided."""
+        return SchedulerOutput(
+            context_requests=self.context_requests,
+            generation_requests=self.generation_requests,
+            paused_requests=paused_requests,
+            chunk_sizes=self.chunk_sizes,
+            never_fitting=[*never_fitting, *self.never_fitting],
+        )
+
+    def __iter__(self) -> Iterator[RequestList]:
+        yield self.context_requests
+        yield self.generation_requests
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The plan of one step; unpacks as (context_requests, generation_requests, paused_requests).
+
+    Args:
+        context_requests: those that compute a chunk of their context, in order.
+        generation_requests: those that compute one token.
+        paused_requests: as in CapacityOutput; to be released before the step runs.
+        chunk_sizes: by request id, how many tokens each context request computes.
+        never_fitting: as in CapacityOutput.
+    """
+
+    context_requests: RequestList
+    generation_requests: RequestList
+    paused_requests: RequestList
+    chunk_sizes: Mapping[int, int] = field(default_factory=dict)
+    never_fitting: RequestList = field(default_factory=list)
+
+    @classmethod
+    def of(cls, output: "SchedulerOutput | PlainPlan") -> "SchedulerOutput":
+        """The plan of a scheduler that may have returned the plain lists.
+
+        Raises:
+            SchedulerError: it returned something else.
+        """
+        if isinstance(output, SchedulerOutput):
+            return output
+        context_requests, generation_requests, paused_requests = _lists(output, cls, 3)
+        return cls(context_requests, generation_requests, paused_requests)
+
+    def __iter__(self) -> Iterator[RequestList]:
+        yield self.context_requests
+        yield self.generation_requests
+        yield self.paused_requests
+
+    @property
+    def num_scheduled(self) -> int:
+        """Requests that take part in the step."""
+        return len(self.context_requests) + len(self.generation_requests)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of all chunks together."""
+        return sum(self.chunk_sizes.values())
+
+
+def normalize_output(
+    output: SchedulerOutput | PlainPlan,
+    active_requests: Sequence[LlmRequest],
+    inflight_request_ids: Set[int],
+    limits: StepLimits,
+) -> SchedulerOutput:
+    """The checked plan; one without chunk sizes gets them, filling the token budget in the order given.
+
+    Context requests for which nothing is left of a budget are dropped from a plan without chunk sizes.
+
+    Raises:
+        SchedulerError: not a plan; a request twice, not active, in flight or in the wrong phase; a chunk
+            that is missing or larger than the context; a budget exceeded.
+    """
+    plan = SchedulerOutput.of(output)
+    _check_membership(plan, active_requests, inflight_request_ids)
+    _check_phases(plan)
+    if plan.context_requests and not plan.chunk_sizes:
+        return _with_chunk_sizes(plan, limits)
+    _check_chunks(plan)
+    _check_budgets(plan, limits)
+    return plan
+
+
+def _lists(output: object, wanted: type, count: int) -> tuple[RequestList, ...]:
+    if isinstance(output, tuple) and len(output) == count and all(isinstance(part, list) for part in output):
+        return output
+    raise SchedulerError(f"a scheduler returned {output!r:.200}, neither {wanted.__name__} nor {count} lists")
+
+
+def _check_membership(plan: SchedulerOutput, active: Sequence[LlmRequest], inflight: Set[int]) -> None:
+    chosen = [*plan.context_requests, *plan.generation_requests, *plan.paused_requests, *plan.never_fitting]
+    distinct = set(chosen)
+    if len(distinct) < len(chosen):
+        twice = next(request for request in chosen if chosen.count(request) > 1)
+        raise SchedulerError(f"request {twice.request_id} is in the plan twice")
+    foreign = distinct.difference(active)
+    if foreign:
+        raise SchedulerError(f"not among the active requests: {_names(foreign)}")
+    if inflight:
+        flying = [request for request in chosen if request.request_id in inflight]
+        if flying:
+            raise SchedulerError(f"already in flight: {_names(flying)}")
+
+
+def _check_phases(plan: SchedulerOutput) -> None:
+    # Names bound once: this runs for every request of every step.
+    pending, prefilling, decoding = Phase.PENDING, Phase.PREFILLING, Phase.DECODING
+    misplaced = [r for r in plan.generation_requests if r.phase is not decoding]
+    if misplaced:
+        raise SchedulerError(f"planned as generation but not decoding: {_names(misplaced)}")
+    misplaced = [r for r in plan.context_requests if r.phase is not pending and r.phase is not prefilling]
+    if misplaced:
+        raise SchedulerError(f"planned as context but not pending or prefilling: {_names(misplaced)}")
+    misplaced = [r for r in plan.paused_requests if r.phase is not prefilling and r.phase is not decoding]
+    if misplaced:
+        raise SchedulerError(f"paused but not running: {_names(misplaced)}")
+
+
+def _with_chunk_sizes(plan: SchedulerOutput, limits: StepLimits) -> SchedulerOutput:
+    step = StepPlan(limits)
+    if not step.add_decodes(plan.generation_requests):
+        raise SchedulerError(f"{len(plan.generation_requests)} generation requests exceed the step's budgets")
+    step.add_contexts(plan.context_requests)
+    filled = MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)
+    return filled.as_plan(plan.paused_requests, plan.never_fitting)
+
+
+def _check_chunks(plan: SchedulerOutput) -> None:
+    sizes = plan.chunk_sizes
+    for request in plan.context_requests:
+        size = sizes.get(request.request_id, 0)
+        if not 1 <= size <= request.context_remaining:
+            raise SchedulerError(
+                f"a chunk of {size} tokens for request {request.request_id}, "
+                f"of whose context {request.context_remaining} are left"
+            )
+    if len(sizes) > len(plan.context_requests):
+        extra = sorted(sizes.keys() - {request.request_id for request in plan.context_requests})
+        raise SchedulerError(f"chunk sizes for requests that are not in the context list: {extra[:8]}")
+
+
+def _check_budgets(plan: SchedulerOutput, limits: StepLimits) -> None:
+    num_tokens = plan.num_context_tokens + sum([request.width for request in plan.generation_requests])
+    if num_tokens > limits.max_batch_tokens:
+        raise SchedulerError(f"{num_tokens} tokens planned, max_batch_tokens is {limits.max_batch_tokens}")
+    if limits.cache_budget is None:
+        return
+    blocks = sum(limits.blocks_read(request.num_computed + 1) * request.width for request in plan.generation_requests)
+    blocks += sum(
+        limits.blocks_read(request.num_computed + plan.chunk_sizes[request.request_id])
+        for request in plan.context_requests
+    )
+    if blocks > limits.cache_budget:
+        raise SchedulerError(f"{blocks} blocks would be read, cache_budget is {limits.cache_budget}")
+
+
+def _names(requests: Sequence[LlmRequest] | Set[LlmRequest]) -> str:
+    ids = sorted(request.request_id for request in requests)
+    return ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")

@@ -1,0 +1,109 @@
+"""`genbatch stats`: what a service has counted."""
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from genbatch.clients.cli.command import run_command
+from genbatch.clients.cli.engine_flags import ModelFlags
+from genbatch.clients.cli.flag_group import with_flag_groups
+from genbatch.clients.connection import ConnectionFlags, open_client
+
+# Heading -> {name in the stats: what a person reads}; whatever else a service counts comes last, as it is.
+_SECTIONS = {
+    "Service": {"model": "model", "runner": "runner", "n_parallel": "sequences at once"},
+    "Requests": {
+        "requests_running": "running",
+        "requests_waiting": "waiting",
+        "accepted": "accepted",
+        "refused": "refused",
+        "finished": "finished",
+        "preemptions": "preemptions",
+    },
+    "Tokens": {
+        "prompt_tokens": "of prompts",
+        "prefilled_tokens": "prefilled",
+        "shared_tokens": "shared (seq_cp)",
+        "reused_tokens": "reused (prefix cache)",
+        "generation_tokens": "generated",
+    },
+    "Steps": {
+        "steps": "steps",
+        "mean_batch_size": "mean batch size",
+        "step_seconds": "seconds in steps",
+        "ttft_p50": "median TTFT, s",
+        "latency_p50": "median latency, s",
+    },
+    "KV cache": {
+        "kv_block_size": "positions a block",
+        "kv_blocks_max": "blocks",
+        "kv_blocks_used": "used",
+        "kv_blocks_free": "free",
+        "kv_bytes": "bytes",
+        "swapped_bytes": "bytes swapped out",
+        "held_prompts": "system prompts held",
+    },
+}
+# Said by another row already.
+_LEFT_OUT = {"scheduled_entries"}
+
+
+@with_flag_groups
+def stats(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    connection: ConnectionFlags,
+    engine: ModelFlags,
+) -> None:
+    """Show what a service has counted.
+
+    Example:
+
+      genbatch stats --connect tcp://127.0.0.1:5555
+    """
+    run_command(partial(_stats, json, connection, engine))
+
+
+async def _stats(json: bool, connection: ConnectionFlags, engine: ModelFlags) -> None:
+    async with open_client(connection, engine) as client:
+        counted = await client.stats()
+    if json:
+        sys.stdout.write(msgspec.json.encode(counted).decode() + "\n")
+    else:
+        Console().print(stats_table(counted))
+
+
+def stats_table(counted: Mapping[str, Any]) -> Table:
+    """The counters in sections."""
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    shown = set(_LEFT_OUT)
+    for heading, names in _SECTIONS.items():
+        table.add_row(f"[bold white]{heading}")
+        for name, title in names.items():
+            if name in counted:
+                table.add_row(f"  {title}", _plain(counted[name]))
+        shown |= names.keys()
+    others = {name: value for name, value in counted.items() if name not in shown}
+    if others:
+        table.add_row("[bold white]Others")
+        for name, value in others.items():
+            table.add_row(f"  {name}", _plain(value))
+    return table
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {count}" for name, count in value.items()) or "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,1 @@
+"""The paged KV cache: blocks, tables, prefix cache, offloading, sizing."""

@@ -1,0 +1,219 @@
+"""The block tables of all sequences over the pools of all layer groups, and the rules both obey."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from genbatch.nif.errors import OutOfBlocks
+from genbatch.nif.kv.block_pool import BlockPool
+from genbatch.nif.kv.prefix_cache import Match, PrefixCache
+from genbatch.nif.layer_group import LayerGroup
+
+Ints: TypeAlias = "array[int]"  # a string, since array is no generic class before Python 3.12
+NEVER = 1 << 62  # no sequence gets this long
+
+
+@dataclass(slots=True)
+class KVSequence:
+    """A sequence's tokens and block tables; entry position // block_size of a table, in every group."""
+
+    tables: list[Ints]  # per group, C ints; the first evicted[g] entries are the placeholder 0
+    evicted: list[int]  # per group, leading blocks that fell behind the window
+    tokens: Ints = field(default_factory=lambda: array("q"))  # of the positions held
+    hashes: list[bytes] = field(default_factory=list)  # names of its whole blocks, for the prefix cache
+    key: bytes | None = b""  # under which its blocks are cached; None: never, they came from outside
+    # Positions below this can be written without asking the pool; it may be too low, never too high.
+    writable: int = 0
+    # The length at which a block completes or falls behind a window; may be too low, never too high.
+    wake: int = 0
+
+    @classmethod
+    def empty(cls, num_groups: int) -> "KVSequence":
+        return cls(tables=[array("i") for _ in range(num_groups)], evicted=[0] * num_groups)
+
+
+class BlockTables:
+    """State shared by the sequence operations and by reservations; both are its only users."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        num_sequences: int,
+        allow_block_sharing: bool,
+    ) -> None:
+        self.block_size = block_size
+        self.windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        # A windowed group has dropped what a later prompt would want back.
+        shares = allow_block_sharing and not self.windows
+        self.prefix_cache = PrefixCache(block_size, len(groups)) if shares else None
+        self.pools = tuple(
+            BlockPool(count, partial(self.prefix_cache.forget, index) if self.prefix_cache is not None else None)
+            for index, count in enumerate(num_blocks)
+        )
+        self.sequences = [KVSequence.empty(len(groups)) for _ in range(num_sequences)]
+
+    def blocks(self, length: int) -> int:
+        """Table entries that `length` positions take."""
+        return -(-length // self.block_size)
+
+    def behind(self, window: int, length: int) -> int:
+        """Leading blocks that no position from `length` on attends to."""
+        return max(0, length - window + 1) // self.block_size
+
+    def first_needed(self, length: int) -> list[int]:
+        """Per group, the table index of the first block that positions from `length` on attend to."""
+        first = [0] * len(self.pools)
+        for group, window in self.windows:
+            first[group] = self.behind(window, length)
+        return first
+
+    def require(self, needed: Sequence[int]) -> None:
+        """Raises OutOfBlocks unless every group has as many free blocks."""
+        for pool, count in zip(self.pools, needed, strict=True):
+            if count > pool.num_free:
+                raise OutOfBlocks(count, pool.num_free)
+
+    def shared_tail(self, group: int, sequence: KVSequence) -> int | None:
+        """The partly filled last block, if somebody else holds it too."""
+        if len(sequence.tokens) % self.block_size == 0:
+            return None
+        block = sequence.tables[group][-1]
+        return block if self.pools[group].references[block] > 1 else None
+
+    def settle(self, sequence: KVSequence) -> None:
+        """Caches the blocks that became whole and drops those that fell behind a window."""
+        length = len(sequence.tokens)
+        wake = NEVER
+        if self.prefix_cache is not None and sequence.key is not None:
+            hashes = sequence.hashes
+            first = len(hashes)
+            self.prefix_cache.extend_hashes(hashes, sequence.tokens, sequence.key)
+            for index in range(first, len(hashes)):
+                self._cache_block(sequence, index)
+            wake = (len(hashes) + 1) * self.block_size
+        for group, window in self.windows:
+            behind = self.behind(window, length)
+            self.evict(group, sequence, behind)
+            wake = min(wake, (behind + 1) * self.block_size + window - 1)
+        sequence.wake = wake
+
+    def evict(self, group: int, sequence: KVSequence, behind: int) -> None:
+        """Gives back the blocks before table index `behind`."""
+        table, first = sequence.tables[group], sequence.evicted[group]
+        if behind > first:
+            self.pools[group].release(table[first:behind])
+            table[first:behind] = array("i", [0] * (behind - first))
+            sequence.evicted[group] = behind
+
+    def adopt(self, sequence: KVSequence, tokens: Sequence[int], match: Match) -> None:
+        """Continues a sequence, after its whole blocks, with matched ones."""
+        whole = len(sequence.hashes)
+        for group, pool in enumerate(self.pools):
+            table = sequence.tables[group]
+            matched = [blocks[group] for blocks in match.blocks]
+            for block in matched:
+                pool.share(block)
+            pool.release(table[whole:])  # the partly filled one, which the first match covers
+            table[whole:] = array("i", matched)
+        sequence.hashes += match.hashes
+        sequence.tokens.extend(tokens[len(sequence.tokens) : len(sequence.hashes) * self.block_size])
+        sequence.writable = len(sequence.tokens)
+
+    def graft(self, source: KVSequence, target: KVSequence, p1: int) -> None:
+        """Continues `target`, which holds the first tokens of `source`, with `source`'s blocks up to p1."""
+        p0 = len(target.tokens)
+        whole = p0 // self.block_size
+        for group, window in self.windows:
+            self.evict(group, target, min(self.behind(window, p1), len(target.tables[group])))
+        for group, (pool, first) in enumerate(zip(self.pools, self.first_needed(p1), strict=True)):
+            table = target.tables[group]
+            start = max(whole, first)
+            shared = source.tables[group][start : self.blocks(p1)]
+            for block in shared:
+                pool.share(block)
+            pool.release(table[max(whole, target.evicted[group]) :])  # the partly filled one, which is covered
+            table[whole:] = array("i", [0] * (start - whole)) + shared
+            if first > whole:
+                target.evicted[group] = first
+        target.tokens.extend(source.tokens[p0:p1])
+        if p0 == 0:
+            target.key = source.key
+            target.hashes[:] = source.hashes[: p1 // self.block_size]
+        elif source.key is None:
+            target.key = None
+        target.writable = p1
+        target.wake = 0
+        source.writable = len(source.tokens)  # its last block may be shared now
+
+    def fill(self, sequence: KVSequence, tokens: Sequence[int]) -> list[list[int]]:
+        """Gives an empty sequence new blocks for these tokens; returns, per group, those to be filled."""
+        first_needed = self.first_needed(len(tokens))
+        needed = [self.blocks(len(tokens)) - first for first in first_needed]
+        self.require(needed)
+        filled = [pool.allocate(count) for pool, count in zip(self.pools, needed, strict=True)]
+        for group, (first, blocks) in enumerate(zip(first_needed, filled, strict=True)):
+            sequence.tables[group] = array("i", [0] * first + blocks)
+            sequence.evicted[group] = first
+        sequence.tokens.extend(tokens)
+        sequence.writable = len(tokens)
+        sequence.wake = 0
+        return filled
+
+    def truncate(self, sequence: KVSequence, length: int) -> None:
+        """Forgets the positions from `length` on; with 0, also whose sequence it was."""
+        kept = self.blocks(length)
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            first = max(kept, sequence.evicted[group])
+            pool.release(table[first:])
+            del table[kept:]
+            sequence.evicted[group] = min(sequence.evicted[group], kept)
+        del sequence.tokens[length:]
+        del sequence.hashes[length // self.block_size :]
+        sequence.writable = length
+        sequence.wake = 0
+        if length == 0:
+            sequence.key = b""
+
+    def check_integrity(self, pending: Iterable[tuple[int, int]]) -> None:
+        """Compares tables, pools and prefix cache.
+
+        Args:
+            pending: (group, block) pairs that a reservation in progress still holds.
+
+        Raises:
+            AssertionError: they contradict each other.
+        """
+        held = [[0] * pool.num_blocks for pool in self.pools]
+        for group, block in pending:
+            held[group][block] += 1
+        for seq_id, sequence in enumerate(self.sequences):
+            blocks, length = self.blocks(len(sequence.tokens)), len(sequence.tokens)
+            for group, table in enumerate(sequence.tables):
+                where = f"sequence {seq_id}, group {group}"
+                assert len(table) >= blocks, f"{where}: {len(table)} blocks for {length} positions"
+                evicted = sequence.evicted[group]
+                assert not any(table[:evicted]), f"{where}: an evicted entry still names a block"
+                assert evicted <= len(table), f"{where}: more evicted than there are"
+                for block in table[evicted:]:
+                    held[group][block] += 1
+            for group, table in enumerate(sequence.tables):
+                if sequence.writable > length and length % self.block_size:
+                    block = table[blocks - 1]
+                    assert held[group][block] == 1, f"sequence {seq_id} takes shared block {block} for its own"
+                    assert self.pools[group].hashes[block] is None, f"cached block {block} would be overwritten"
+            assert len(sequence.hashes) <= length // self.block_size, f"sequence {seq_id}: a name too many"
+        for group, pool in enumerate(self.pools):
+            pool.check_integrity(held[group])
+            if self.prefix_cache is not None:
+                self.prefix_cache.check_integrity(group, pool.hashes)
+
+    def _cache_block(self, sequence: KVSequence, index: int) -> None:
+        assert self.prefix_cache is not None
+        for group, pool in enumerate(self.pools):
+            block, name = sequence.tables[group][index], sequence.hashes[index]
+            if pool.hashes[block] is None and self.prefix_cache.insert(group, name, block):
+                pool.set_hash(block, name)

@@ -1,0 +1,54 @@
+"""A sequence's KV as bytes that can be kept and brought back: a safetensors file, never a pickle."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from genbatch.nif.errors import BatchError
+from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Runner
+
+FORMAT = "genbatch-sequence-1"
+
+
+def fingerprint(model: Model, runner: Runner, block_size: int) -> str:
+    """What has to be equal for KV to mean the same: weights' identity as far as the config tells, layout, precision."""
+    facts = {
+        "config": model.config.to_dict(),
+        "dtype": str(model.dtype),
+        "runner": runner.name,
+        "block_size": block_size,
+        "bytes_per_block": [runner.bytes_per_block(g, block_size) for g in range(len(runner.groups))],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def pack(tokens: Sequence[int], contents: Sequence[torch.Tensor], identity: str) -> bytes:
+    """One file of the tokens and, per layer group, its blocks' content [num_blocks, bytes_per_block] uint8."""
+    tensors = {f"group.{index}": content.contiguous() for index, content in enumerate(contents)}
+    tensors["tokens"] = torch.tensor(list(tokens), dtype=torch.int64)
+    # `save` writes metadata through a keyword that takes strings only.
+    return bytes(save(tensors, metadata={"format": FORMAT, "identity": identity}))
+
+
+def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list[torch.Tensor]]:
+    """What `pack` was given.
+
+    Raises:
+        BatchError: not such a file, damaged, or of another model, precision or block size.
+    """
+    try:
+        size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+        tensors = load(data)
+        tokens = tensors["tokens"].tolist()
+        contents = [tensors[f"group.{index}"] for index in range(num_groups)]
+    except (SafetensorError, ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise BatchError(f"not a saved sequence: {error}") from error
+    if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
+        raise BatchError("the saved sequence is of another model, precision or block size")
+    return tokens, contents

@@ -1,0 +1,1 @@
+"""Finding, converting, loading and checking a model."""

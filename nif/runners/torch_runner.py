@@ -1,0 +1,109 @@
+"""TorchRunner: any supported transformers model over the paged pool, in plain torch, on CPU and CUDA."""
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.runners.attention import LayerPool, TorchStep
+
+if TYPE_CHECKING:
+    from genbatch.nif.models.model import Model
+
+
+class TorchRunner:
+    """Runs the model's own modules; only attention is ours. Implements `Runner`.
+
+    Args:
+        model: what `load_model` returned.
+    """
+
+    name = "torch"
+
+    def __init__(self, model: "Model") -> None:
+        self.device = model.device
+        self.vocab_size = model.vocab_size
+        self.groups = model.groups
+        self._model = model
+        self._block_size = 0
+        self._pools: list[LayerPool] = []
+        # A few models compute the logits of every token whatever is asked; their rows are picked afterwards.
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
+
+    def bytes_per_block(self, group: int, block_size: int) -> int:
+        """Bytes of KV that one block of `group` takes, all the group's layers together."""
+        shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
+        elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        return elements * block_size * self._model.dtype.itemsize
+
+    def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
+        """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
+        assert not self._pools, "allocate is called once"
+        blocks_of_layer: dict[int, int] = {}
+        for group, count in zip(self.groups, num_blocks, strict=True):
+            blocks_of_layer.update(dict.fromkeys(group.layers, count))
+        for layer, shape in enumerate(self._model.layers):
+            rows = (blocks_of_layer[layer], shape.num_kv_heads, block_size)
+            keys, values = (
+                torch.zeros((*rows, dim), dtype=self._model.dtype, device=self.device)
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            self._pools.append(LayerPool(keys, values))
+        self._block_size = block_size
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32."""
+        assert self._pools, "forward needs a pool"
+        step = TorchStep(batch, self.groups, self._pools, self._block_size)
+        wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
+        output = self._model.hf(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            genbatch_step=step,
+            **wanted,
+        )
+        logits: torch.Tensor = output.logits[0]
+        if not self._keeps_logits:
+            logits = logits[batch.logit_rows]
+        return logits.float()
+
+    @torch.inference_mode()
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, destination); every source is read before any block is written."""
+        sources, destinations = (self._ids(ids) for ids in zip(*pairs, strict=True))
+        for tensor in self._tensors(group):
+            tensor[destinations] = tensor[sources]
+
+    @torch.inference_mode()
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, layer by layer."""
+        ids = self._ids(blocks)
+        parts = [tensor[ids].flatten(1).view(torch.uint8) for tensor in self._tensors(group)]
+        return torch.cat(parts, dim=1).cpu()
+
+    @torch.inference_mode()
+    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        assert content.shape == (len(blocks), self.bytes_per_block(group, self._block_size))
+        ids = self._ids(blocks)
+        tensors = self._tensors(group)
+        sizes = [tensor[0].nbytes for tensor in tensors]
+        for tensor, part in zip(tensors, torch.split(content.to(self.device), sizes, dim=1), strict=True):
+            rows = part.contiguous().view(self._model.dtype)
+            tensor[ids] = rows.view(len(blocks), *tensor.shape[1:])
+
+    def close(self) -> None:
+        """Releases the KV pool."""
+        self._pools = []
+
+    def _tensors(self, group: int) -> list[torch.Tensor]:
+        """Keys and values of the group's layers, in the order of `read_blocks`."""
+        pools = [self._pools[layer] for layer in self.groups[group].layers]
+        return [tensor for pool in pools for tensor in (pool.keys, pool.values)]
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.device)

@@ -1,0 +1,244 @@
+"""TritonRunner: the model over the paged pool with Triton kernels, on a GPU (or, for tests, interpreted on the CPU)."""
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+import triton
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.batch_check import BatchLimits, check_batch
+from genbatch.nif.errors import BatchError, ModelError, OptionError
+from genbatch.nif.kernels.attention_tiles import choose_num_splits
+from genbatch.nif.kernels.block_copy import copy_blocks
+from genbatch.nif.kernels.paged_attention import paged_attention
+from genbatch.nif.kernels.rope_cache import write_kv
+from genbatch.nif.runners.attention import AttentionCall, LayerPool
+from genbatch.nif.runners.batch_upload import BatchUpload
+from genbatch.nif.runners.cuda_graphs import DecodeGraphs, GraphOptions
+from genbatch.nif.runners.lean_llama import LeanLlama, why_not_lean
+
+if TYPE_CHECKING:
+    from genbatch.nif.models.model import Model
+
+Tier: TypeAlias = Literal["auto", "general", "lean"]
+
+_MAX_HEAD_SIZE = 256
+_INTERPRETED_PROCESSORS = 4  # stands for the GPU's multiprocessors, so that tests split decodes too
+
+
+class TritonRunner:
+    """Runs a model with Triton kernels. Implements `Runner`.
+
+    A batch's index tensors are wanted on the CPU: they are checked there, so that no kernel meets an id outside the
+    pool, and then travel in one copy.
+
+    Args:
+        model: what `load_model` returned.
+        tier: "lean" is our own layer loop for the Llama family, "general" the model's own modules with our
+            attention; "auto" takes the first that can.
+        graphs: how decode steps are captured as CUDA graphs; None runs every step eagerly.
+
+    Raises:
+        ModelError: the kernels cannot serve the model.
+        OptionError: the tier, the graphs or the device do not fit.
+    """
+
+    def __init__(self, model: "Model", *, tier: Tier = "auto", graphs: GraphOptions | None = None) -> None:
+        check_model(model)
+        unfit = why_not_lean(model)
+        if tier == "lean" and unfit is not None:
+            raise OptionError("tier", f"lean cannot run {model.name}: {unfit}")
+        if graphs is not None and model.device.type != "cuda":
+            raise OptionError("graphs", f"CUDA graphs need a CUDA device, and {model.name} is on {model.device}")
+        lean = tier == "lean" or (tier == "auto" and unfit is None)
+        if graphs is not None and not lean:
+            # The model's own modules may wait for the device or allocate differently from step to step.
+            raise OptionError("graphs", "only the lean tier can be captured")
+        self.name = "triton, lean loop" if lean else "triton, general"
+        self.device = torch.device("cpu")
+        self.vocab_size = model.vocab_size
+        self.groups = model.groups
+        self._model = model
+        self._num_processors = (
+            torch.cuda.get_device_properties(model.device).multi_processor_count
+            if model.device.type == "cuda"
+            else _INTERPRETED_PROCESSORS
+        )
+        self._lean = LeanLlama(model, self._num_processors) if lean else None
+        self._upload = BatchUpload(model.device)
+        self._graph_options = graphs
+        self._graphs: DecodeGraphs | None = None
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
+        self._limits: BatchLimits | None = None
+        self._storages: list[torch.Tensor] = []  # per group [num_blocks, elements of a block]
+        self._pools: list[LayerPool] = []  # per layer, views of its group's storage
+
+    def bytes_per_block(self, group: int, block_size: int) -> int:
+        """Bytes of KV that one block of `group` takes, all the group's layers together."""
+        shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
+        elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        return elements * block_size * self._model.dtype.itemsize
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
+        """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g; captures graphs if they were asked for."""
+        assert self._limits is None, "allocate is called once"
+        pools: dict[int, LayerPool] = {}
+        for index, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
+            elements = self.bytes_per_block(index, block_size) // self._model.dtype.itemsize
+            storage = torch.zeros((count, elements), dtype=self._model.dtype, device=self._model.device)
+            self._storages.append(storage)
+            begin = 0
+            for layer in group.layers:
+                shape = self._model.layers[layer]
+                size = (shape.num_kv_heads, block_size, shape.key_dim)
+                length = shape.num_kv_heads * block_size * shape.key_dim
+                keys, values = (
+                    storage[:, start : start + length].view(count, *size) for start in (begin, begin + length)
+                )
+                pools[layer] = LayerPool(keys, values)
+                begin += 2 * length
+        self._pools = [pools[layer] for layer in range(len(pools))]
+        self._limits = BatchLimits(tuple(num_blocks), block_size, self.vocab_size, self._model.max_position)
+        if self._graph_options is not None:
+            self._graphs = DecodeGraphs(self._graph_options, self._run, self._upload, self._limits, self._model.device)
+            self._graphs.warm_up()
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32.
+
+        Raises:
+            BatchError: an index leads outside the pool or the model; nothing was written.
+        """
+        assert self._limits is not None, "forward needs a pool"
+        check_batch(batch, self._limits)
+        if self._graphs is not None:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return logits
+        return self._run(self._upload.upload(batch))
+
+    @torch.inference_mode()
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, destination); every source is read before any block is written.
+
+        Raises:
+            BatchError: a block id is outside the pool.
+        """
+        if not pairs:
+            return
+        storage = self._storages[group]
+        self._check_blocks(group, [block for pair in pairs for block in pair])
+        ids = torch.tensor(pairs, dtype=torch.int64).to(storage.device, non_blocking=True)
+        targets = [target for _, target in pairs]
+        if len({*targets}) == len(targets) and not {*targets} & {source for source, _ in pairs}:
+            copy_blocks(storage, ids)
+        else:  # one program's target is another's source: they would race
+            storage[ids[:, 1]] = storage[ids[:, 0]]
+
+    @torch.inference_mode()
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, pinned if from a GPU."""
+        storage = self._storages[group]
+        self._check_blocks(group, blocks)
+        ids = torch.tensor(blocks, dtype=torch.int64, device=storage.device)
+        content = storage[ids].view(torch.uint8)
+        if storage.device.type != "cuda":
+            return content
+        host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True)
+        host.copy_(content)
+        return host
+
+    @torch.inference_mode()
+    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        storage = self._storages[group]
+        self._check_blocks(group, blocks)
+        ids = torch.tensor(blocks, dtype=torch.int64, device=storage.device)
+        storage[ids] = content.to(storage.device).view(storage.dtype)
+
+    def close(self) -> None:
+        """Releases the KV pool and the graphs that refer to it."""
+        self._graphs = None
+        self._pools = []
+        self._storages = []
+
+    def _run(self, batch: RaggedBatch) -> torch.Tensor:
+        """One step over a batch on the device."""
+        if self._lean is not None:
+            return self._lean.forward(batch, self._pools)
+        wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
+        output = self._model.hf(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            genbatch_step=TritonStep(self._model, batch, self._pools, self._num_processors),
+            **wanted,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return (logits if self._keeps_logits else logits[batch.logit_rows]).float()
+
+    def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
+        count = len(self._storages[group])
+        for block in blocks:
+            if not 0 <= block < count:
+                raise BatchError(f"group {group}: block id {block} is outside 0..{count - 1}")
+
+
+class TritonStep:
+    """One step of the general tier: what transformers' modules call for attention. Implements `AttentionStep`."""
+
+    def __init__(self, model: "Model", batch: RaggedBatch, pools: Sequence[LayerPool], num_processors: int) -> None:
+        self._batch = batch
+        self._pools = pools
+        self._groups = {
+            layer: (index, group.window) for index, group in enumerate(model.groups) for layer in group.layers
+        }
+        self._num_processors = num_processors
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Writes the layer's keys and values, then attends over its blocks; returns [T, H, D]."""
+        group, window = self._groups[call.layer]
+        batch, pool = self._batch, self._pools[call.layer]
+        query, key, value = (_unit_stride(part) for part in (call.query, call.key, call.value))
+        write_kv(key, value, pool.keys, pool.values, batch.slots[group])
+        out = paged_attention(
+            query.to(pool.keys.dtype),
+            pool.keys,
+            pool.values,
+            batch.block_tables[group],
+            batch.query_starts,
+            batch.kv_lens,
+            scale=call.scaling,
+            max_query_len=batch.max_query_len,
+            window=window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            num_splits=choose_num_splits(
+                len(batch.kv_lens), pool.keys.shape[1], batch.max_kv_len, self._num_processors
+            ),
+        )
+        return out.to(query.dtype)
+
+
+def _unit_stride(part: torch.Tensor) -> torch.Tensor:
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def check_model(model: "Model") -> None:
+    """Raises unless the kernels serve this model on this device."""
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if model.device.type != "cuda" and not interpreted:
+        raise OptionError("device", f"Triton kernels need a CUDA device, and {model.name} is on {model.device}")
+    if interpreted and model.dtype == torch.bfloat16:
+        raise OptionError("dtype", "Triton's interpreter computes bfloat16 wrongly; use float32 or float16")
+    for layer, shape in enumerate(model.layers):
+        if shape.key_dim != shape.value_dim:
+            reason = f"layer {layer} has keys of {shape.key_dim} and values of {shape.value_dim} elements"
+            raise ModelError(model.name, f"{reason}; the Triton kernels want them equal")
+        if shape.key_dim > _MAX_HEAD_SIZE:
+            reason = f"layer {layer} has heads of {shape.key_dim} elements"
+            raise ModelError(model.name, f"{reason}; the Triton kernels go to {_MAX_HEAD_SIZE}")

@@ -1,0 +1,75 @@
+"""Chooses the next token of every sequence on the device that holds the logits; the twin of `sampler.py`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from genbatch.nif.kernels.edit_logits import edit_logits
+from genbatch.nif.kernels.logprob import gather_logprobs
+from genbatch.nif.kernels.sample import NONE, draw_tokens
+from genbatch.nif.sampling.ranked_candidates import pad_to_chunks, ranked
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.uniform_draw import uniform
+
+
+def sample(
+    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """Chooses one token a row; arguments, order of operations and results as in `genbatch.nif.sampling.sampler.sample`.
+
+    One copy goes to the device and one comes back, whatever the rows ask for (log-probabilities: one more).
+    """
+    assert logits.shape[0] == len(states) == len(positions)
+    if not states:
+        return []
+    raw = logits
+    if any(state.edits for state in states):
+        logits = edit_logits(logits, states)
+    params = np.array(
+        [
+            (p.temperature, p.top_k, p.top_p, p.min_p, uniform(p.seed, position) if p.temperature > 0.0 else 0.0)
+            for p, position in zip((state.params for state in states), positions, strict=True)
+        ],
+        np.float64,
+    )
+    tokens = draw_tokens(logits, torch.from_numpy(params).to(logits.device, non_blocking=True))
+    healthy = raw.amax(dim=1).isfinite()
+    host = torch.stack((tokens, healthy.long())).tolist()
+    results: list[Sampled | SampleFault] = []
+    for token, fine in zip(*host, strict=True):
+        if not fine:
+            results.append(SampleFault("the model's logits are not finite"))
+        elif token == NONE:
+            results.append(SampleFault("penalties and biases leave no token to choose"))
+        else:
+            results.append(Sampled(token))
+    return _with_logprobs(raw, states, results)
+
+
+def _with_logprobs(
+    logits: torch.Tensor, states: Sequence[SamplerState], results: list[Sampled | SampleFault]
+) -> list[Sampled | SampleFault]:
+    """Adds the log-probabilities of the model's own logits to the rows that asked for them."""
+    wanted = [
+        (row, result.token_id, number)
+        for row, (state, result) in enumerate(zip(states, results, strict=True))
+        if isinstance(result, Sampled) and (number := state.params.logprobs) is not None
+    ]
+    if not wanted:
+        return results
+    rows = [row for row, _, _ in wanted]
+    chosen_logits = logits[rows]
+    chosen = torch.tensor([[token] for _, token, _ in wanted], device=logits.device)
+    most = min(max(number for _, _, number in wanted), logits.shape[1])
+    ids = chosen
+    if most:
+        # Shifted so that none is above 0, as `ranked` wants them; ties come out as on the host.
+        below_best = chosen_logits - chosen_logits.amax(dim=1, keepdim=True)
+        ids = torch.cat((chosen, ranked(pad_to_chunks(below_best), most)[1]), dim=1)
+    logprobs = gather_logprobs(chosen_logits, ids)
+    results = list(results)
+    for (row, token, number), names, values in zip(wanted, ids.tolist(), logprobs.tolist(), strict=True):
+        top = tuple(zip(names[1 : 1 + number], values[1 : 1 + number], strict=True))
+        results[row] = Sampled(token, values[0], top)
+    return results

@@ -1,0 +1,253 @@
+"""Chooses the next token of every sequence from one step's logits."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genbatch.nif.sampling.logprobs import token_logprobs
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.sampling.truncated_draw import draw
+from genbatch.nif.sampling.uniform_draw import uniform
+
+_CHUNK = 64  # columns of which the CPU takes the maximum with vector instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A row's choice.
+
+    Args:
+        token_id: the chosen token.
+        logprob: its log_softmax over the raw logits; None if the sequence asked for none.
+        top: (token id, log-probability) of the likeliest tokens, as many as the sequence asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFault:
+    """Why a row has no choice; other rows are not concerned."""
+
+    reason: str
+
+
+class SamplerState:
+    """What sampling remembers of one sequence: which tokens it has seen, and how many it generated."""
+
+    __slots__ = ("_bias", "_counts", "_num_seen", "_ranks", "_seen", "_suppressed", "num_generated", "params")
+
+    def __init__(self, params: SamplingParams, prompt_token_ids: Iterable[int]) -> None:
+        self.params = params
+        self.num_generated = 0
+        bias = params.logit_bias or {}
+        self._bias = (_ids(bias), np.fromiter(bias.values(), np.float32, len(bias)))
+        self._suppressed = _ids(sorted(params.suppress))
+        # Distinct tokens seen, with how often the output holds each; arrays that grow by doubling.
+        self._ranks: dict[int, int] = {}
+        self._num_seen = 0
+        self._seen = np.empty(0, np.int64)
+        self._counts = np.empty(0, np.float32)
+        if params.penalised:
+            for token_id in dict.fromkeys(prompt_token_ids):
+                self._rank(token_id)
+
+    def accept(self, token_id: int) -> None:
+        """Records that the sequence goes on with `token_id`; call it once the step has succeeded."""
+        self.num_generated += 1
+        if self.params.penalised:
+            rank = self._rank(token_id)  # first: it may replace the arrays
+            self._counts[rank] += 1.0
+
+    def fork(self, seed: int) -> Self:
+        """Returns an independent state with the same past, drawing by `seed`: a parallel sample, a beam."""
+        twin = type(self)(replace(self.params, seed=seed), ())
+        twin.num_generated = self.num_generated
+        twin._ranks = dict(self._ranks)
+        twin._num_seen = self._num_seen
+        twin._seen = self._seen.copy()
+        twin._counts = self._counts.copy()
+        return twin
+
+    @property
+    def edits(self) -> bool:
+        """Whether the next token is chosen from other logits than the model's."""
+        return bool(self.params.penalised or self.params.logit_bias or self.suppressed_ids.size)
+
+    @property
+    def seen_ids(self) -> npt.NDArray[np.int64]:
+        """Distinct tokens of prompt and output, [S]; empty unless a penalty needs them."""
+        return self._seen[: self._num_seen]
+
+    @property
+    def output_counts(self) -> npt.NDArray[np.float32]:
+        """How often the output holds each of `seen_ids`, [S]."""
+        return self._counts[: self._num_seen]
+
+    @property
+    def bias(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Token ids and what is added to their logits."""
+        return self._bias
+
+    @property
+    def suppressed_ids(self) -> npt.NDArray[np.int64]:
+        """Tokens that cannot be chosen next."""
+        return self._suppressed if self.num_generated < self.params.min_tokens else self._suppressed[:0]
+
+    def _rank(self, token_id: int) -> int:
+        """The token's place in the arrays, made if it is new."""
+        rank = self._ranks.setdefault(token_id, self._num_seen)
+        if rank == self._num_seen:
+            if rank == len(self._seen):
+                room = max(64, rank)
+                self._seen = np.concatenate((self._seen, np.empty(room, np.int64)))
+                self._counts = np.concatenate((self._counts, np.empty(room, np.float32)))
+            self._seen[rank] = token_id
+            self._counts[rank] = 0.0
+            self._num_seen += 1
+        return rank
+
+
+def sample(
+    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """Chooses one token a row. Neither the logits nor the states change: `accept` a token once it counts.
+
+    A row's logits go through, in this order: repetition penalty (tokens of prompt and output), frequency and
+    presence penalty (tokens of the output), logit_bias, suppression until min_tokens, temperature, top_k,
+    top_p, min_p. Temperature 0 takes the largest, the lowest id among equals. Order and meaning are those of
+    transformers' logits processors. Log-probabilities are of the model's own logits, before all that.
+
+    A row's result depends on its logits, its state and its position alone, bit for bit.
+
+    Args:
+        logits: [R, V] float32 on any device.
+        states: R of them; ids in their params lie below V.
+        positions: R draw counters; a sequence uses each once, and the same one again to repeat a draw.
+
+    Returns:
+        R results; SampleFault where a row's logits hold NaN or +inf, or leave no token to choose.
+    """
+    assert logits.shape[0] == len(states) == len(positions)
+    if not states:
+        return []
+    best, best_ids = _first_largest(logits)
+    finite = best.isfinite().tolist()
+    tokens: list[int | None] = best_ids.tolist()
+    reasons = ["the model's logits are not finite"] * len(states)
+    rest = [i for i, s in enumerate(states) if finite[i] and (s.edits or s.params.temperature > 0.0)]
+    if rest:
+        chosen = _choose(logits, best, [states[i] for i in rest], [positions[i] for i in rest], rest)
+        for i, token in zip(rest, chosen, strict=True):
+            tokens[i] = token
+            finite[i] = token is not None
+            reasons[i] = "penalties and biases leave no token to choose"
+    return _report(logits, states, [t if ok else None for t, ok in zip(tokens, finite, strict=True)], reasons)
+
+
+def _choose(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    states: Sequence[SamplerState],
+    positions: Sequence[int],
+    rows: list[int],
+) -> list[int | None]:
+    """Tokens of those rows that are not plainly greedy, None where nothing can be chosen."""
+    if len(rows) < logits.shape[0]:
+        logits, best = logits[rows], best[rows]
+    tokens: list[int | None] = [None] * len(rows)
+    drawn = list(range(len(rows)))
+    if any(state.edits for state in states):
+        logits = _edited(logits, states)
+        best, best_ids = _first_largest(logits)
+        alive = best.isfinite().tolist()
+        for i, token in enumerate(best_ids.tolist()):
+            if alive[i] and states[i].params.temperature == 0.0:
+                tokens[i] = token
+        drawn = [i for i in drawn if alive[i] and states[i].params.temperature > 0.0]
+    if drawn:
+        if len(drawn) < len(rows):
+            logits, best = logits[drawn], best[drawn]
+        params = [states[i].params for i in drawn]
+        uniforms = [uniform(p.seed, positions[i]) for i, p in zip(drawn, params, strict=True)]
+        for i, token in zip(drawn, draw(logits, best, params, uniforms).tolist(), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _report(
+    logits: torch.Tensor,
+    states: Sequence[SamplerState],
+    tokens: Sequence[int | None],
+    reasons: Sequence[str],
+) -> list[Sampled | SampleFault]:
+    """Joins tokens, faults and the log-probabilities that were asked for."""
+    results: list[Sampled | SampleFault] = [
+        SampleFault(reason) if token is None else Sampled(token) for token, reason in zip(tokens, reasons, strict=True)
+    ]
+    wanted = [(i, t, n) for i, t in enumerate(tokens) if t is not None and (n := states[i].params.logprobs) is not None]
+    if wanted:
+        rows, ids, tops = zip(*wanted, strict=True)
+        raw = logits if len(rows) == len(tokens) else logits[list(rows)]
+        scores = token_logprobs(raw, torch.tensor(ids, device=logits.device), min(max(tops), logits.shape[1]))
+        for (i, token, top), score in zip(wanted, scores, strict=True):
+            results[i] = Sampled(token, score.logprob, score.top[:top])
+    return results
+
+
+def _edited(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """A copy of the logits [R, V] with every state's penalties, biases and suppressions."""
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    width = logits.shape[1]
+    flat = logits.view(-1)
+    penalised = [(i, s) for i, s in enumerate(states) if s.params.penalised]
+    if penalised:
+        index = _flat_index([(i, s.seen_ids) for i, s in penalised], width)
+        lengths = [s.seen_ids.size for _, s in penalised]
+        counts = np.concatenate([s.output_counts for _, s in penalised])
+        penalties = [
+            (s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for _, s in penalised
+        ]
+        repetition, frequency, presence = np.repeat(np.asarray(penalties, np.float32), lengths, axis=0).T
+        less = torch.from_numpy(frequency * counts + presence * (counts > 0)).to(flat.device)
+        factor = torch.from_numpy(repetition.copy()).to(flat.device)
+        place = torch.from_numpy(index).to(flat.device)
+        values = flat[place]
+        flat[place] = torch.where(values < 0, values * factor, values / factor) - less
+    biased = [(i, s.bias) for i, s in enumerate(states) if s.bias[0].size]
+    if biased:
+        place = torch.from_numpy(_flat_index([(i, ids) for i, (ids, _) in biased], width)).to(flat.device)
+        flat[place] += torch.from_numpy(np.concatenate([added for _, (_, added) in biased])).to(flat.device)
+    suppressed = [(i, s.suppressed_ids) for i, s in enumerate(states) if s.suppressed_ids.size]
+    if suppressed:
+        flat[torch.from_numpy(_flat_index(suppressed, width)).to(flat.device)] = float("-inf")
+    return logits
+
+
+def _flat_index(parts: Sequence[tuple[int, npt.NDArray[np.int64]]], width: int) -> npt.NDArray[np.int64]:
+    """Indices into flattened logits of each part's (row, ids)."""
+    # An id beyond the row would silently change the neighbour's logits.
+    assert all(ids.size == 0 or (ids.min() >= 0 and ids.max() < width) for _, ids in parts)
+    return np.concatenate([row * width + ids for row, ids in parts])
+
+
+def _first_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value (NaN if it holds one) and its lowest index, [R] each."""
+    rows, width = logits.shape
+    if logits.device.type != "cpu" or width % _CHUNK:
+        best, index = logits.max(dim=1)
+        return best, index
+    # amax is vectorised and max with indices is not: by chunks it takes a third of the time.
+    chunks = logits.reshape(rows, -1, _CHUNK)
+    best, chunk = chunks.amax(dim=-1).max(dim=1)
+    return best, chunk * _CHUNK + chunks[torch.arange(rows), chunk].argmax(dim=1)
+
+
+def _ids(ids: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(ids, np.int64)

@@ -1,0 +1,105 @@
+"""What the methods do, and that every failure is a typed error."""
+
+import pytest
+import trio
+import trio.testing
+
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.runtime.genserver import GenServer, start
+from genbatch.actors.runtime.registry import Registry
+from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable, UnknownMethod
+from genbatch.proto.messages import Result, Token
+from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+
+pytestmark = pytest.mark.trio
+
+
+async def call(dispatcher: Dispatcher, method: str, params: object, on_token: object = None) -> object:
+    assert isinstance(params, dict)
+    return await dispatcher.call(method, params, client="tester", on_token=on_token)  # type: ignore[arg-type]
+
+
+async def test_generate_gives_the_result_and_stream_the_tokens_too(nursery: trio.Nursery) -> None:
+    batcher = ScriptedBatcher()
+    dispatcher = Dispatcher(await start(nursery, batcher))
+    tokens: list[Token] = []
+    whole = await call(dispatcher, "generate", {"prompt": "a b"}, tokens.append)
+    assert isinstance(whole, Result) and whole.text == "ab"
+    assert tokens == []
+    assert await call(dispatcher, "stream", {"prompt": "a b"}, tokens.append) == whole
+    assert [token.text for token in tokens] == ["a", "b"]
+    assert batcher.requests[0].client == "tester"
+    assert (dispatcher.streams("stream"), dispatcher.streams("generate"), dispatcher.streams("?")) == (
+        True,
+        False,
+        False,
+    )
+
+
+async def test_stats_are_the_batchers(nursery: trio.Nursery) -> None:
+    dispatcher = Dispatcher(await start(nursery, ScriptedBatcher()))
+    stats = await call(dispatcher, "stats", {})
+    assert isinstance(stats, dict) and stats["steps"] == 7
+    with pytest.raises(InvalidRequest):
+        await call(dispatcher, "stats", {"verbose": True})
+
+
+async def test_an_unknown_method_is_named_beside_those_there_are(nursery: trio.Nursery) -> None:
+    dispatcher = Dispatcher(await start(nursery, ScriptedBatcher()))
+    with pytest.raises(UnknownMethod, match=r"'generat'.*generate, stream, stats"):
+        await call(dispatcher, "generat", {})
+
+
+async def test_cancelling_the_caller_frees_the_request(nursery: trio.Nursery) -> None:
+    batcher = ScriptedBatcher()
+    dispatcher = Dispatcher(await start(nursery, batcher))
+    async with trio.open_nursery() as callers:
+        callers.start_soon(call, dispatcher, "generate", {"prompt": "hold"})
+        await batcher.arrival("hold")
+        callers.cancel_scope.cancel()
+    await batcher.release("hold")
+
+
+async def test_a_typed_error_passes_and_any_other_is_hidden(nursery: trio.Nursery) -> None:
+    dispatcher = Dispatcher(await start(nursery, ScriptedBatcher()))
+    with pytest.raises(EngineError, match="the step failed"):
+        await call(dispatcher, "generate", {"prompt": "fault"})
+    with pytest.raises(InvalidRequest, match="temperature"):
+        await call(dispatcher, "generate", {"prompt": "a", "temperature": -1})
+    with pytest.raises(EngineError) as info:
+        await call(dispatcher, "generate", {"prompt": "bug"})
+    assert "secret" not in str(info.value)
+
+
+async def test_a_batcher_that_is_not_there_is_unavailable_and_says_when_to_retry() -> None:
+    with pytest.raises(Unavailable) as info:
+        await call(Dispatcher(Registry().ref("batcher")), "generate", {"prompt": "a"})
+    assert info.value.retry_after_ms
+
+
+async def test_a_full_mailbox_is_a_full_queue_and_stats_pass_it(nursery: trio.Nursery) -> None:
+    class Busy(GenServer):
+        async def handle_call(self, request: object, from_: object) -> object:
+            await gate.wait()
+            return {"answered": True}
+
+    gate = trio.Event()
+    ref = await start(nursery, Busy(), mailbox_size=1)
+    dispatcher = Dispatcher(ref)
+    answers: list[object] = []
+
+    async def ask_stats() -> None:
+        answers.append(await call(dispatcher, "stats", {}))
+
+    async with trio.open_nursery() as callers:
+        callers.start_soon(ref.call, "keeps it busy")
+        await trio.testing.wait_all_tasks_blocked()
+        callers.start_soon(ref.call, "fills the mailbox")
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(QueueFull) as info:
+            await call(dispatcher, "generate", {"prompt": "a"})
+        assert info.value.retry_after_ms
+        callers.start_soon(ask_stats)
+        await trio.testing.wait_all_tasks_blocked()
+        gate.set()
+    assert answers == [{"answered": True}]

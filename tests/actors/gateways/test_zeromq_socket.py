@@ -1,0 +1,172 @@
+"""The bridge between ZeroMQ and trio: nothing lost, nothing twice, whatever is cancelled when."""
+
+import random
+from contextlib import AsyncExitStack
+
+import pytest
+import trio
+import trio.testing
+import zmq
+
+from genbatch.actors.gateways.zeromq_socket import HIGH_WATER_MARK, ZeroMQSocket, open_socket
+
+pytestmark = pytest.mark.trio
+
+ROUND_TRIPS = 20_000
+CLIENTS = 20
+
+
+async def receive_despite_cancellations(
+    socket: ZeroMQSocket, nursery: trio.Nursery, rng: random.Random
+) -> tuple[list[list[bytes]], int]:
+    """Receives under cancel scopes that fire after a few turns of the scheduler; counts how many did."""
+    cancelled = 0
+
+    async def fire(scope: trio.CancelScope, turns: int) -> None:
+        for _ in range(turns):
+            await trio.lowlevel.checkpoint()
+        scope.cancel()
+
+    while True:
+        with trio.CancelScope() as scope:
+            if rng.random() < 0.6:
+                nursery.start_soon(fire, scope, rng.randrange(4))
+            messages = await socket.recv_many(8) if rng.random() < 0.5 else [await socket.recv()]
+            # A cancellation that came later must not be blamed on this receive.
+            return messages, cancelled
+        cancelled += 1
+
+
+async def test_twenty_thousand_round_trips_with_cancellations_in_mid_receive_arrive_exactly_once() -> None:
+    rng = random.Random(20261121)
+    cancellations = 0
+
+    async def echo(router: ZeroMQSocket, nursery: trio.Nursery) -> None:
+        nonlocal cancellations
+        while True:
+            messages, cancelled = await receive_despite_cancellations(router, nursery, rng)
+            cancellations += cancelled
+            for message in messages:
+                await router.send(message)
+
+    async def client(address: str, name: int, trips: int, nursery: trio.Nursery) -> None:
+        nonlocal cancellations
+        async with open_socket(zmq.DEALER) as dealer:
+            dealer.connect(address)
+            received: list[list[bytes]] = []
+            for trip in range(trips):
+                await dealer.send([b"%d/%d" % (name, trip)])
+                while len(received) == trip:
+                    messages, cancelled = await receive_despite_cancellations(dealer, nursery, rng)
+                    received += messages
+                    cancellations += cancelled
+            assert received == [[b"%d/%d" % (name, trip)] for trip in range(trips)]
+
+    async with open_socket(zmq.ROUTER) as router, trio.open_nursery() as servers:
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        address = router.bind("tcp://127.0.0.1:*")
+        servers.start_soon(echo, router, servers)
+        servers.start_soon(echo, router, servers)  # two tasks wait for one socket
+        async with trio.open_nursery() as clients:
+            for name in range(CLIENTS):
+                clients.start_soon(client, address, name, ROUND_TRIPS // CLIENTS, servers)
+        servers.cancel_scope.cancel()
+    assert cancellations > ROUND_TRIPS // 10
+
+
+async def test_a_sender_waits_for_room_and_loses_nothing_when_cancelled() -> None:
+    async with open_socket(zmq.PULL) as pull, open_socket(zmq.PUSH) as push:
+        push.connect(pull.bind("tcp://127.0.0.1:*"))
+        sent = 0
+        payload = b"x" * 65536
+        async with trio.open_nursery() as nursery:
+
+            async def fill() -> None:
+                nonlocal sent
+                while True:
+                    await push.send([b"%d" % sent, payload])
+                    sent += 1
+
+            nursery.start_soon(fill)
+            await trio.testing.wait_all_tasks_blocked(cushion=0.2)
+            nursery.cancel_scope.cancel()
+        assert sent > HIGH_WATER_MARK
+        assert not push.try_send([b"no room"])
+        for expected in range(sent):
+            assert await pull.recv() == [b"%d" % expected, payload]
+        assert push.try_send([b"room"])
+        assert await pull.recv() == [b"room"]
+
+
+async def test_two_tasks_that_send_and_receive_on_one_socket_wake_each_other() -> None:
+    async with open_socket(zmq.PAIR) as left, open_socket(zmq.PAIR) as right:
+        right.connect(left.bind("tcp://127.0.0.1:*"))
+        received: list[list[bytes]] = []
+
+        async def collect() -> None:
+            while len(received) < 2000:
+                received.extend(await right.recv_many(64))
+
+        async def answer() -> None:
+            for number in range(2000):
+                await left.send([b"%d" % number])
+
+        async def chatter(socket: ZeroMQSocket, other: ZeroMQSocket) -> None:
+            for number in range(2000):
+                await socket.send([b"back %d" % number])
+                assert await other.recv() == [b"back %d" % number]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect)
+            nursery.start_soon(answer)
+            nursery.start_soon(chatter, right, left)
+        assert received == [[b"%d" % number] for number in range(2000)]
+
+
+async def test_messages_that_come_together_wake_a_receiver_each() -> None:
+    async with open_socket(zmq.PULL) as pull, open_socket(zmq.PUSH) as push:
+        push.connect(pull.bind("tcp://127.0.0.1:*"))
+        for _ in range(20):
+            received: list[bytes] = []
+
+            async def receive_one(received: list[bytes] = received) -> None:
+                received += await pull.recv()
+
+            with trio.fail_after(20):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(50):
+                        nursery.start_soon(receive_one)
+                    await trio.testing.wait_all_tasks_blocked()
+                    for number in range(50):
+                        await push.send([b"%d" % number])
+            assert sorted(map(int, received)) == list(range(50))
+
+
+async def test_closing_wakes_everybody_who_waits() -> None:
+    async with AsyncExitStack() as stack:
+        socket = await stack.enter_async_context(open_socket(zmq.DEALER))
+        failures = 0
+
+        async def wait() -> None:
+            nonlocal failures
+            with pytest.raises(trio.ClosedResourceError):
+                await socket.recv()
+            failures += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            socket.close()
+        assert failures == 3
+        with pytest.raises(trio.ClosedResourceError):
+            socket.try_send([b"late"])
+
+
+async def test_a_router_says_that_a_peer_is_not_there() -> None:
+    async with open_socket(zmq.ROUTER) as router:
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        router.bind("tcp://127.0.0.1:*")
+        with pytest.raises(zmq.ZMQError) as info:
+            router.try_send([b"nobody", b"hello"])
+        assert info.value.errno == zmq.EHOSTUNREACH

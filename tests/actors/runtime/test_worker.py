@@ -1,0 +1,154 @@
+"""Worker: one thread, jobs in order, results on the event loop's thread."""
+
+import threading
+import weakref
+
+import outcome
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from genbatch.actors.runtime.errors import ActorDown, WorkerClosed
+from genbatch.actors.runtime.worker import Worker
+
+
+@pytest.mark.trio
+async def test_every_job_runs_on_the_same_thread_which_is_not_the_loops() -> None:
+    worker = Worker("worker")
+    idents = {await worker.run(threading.get_ident) for _ in range(20)}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+    await worker.close()
+    assert idents.isdisjoint(thread.ident for thread in threading.enumerate())
+
+
+@pytest.mark.trio
+async def test_run_returns_the_result_or_raises_the_exception() -> None:
+    worker = Worker("worker")
+    assert await worker.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await worker.run(divmod, 7, 0)
+    assert await worker.run(max, 1, 2) == 2
+    await worker.close()
+
+
+@pytest.mark.trio
+async def test_jobs_run_in_order_and_on_done_is_called_on_the_loops_thread() -> None:
+    worker = Worker("worker")
+    done: list[tuple[int, int]] = []
+    for number in range(50):
+        worker.submit(lambda n: n, number, on_done=lambda result: done.append((result.unwrap(), threading.get_ident())))
+    await worker.close()  # waits for all of them
+    assert done == [(number, threading.get_ident()) for number in range(50)]
+
+
+@pytest.mark.trio
+async def test_the_loop_stays_responsive_while_a_job_runs() -> None:
+    worker, gate = Worker("worker"), threading.Event()
+    results: list[outcome.Outcome[bool]] = []
+    worker.submit(gate.wait, on_done=results.append)
+    for _ in range(100):
+        await trio.lowlevel.checkpoint()
+    assert results == []
+    gate.set()
+    await worker.close()
+    assert [result.unwrap() for result in results] == [True]
+
+
+@pytest.mark.trio
+async def test_a_cancelled_wait_lets_the_job_finish_and_drops_its_outcome() -> None:
+    worker, gate = Worker("worker"), threading.Event()
+    ran: list[str] = []
+
+    def job() -> None:
+        gate.wait()
+        ran.append("to the end")
+        raise ValueError("nobody hears this")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run, job)
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    gate.set()
+    assert await worker.run(lambda: list(ran)) == ["to the end"]
+    await worker.close()
+
+
+@pytest.mark.trio
+async def test_a_run_in_a_cancelled_scope_submits_nothing() -> None:
+    worker = Worker("worker")
+    ran: list[int] = []
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await worker.run(ran.append, 1)
+    await worker.close()
+    assert ran == []
+
+
+@pytest.mark.trio
+async def test_an_outcome_for_an_actor_that_is_gone_is_dropped() -> None:
+    def tell_dead_actor(_: object) -> None:
+        raise ActorDown("batcher")
+
+    worker = Worker("worker")
+    worker.submit(int, on_done=tell_dead_actor)
+    assert await worker.run(int) == 0
+    await worker.close()
+
+
+@pytest.mark.trio
+async def test_a_closed_worker_refuses_jobs_and_may_be_closed_again() -> None:
+    worker = Worker("worker")
+    await worker.close()
+    await worker.close()
+    with pytest.raises(WorkerClosed):
+        await worker.run(int)
+    with pytest.raises(WorkerClosed):
+        worker.submit(int, on_done=lambda _: None)
+
+
+@pytest.mark.trio
+async def test_close_waits_for_the_job_in_flight() -> None:
+    worker, gate = Worker("worker"), threading.Event()
+    events: list[str] = []
+    worker.submit(gate.wait, on_done=lambda _: events.append("job"))
+
+    async def close() -> None:
+        await worker.close()
+        events.append("closed")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(close)
+        await wait_all_tasks_blocked()
+        assert events == []
+        gate.set()
+    assert events == ["job", "closed"]
+
+
+def test_the_loops_end_ends_the_thread_of_a_worker_that_nobody_closed() -> None:
+    gate = threading.Event()
+    started: list[threading.Thread] = []
+
+    async def main() -> None:
+        worker = Worker("forgotten")
+        started.append(await worker.run(threading.current_thread))
+        worker.submit(gate.wait, on_done=lambda _: None)  # its outcome comes after the loop's end
+
+    trio.run(main)
+    gate.set()
+    started[0].join(timeout=10)
+    assert not started[0].is_alive()
+
+
+@pytest.mark.trio
+async def test_an_idle_worker_keeps_nothing_of_its_last_job() -> None:
+    class Tensor:
+        pass
+
+    worker, tensor = Worker("worker"), Tensor()
+    freed = threading.Event()
+    weakref.finalize(tensor, freed.set)
+    worker.submit(id, tensor, on_done=lambda _: None)
+    del tensor
+    assert freed.wait(timeout=10)
+    await worker.close()

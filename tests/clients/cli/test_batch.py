@@ -1,0 +1,67 @@
+"""`genbatch batch` over a real tiny model: results for good lines, errors for bad ones, and going on after a kill."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genbatch.clients.cli.batch_file import BatchFile
+
+LINES = [
+    '{"id": "a", "token_ids": [5, 6, 7], "max_tokens": 4}',
+    '{"id": "b", "prompt": "x", "max_tokens": 0}',
+    "not json",
+    "",
+    '{"prompt": "hello", "max_tokens": 3, "ignore_eos": true}',
+    '{"id": 9, "prompt": "hello", "colour": 1}',
+]
+
+
+@pytest.fixture
+def run(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Any:
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(LINES))
+
+    def command() -> list[dict[str, Any]]:
+        command = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()", "batch", str(source)]
+        model = ["--model", str(tiny_model_dir("llama")), "--dtype", "float32", "--n-gpu-layers", "0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*command, *model], check=True, capture_output=True, env=environment, timeout=120)
+        return [json.loads(line) for line in (tmp_path / "in.results.jsonl").read_text().splitlines()]
+
+    return command
+
+
+def test_good_lines_get_results_bad_ones_errors_and_a_killed_run_goes_on(
+    run: Any, tmp_path: Path, oracle: Callable[[str], Any]
+) -> None:
+    found = {entry["line"]: entry for entry in run()}
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    assert found[0]["id"] == "a"
+    assert found[0]["result"]["token_ids"] == oracle("llama").generate([5, 6, 7], 4)
+    assert found[1]["error"]["field"] == "max_tokens"
+    assert "JSON" in found[2]["error"]["message"]
+    assert found[3]["result"]["usage"]["completion_tokens"] == 3
+    assert found[4]["error"]["field"] == "colour"
+    # As a kill leaves it: two lines whole, a third cut short.
+    target = tmp_path / "in.results.jsonl"
+    whole = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(whole[:2]) + whole[2][:10])
+    again = run()
+    assert sorted(entry["line"] for entry in again) == [0, 1, 2, 3, 4]
+    assert target.read_bytes().splitlines(keepends=True)[:2] == whole[:2]
+
+
+def test_a_refusal_that_passes_with_time_is_tried_again(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    target.write_text(
+        '{"line": 0, "id": null, "error": {"code": "queue_full", "message": "", "retry_after_ms": 5}}\n'
+        '{"line": 1, "id": null, "error": {"code": "invalid_request", "message": ""}}\n'
+    )
+    assert [number for number, _ in BatchFile(source, target).todo()] == [0]

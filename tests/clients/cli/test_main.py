@@ -1,0 +1,323 @@
+"""The command line: what flags reach, what errors look like, and what is left after a signal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.scheduling.batching_type import BatchingType
+from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
+from genbatch.clients import SyncZeroMQClient
+from genbatch.clients.cli.batcher_flags import BatcherFlags
+from genbatch.clients.cli.engine_flags import ModelFlags, PoolFlags, engine_options
+from genbatch.clients.cli.main import app
+from genbatch.nif.engine import EngineOptions
+from genbatch.nif.errors import ModelError
+from genbatch.proto.messages import RequestLimits
+
+GENBATCH = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()"]
+# Longer than any of them takes, so that a hanging one fails instead of holding up the rest.
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny(tiny_model_dir: Callable[[str], Path]) -> list[str]:
+    """Flags of a private service over a tiny model."""
+    return ["--model", str(tiny_model_dir("llama")), "--dtype", "float32", "--n-gpu-layers", "0", "--n-ctx", "512"]
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+# Flags
+
+
+def test_help_names_every_command_and_imports_no_torch() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "serve", "generate", "chat", "stats"):
+        assert command in result.output
+        assert "Example" in run(command, "--help").output
+    code = "import sys, genbatch.clients.cli.main; sys.exit(bool({'torch', 'transformers', 'zmq'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_version_is_printed() -> None:
+    assert run("--version").output.startswith("genbatch 0.")
+
+
+def test_the_flags_defaults_are_the_options_defaults() -> None:
+    assert engine_options("some", ModelFlags(), PoolFlags()) == EngineOptions(model_path="some")
+    assert BatcherFlags().options() == BatcherOptions()
+
+
+def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineOptions(
+        model_path="some",
+        dtype="bfloat16",
+        n_gpu_layers=0,
+        runner="torch",
+        quantize="int8",
+        n_threads=3,
+        use_cuda_graph=True,
+        q_padding_interval_size=4,
+        kv_padding_interval_size=128,
+        max_cached_graphs=9,
+        n_ctx=100,
+        num_blocks=7,
+        max_tokens_in_cache=90,
+        max_memory_percent=0.5,
+        block_size=8,
+        cap_per_sequence=True,
+        allow_block_sharing=False,
+    )
+    batcher = BatcherOptions(
+        n_parallel=3,
+        batch_size=2,
+        batch_timeout=7.5,
+        max_batch_tokens=99,
+        max_queue=5,
+        scheduler="prefill_first",
+        scheduler_policy=SchedulerPolicy.MAX_UTILIZATION,
+        batching_type=BatchingType.INFLIGHT_BATCHING,
+        cache_budget=11,
+        enable_chunked_context=False,
+        margin=0.3,
+        pause_order=PauseOrder.OLDEST,
+        cpu_offload_space=1.5,
+        system_prompts=("Be brief.", "Be kind."),
+        max_held_prompts=6,
+        limits=RequestLimits(max_n=2, max_deadline_s=9.0),
+    )
+    for chosen, plain in ((engine, EngineOptions()), (batcher, BatcherOptions())):
+        same = {field.name for field in fields(chosen) if getattr(chosen, field.name) == getattr(plain, field.name)}
+        assert same <= {"scheduler_policy"}, "an option without a flag, or one that is not tried here"
+    flags = {
+        "bind": "ipc:///tmp/x",
+        "dtype": "bfloat16",
+        "n-gpu-layers": 0,
+        "runner": "torch",
+        "quantize": "int8",
+        "n-threads": 3,
+        "q-padding-interval-size": 4,
+        "kv-padding-interval-size": 128,
+        "max-cached-graphs": 9,
+        "n-ctx": 100,
+        "num-blocks": 7,
+        "max-tokens-in-cache": 90,
+        "max-memory-percent": 0.5,
+        "block-size": 8,
+        "n-parallel": 3,
+        "batch-size": 2,
+        "batch-timeout": 7.5,
+        "max-batch-tokens": 99,
+        "max-queue": 5,
+        "scheduler": "prefill_first",
+        "scheduler-policy": "max_utilization",
+        "batching-type": "inflightbatching",
+        "cache-budget": 11,
+        "margin": 0.3,
+        "pause-order": "oldest",
+        "cpu-offload-space": 1.5,
+        "max-held-prompts": 6,
+    }
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context"]
+    given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
+    opened = recorded_service(monkeypatch)
+    result = run("serve", "some", *given)
+    assert "the end" in result.stderr
+    assert opened == [(engine, batcher, "ipc:///tmp/x")]
+
+
+def test_the_other_policy_has_a_flag_value_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = recorded_service(monkeypatch)
+    run("serve", "--scheduler-policy", "guaranteed_no_evict")
+    assert opened[0][1].scheduler_policy is SchedulerPolicy.GUARANTEED_NO_EVICT
+
+
+def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces the service by one that notes what it is opened with, and fails."""
+    opened: list[Any] = []
+
+    def open_service(engine: EngineOptions, batcher: BatcherOptions, *, bind: str, progress: object) -> None:
+        opened.append((engine, batcher, bind))
+        raise ModelError("some", "the end")
+
+    monkeypatch.setattr("genbatch.actors.service.open_service", open_service)
+    return opened
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["serve", "--n-ctx", "0"], "n_ctx", 2),
+        (["serve", "--batch-size", "-1"], "batch_size", 2),
+        (["serve", "--margin", "2"], "margin", 2),
+        (["serve", "--limit", "max_n"], "limit", 2),
+        (["serve", "--limit", "nothing=1"], "limit", 2),
+        (["serve", "--limit", "max_n=many"], "limit", 2),
+        (["serve", "--runner", "none"], "runner", 2),
+        (["serve", "--dtype", "int3"], "dtype", 2),
+        (["serve", "/no/such/model"], "/no/such/model", 2),
+        (["demo", "/no/such/model"], "/no/such/model", 2),
+        (["generate", "x", "--model", "/no/such/model"], "/no/such/model", 2),
+        (["generate", "x", "--raw", "--system", "y"], "system", 2),
+        (["generate", "x", "--connect", "ipc:///tmp/x", "--n-ctx", "9"], "n_ctx", 2),
+        (["stats", "--connect", "ipc:///tmp/x", "--model", "other"], "model", 2),
+        (["stats", "--connect", "nowhere"], "nowhere", 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str, code: int) -> None:
+    result = run(*arguments)
+    assert result.exit_code == code
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert "Traceback" not in result.output
+
+
+def test_a_request_that_is_refused_is_one_line_that_names_the_parameter(tiny: list[str]) -> None:
+    result = run("generate", "x", "--temperature", "-1", *tiny)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: temperature: ")
+    assert result.stdout == ""
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    assert run("serve", "--no-such-flag").exit_code == 2
+
+
+# A private service
+
+
+def test_generate_streams_the_text_that_the_model_gives(tiny: list[str], oracle: Callable[[str], Any]) -> None:
+    whole = json.loads(run("generate", "The capital", "--raw", "--json", "--max-tokens", "6", *tiny).stdout)
+    assert whole["usage"]["completion_tokens"] == 6
+    streamed = run("generate", "-", "--raw", "--max-tokens", "6", *tiny, stdin="The capital")
+    assert streamed.exit_code == 0
+    assert streamed.stdout == whole["text"] + "\n"
+
+
+def test_generate_puts_the_system_prompt_in_front(tiny: list[str]) -> None:
+    plain, longer = (
+        json.loads(run("generate", "Hi", "--json", "--max-tokens", "1", *flags, *tiny).stdout)["usage"]["prompt_tokens"]
+        for flags in ([], ["--system", "Be brief."])
+    )
+    assert longer > plain
+
+
+def test_stats_are_a_table_or_json(tiny: list[str]) -> None:
+    counted = json.loads(run("stats", "--json", *tiny).stdout)
+    assert counted["accepted"] == 0
+    table = run("stats", *tiny).stdout
+    assert counted["model"] in table and "KV cache" in table
+
+
+def test_the_demo_answers_eight_prompts_over_zeromq_and_shares_the_system_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: object
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = run("demo", "--max-tokens", "3", "--n-gpu-layers", "0")
+    assert result.exit_code == 0, result.output
+    assert "tok/s in all: 24 tokens" in result.stdout
+    shared, prompts = (int(word) for word in result.stdout.splitlines()[-1].split() if word.isdecimal())
+    assert 0 < shared < prompts
+    assert not list(tmp_path.iterdir())
+
+
+# Signals
+
+
+@contextmanager
+def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process group of its own, which must be empty afterwards."""
+    with subprocess.Popen(
+        [*GENBATCH, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+    ) as process:
+        try:
+            yield process
+            process.wait(TIMEOUT_S)
+            with pytest.raises(ProcessLookupError):
+                os.killpg(process.pid, 0)
+        finally:
+            process.kill()
+
+
+def lines_until(process: subprocess.Popen[str], wanted: str) -> str:
+    """The output up to the first line that has `wanted`."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if wanted in line:
+            return seen
+    raise AssertionError(f"no {wanted!r} in:\n{seen}")
+
+
+def rest_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.read()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_serve_and_removes_the_socket(
+    number: signal.Signals, code: int, tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    socket = tmp_path / "s.sock"
+    model = str(tiny_model_dir("llama"))
+    with started("serve", model, "--bind", f"ipc://{socket}", "--dtype", "float32", "--n-gpu-layers", "0") as process:
+        banner = lines_until(process, " ready ")
+        assert f"ipc://{socket}" in banner and "float32" in banner
+        with SyncZeroMQClient(f"ipc://{socket}") as client:
+            assert client.generate("Hello", max_tokens=2, ignore_eos=True).finish_reason == "length"
+        process.send_signal(number)
+        log = rest_of(process)
+    assert process.returncode == code
+    assert "stopping" in log and "stopped" in log and "Traceback" not in log
+    assert not socket.exists()
+
+
+@pytest.mark.parametrize("moment", ["Starting PyTorch", "Loading the model", "is ready"])
+def test_ctrl_c_in_the_demo_leaves_nothing(moment: str, tmp_path: Path, smollm2: object) -> None:
+    with started("demo", "--max-tokens", "500", "--n-gpu-layers", "0", TMPDIR=str(tmp_path)) as process:
+        lines_until(process, moment)
+        process.send_signal(signal.SIGINT)
+        rest = rest_of(process)
+    assert process.returncode == 130
+    assert "Traceback" not in rest and "error" not in rest
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_in_generate_leaves_no_process(tiny: list[str]) -> None:
+    with started("generate", "Hello", *tiny) as process:
+        lines_until(process, "Starting PyTorch")
+        process.send_signal(signal.SIGINT)
+        rest = rest_of(process)
+    assert process.returncode == 130
+    assert "Traceback" not in rest

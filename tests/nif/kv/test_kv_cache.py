@@ -1,0 +1,519 @@
+"""Which block holds which positions of which sequence, and what a step may change about that."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.nif.layer_group import LayerGroup
+
+_FULL = LayerGroup((0,))
+
+
+def _cache(
+    num_blocks: int = 16,
+    *,
+    windows: Sequence[int | None] = (None,),
+    block_size: int = 4,
+    num_sequences: int = 4,
+    allow_block_sharing: bool = True,
+    max_per_sequence: int | None = None,
+) -> KVCache:
+    return KVCache(
+        [LayerGroup((index,), window) for index, window in enumerate(windows)],
+        num_blocks=[num_blocks] * len(windows),
+        block_size=block_size,
+        num_sequences=num_sequences,
+        allow_block_sharing=allow_block_sharing,
+        max_per_sequence=max_per_sequence,
+    )
+
+
+def _write(kv: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
+    """One step, as a prefill would do it."""
+    kv.reserve([(seq_id, tokens, kv.length(seq_id))]).commit()
+    kv.check_integrity()
+
+
+# Steps
+
+
+def test_positions_fill_blocks_in_order() -> None:
+    kv = _cache()
+    _write(kv, 1, range(6))
+    assert list(kv.block_table(0, 1)) == [0, 1]
+    assert kv.slots(0, 1, 2, 6) == [2, 3, 4, 5]
+    _write(kv, 1, [6, 7, 8])
+    assert (kv.length(1), len(kv.block_table(0, 1)), list(kv.tokens(1))) == (9, 3, list(range(9)))
+
+
+def test_nothing_is_held_before_the_commit() -> None:
+    kv = _cache()
+    reservation = kv.reserve([(0, [1, 2], 0)])
+    assert (kv.length(0), len(kv.block_table(0, 0))) == (0, 1)
+    kv.check_integrity()
+    reservation.commit()
+    assert kv.length(0) == 2
+
+
+def test_rollback_leaves_everything_as_it_was() -> None:
+    kv = _cache()
+    _write(kv, 0, range(6))
+    kv.seq_cp(0, 1)
+    tables = [list(kv.block_table(0, seq_id)) for seq_id in range(3)]
+    free = kv.free_blocks
+    reservation = kv.reserve([(0, [9] * 7, 6), (1, [8], 6), (2, [5], 0)])
+    assert reservation.copies == [[(1, 2), (1, 5)]]
+    kv.check_integrity()
+    reservation.rollback()
+    assert [list(kv.block_table(0, seq_id)) for seq_id in range(3)] == tables
+    assert (kv.free_blocks, [kv.length(seq_id) for seq_id in range(3)]) == (free, [6, 6, 0])
+    kv.check_integrity()
+    assert kv.reserve([(0, [9] * 7, 6), (1, [8], 6), (2, [5], 0)]).copies == reservation.copies
+
+
+def test_a_reservation_ends_once() -> None:
+    kv = _cache()
+    reservation = kv.reserve([(0, [1], 0)])
+    with pytest.raises(AssertionError, match="neither committed nor rolled back"):
+        kv.reserve([(1, [1], 0)])
+    with pytest.raises(AssertionError, match="a step is in progress"):
+        kv.seq_rm(0)
+    reservation.commit()
+    with pytest.raises(AssertionError, match="ends once"):
+        reservation.rollback()
+    assert kv.length(0) == 1
+
+
+def test_h09_a_step_that_one_group_cannot_hold_allocates_nothing_in_any() -> None:
+    kv = KVCache([_FULL, LayerGroup((1,), 100)], num_blocks=[8, 2], block_size=4, num_sequences=2)
+    _write(kv, 0, range(4))
+    with pytest.raises(OutOfBlocks) as caught:
+        kv.reserve([(0, [1], 4), (1, [1], 0)])
+    assert (caught.value.needed, caught.value.free) == (2, 1)
+    assert kv.free_blocks == (7, 1)
+    assert [len(kv.block_table(group, seq_id)) for group in (0, 1) for seq_id in (0, 1)] == [1, 0, 1, 0]
+    kv.check_integrity()
+
+
+def test_h09_admission_looks_at_every_group() -> None:
+    kv = KVCache([_FULL, LayerGroup((1,), 8)], num_blocks=[8, 3], block_size=4, num_sequences=2)
+    assert kv.can_admit(20, 13)
+    assert not kv.can_admit(20, 14)  # the first group would need a ninth block
+    _write(kv, 0, range(5))
+    assert not kv.can_admit(20)  # the window alone takes three, one is left
+    assert kv.can_ever_admit(20)
+    assert kv.can_admit(4)
+
+
+def test_a_request_larger_than_the_pool_is_known_before_it_runs() -> None:
+    kv = _cache(4, max_per_sequence=14)
+    assert kv.can_ever_admit(10, 5)
+    assert not kv.can_ever_admit(10, 6)
+    assert not _cache(3).can_ever_admit(10, 5)
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ([(4, [1], 0)], "sequence 4 is outside 0..3"),
+        ([(-1, [1], 0)], "sequence -1 is outside 0..3"),
+        ([(0, [1], 1)], "sequence 0 holds 2 positions, n_past says 1"),
+        ([(0, [1], 3)], "sequence 0 holds 2 positions, n_past says 3"),
+        ([(0, [], 2)], "sequence 0: an entry without tokens"),
+        ([(0, [1], 2), (0, [1], 2)], "a sequence appears twice"),
+        ([(1, [1] * 13, 0)], "sequence 1: 13 positions are more than max_per_sequence = 12"),
+    ],
+)
+def test_an_entry_that_contradicts_the_cache_is_named(entries: list[tuple[int, list[int], int]], reason: str) -> None:
+    kv = _cache(max_per_sequence=12)
+    _write(kv, 0, [5, 6])
+    for refused in (kv.reserve, kv.blocks_needed):
+        with pytest.raises(BatchError, match=reason):
+            refused([(2, [1] * 8, 0), *entries])
+    assert kv.free_blocks == (15,)
+    kv.check_integrity()
+
+
+def test_a09_the_position_after_the_cap_is_refused() -> None:
+    kv = _cache(max_per_sequence=8)
+    _write(kv, 0, range(7))
+    _write(kv, 0, [7])
+    with pytest.raises(BatchError, match="max_per_sequence = 8"):
+        kv.reserve([(0, [8], 8)])
+    with pytest.raises(BatchError, match="max_per_sequence = 8"):
+        kv.attach_prefix(1, range(9))
+    assert kv.length(0) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"block_size": 0}, "block_size"), ({"num_sequences": 0}, "num_sequences"), ({"max_per_sequence": 0}, "max_per")],
+)
+def test_an_option_below_one_is_named(options: dict[str, int], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        _cache(**options)  # type: ignore[arg-type]
+
+
+# Copies
+
+
+def test_a_copy_shares_whole_blocks_and_copies_the_last_on_write() -> None:
+    kv = _cache()
+    _write(kv, 0, range(6))
+    kv.seq_cp(0, 1, 0, 6)
+    assert list(kv.block_table(0, 1)) == [0, 1]
+    assert kv.counts().used == 2
+    reservation = kv.reserve([(1, [7], 6)])
+    assert reservation.copies == [[(1, 2)]]
+    reservation.commit()
+    assert (list(kv.block_table(0, 0)), list(kv.block_table(0, 1))) == ([0, 1], [0, 2])
+    assert kv.reserve([(0, [8], 6)]).copies == [[]]  # its own again
+
+
+def test_a_copy_may_end_inside_a_block_that_the_source_has_filled() -> None:
+    kv = _cache()
+    _write(kv, 0, range(8))
+    kv.seq_cp(0, 1, 0, 6)
+    reservation = kv.reserve([(1, [9], 6)])
+    assert reservation.copies == [[(1, 2)]]
+    reservation.commit()
+    assert list(kv.tokens(1)) == [0, 1, 2, 3, 4, 5, 9]
+
+
+def test_a_copy_may_continue_what_the_target_holds() -> None:
+    kv = _cache()
+    _write(kv, 0, range(10))
+    _write(kv, 1, range(6))
+    kv.seq_cp(0, 1, 6, 10)
+    assert list(kv.tokens(1)) == list(range(10))
+    assert list(kv.block_table(0, 1)) == [3, 1, 2]  # its first block, and the source's from the partly filled one on
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "p0", "p1", "reason"),
+    [
+        (0, 0, 0, 2, "onto itself"),
+        (0, 9, 0, 2, "sequence 9 is outside"),
+        (0, 2, 0, 7, r"positions \[0, 7\) are not within its 6"),
+        (0, 2, 1, 3, "sequence 2 holds 0 positions, the copy starts at 1"),
+        (0, 1, 0, 3, "sequence 1 holds 2 positions, the copy starts at 0"),
+        (0, 1, 2, 3, "sequences 0 and 1 differ before 2"),
+    ],
+)
+def test_a_copy_that_does_not_fit_is_named(src: int, dst: int, p0: int, p1: int, reason: str) -> None:
+    kv = _cache()
+    _write(kv, 0, range(6))
+    _write(kv, 1, [7, 8])
+    with pytest.raises(BatchError, match=reason):
+        kv.seq_cp(src, dst, p0, p1)
+    assert kv.counts().used == 3
+    kv.check_integrity()
+
+
+def test_h11_the_surviving_sharer_keeps_the_blocks() -> None:
+    kv = _cache()
+    _write(kv, 0, range(6))
+    kv.seq_cp(0, 1)
+    kv.seq_rm(0)
+    assert list(kv.block_table(0, 1)) == [0, 1]
+    assert kv.counts().used == 2
+    kv.seq_rm(1)
+    assert kv.counts().used == 0
+    kv.check_integrity()
+
+
+# Removal
+
+
+def test_the_tail_can_be_removed_and_written_again() -> None:
+    kv = _cache()
+    _write(kv, 0, range(10))
+    kv.seq_rm(0, 5)
+    assert (list(kv.tokens(0)), len(kv.block_table(0, 0))) == ([0, 1, 2, 3, 4], 2)
+    _write(kv, 0, [9, 9, 9])
+    # The block that was whole once is known for its new content, not for the old one.
+    assert kv.attach_prefix(1, [*range(8), 1]) == 4
+    assert kv.attach_prefix(2, [0, 1, 2, 3, 4, 9, 9, 9, 1]) == 8
+
+
+@pytest.mark.parametrize(
+    ("p0", "p1", "reason"),
+    [
+        (2, 4, "leaves a hole"),
+        (0, 4, "leaves a hole"),
+        (3, 7, "not within its 6"),
+        (-1, 6, "not within"),
+        (4, 3, "not within"),
+    ],
+)
+def test_a_removal_that_does_not_fit_is_named(p0: int, p1: int, reason: str) -> None:
+    kv = _cache()
+    _write(kv, 0, range(6))
+    with pytest.raises(BatchError, match=reason):
+        kv.seq_rm(0, p0, p1)
+    assert kv.length(0) == 6
+
+
+def test_removing_nothing_changes_nothing() -> None:
+    kv = _cache()
+    kv.seq_rm(0)
+    _write(kv, 0, range(6))
+    kv.seq_rm(0, 3, 3)
+    kv.seq_rm(0, 6)
+    assert kv.length(0) == 6
+
+
+# The prefix cache
+
+
+def test_h11_a_prompt_seen_before_reuses_its_whole_blocks() -> None:
+    kv = _cache()
+    _write(kv, 0, range(10))
+    assert kv.attach_prefix(1, [*range(10), 99]) == 8
+    assert list(kv.block_table(0, 1)) == list(kv.block_table(0, 0))[:2]
+    assert kv.prefix_cache is not None
+    assert (kv.prefix_cache.num_queries, kv.prefix_cache.num_hits, kv.prefix_cache.num_hit_tokens) == (1, 1, 8)
+
+
+def test_h11_the_last_token_of_a_prompt_is_always_evaluated() -> None:
+    kv = _cache()
+    _write(kv, 0, range(8))
+    assert kv.attach_prefix(1, range(8)) == 4
+    assert kv.attach_prefix(2, range(9)) == 8
+
+
+def test_h11_sharing_can_be_turned_off() -> None:
+    kv = _cache(allow_block_sharing=False)
+    _write(kv, 0, range(8))
+    assert kv.attach_prefix(1, range(9)) == 0
+    kv.seq_rm(0)
+    assert kv.counts().initialized == 0
+    assert kv.prefix_cache is None
+
+
+def test_h11_a_windowed_group_turns_the_prefix_cache_off() -> None:
+    kv = _cache(windows=(None, 8))
+    _write(kv, 0, range(8))
+    assert kv.attach_prefix(1, range(9)) == 0
+
+
+def test_h11_tenants_do_not_find_each_others_blocks() -> None:
+    kv = _cache()
+    assert kv.attach_prefix(0, range(9), prefix_key("one")) == 0
+    _write(kv, 0, range(9))
+    assert kv.attach_prefix(1, range(9), prefix_key("two")) == 0
+    assert kv.attach_prefix(2, range(9)) == 0
+    assert kv.attach_prefix(3, range(9), prefix_key("one")) == 8
+
+
+def test_h11_what_a_tenant_adds_to_a_shared_prompt_stays_its_own() -> None:
+    kv = _cache(32, num_sequences=6)
+    _write(kv, 0, range(6))  # a system prompt, of nobody
+    prompt = [*range(6), 50, 51, 52, 53, 54, 55, 56]
+    for seq_id in (1, 2, 3):
+        kv.seq_cp(0, seq_id)
+    assert kv.attach_prefix(1, prompt, b"one") == 6
+    _write(kv, 1, prompt[6:])
+    assert kv.attach_prefix(2, prompt, b"two") == 6
+    assert kv.attach_prefix(3, prompt, b"one") == 12  # beyond the partly filled block of the system prompt
+    kv.check_integrity()
+    kv.seq_cp(1, 4)  # a fork is its tenant's too
+    _write(kv, 4, [60, 61, 62, 63])
+    assert kv.attach_prefix(5, [*prompt, 60, 61, 62, 63], b"") == 4
+
+
+def test_h12_blocks_are_reused_after_their_sequence_finished() -> None:
+    kv = _cache()
+    _write(kv, 0, range(10))
+    kv.seq_rm(0)
+    counts = kv.counts()
+    assert (counts.used, counts.free, counts.initialized) == (0, 16, 2)
+    assert kv.attach_prefix(1, range(10)) == 8
+    assert list(kv.block_table(0, 1)) == [0, 1]
+    assert kv.counts().used == 2
+
+
+def test_h12_pressure_discards_the_most_recent_block_first() -> None:
+    kv = _cache(6)
+    _write(kv, 0, [1] * 8)
+    _write(kv, 1, [2] * 8)
+    kv.seq_rm(0)
+    kv.seq_rm(1)
+    _write(kv, 2, [3] * 12)  # two blocks were never used; one more has to be discarded
+    kv.seq_rm(2, 0)
+    assert kv.attach_prefix(3, [2] * 9) == 4  # the second block of the sequence that ended last is gone
+    kv.seq_rm(3)
+    assert kv.attach_prefix(3, [1] * 9) == 8
+
+
+def test_a_block_matched_by_two_is_freed_by_the_last() -> None:
+    kv = _cache()
+    _write(kv, 0, range(5))
+    kv.seq_rm(0)
+    kv.attach_prefix(1, range(5))
+    kv.attach_prefix(2, range(5))
+    kv.seq_rm(1)
+    assert kv.counts().used == 1
+    kv.seq_rm(2)
+    assert kv.counts().used == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [([], "no tokens"), ([5, 7, 9], "does not begin with"), ([5, 6], "nothing is left to evaluate")],
+)
+def test_a_prompt_that_does_not_fit_is_named(tokens: list[int], reason: str) -> None:
+    kv = _cache()
+    _write(kv, 0, [5, 6])
+    with pytest.raises(BatchError, match=reason):
+        kv.attach_prefix(0, tokens)
+    assert kv.length(0) == 2
+
+
+# Windows
+
+
+def test_h07_a_windowed_group_drops_blocks_behind_its_window_and_keeps_positions() -> None:
+    kv = _cache(windows=(None, 6))
+    for token in range(20):
+        _write(kv, 0, [token])
+    assert len(kv.block_table(0, 0)) == len(kv.block_table(1, 0)) == 5
+    assert (kv.num_evicted(0, 0), kv.num_evicted(1, 0)) == (0, 3)
+    assert list(kv.block_table(1, 0))[:3] == [0, 0, 0]
+    assert (kv.counts(0).used, kv.counts(1).used) == (5, 2)
+    assert kv.slots(0, 0, 0, 1) == [0]
+    with pytest.raises(BatchError, match=r"not all in 12\.\.19"):
+        kv.slots(1, 0, 11, 13)
+
+
+def test_h07_eviction_waits_for_the_commit() -> None:
+    kv = _cache(windows=(4,))
+    _write(kv, 0, range(6))
+    reservation = kv.reserve([(0, [6], 6)])
+    assert kv.num_evicted(0, 0) == 0
+    reservation.rollback()
+    assert kv.num_evicted(0, 0) == 0
+    _write(kv, 0, [6])
+    assert kv.num_evicted(0, 0) == 1
+
+
+def test_h07_a_sequence_cannot_end_where_its_window_is_gone() -> None:
+    kv = _cache(windows=(None, 6))
+    for token in range(20):
+        _write(kv, 0, [token])
+    assert kv.shortest_prefix(0) == 17
+    for refused in (lambda: kv.seq_rm(0, 16), lambda: kv.seq_cp(0, 1, 0, 16)):
+        with pytest.raises(BatchError, match="cannot end at 16"):
+            refused()
+    kv.seq_cp(0, 1, 0, 17)
+    kv.seq_rm(0, 17)
+    assert kv.num_evicted(1, 1) == 3
+    kv.check_integrity()
+
+
+def test_b21_a_window_as_long_as_the_sequence_drops_nothing() -> None:
+    kv = _cache(windows=(20,))
+    _write(kv, 0, range(20))
+    assert kv.num_evicted(0, 0) == 0
+
+
+# Counts and estimates
+
+
+def test_b11_free_and_used_blocks_make_up_the_maximum_at_every_tick() -> None:
+    kv = _cache(windows=(None, 6))
+    for tick in range(20):
+        reservation = kv.reserve([(seq_id, [tick], tick) for seq_id in range(3)])
+        for group in (0, 1, None):
+            counts = kv.counts(group)
+            assert counts.free + counts.used == counts.max == (32 if group is None else 16)
+        reservation.commit()
+        if tick == 10:
+            kv.seq_rm(1)
+            break
+    assert kv.counts(0).used == 6
+
+
+_lengths = st.integers(1, 40)
+
+
+@given(prompt_len=_lengths, max_new_tokens=_lengths, window=st.integers(1, 20), block_size=st.integers(1, 7))
+def test_s06_the_estimate_equals_the_allocation_at_full_length(
+    prompt_len: int, max_new_tokens: int, window: int, block_size: int
+) -> None:
+    kv = _cache(100, windows=(None, window), block_size=block_size)
+    estimate = kv.needed_to_completion(prompt_len, max_new_tokens)
+    most = [0, 0]
+    for position in range(prompt_len + max_new_tokens - 1):
+        reservation = kv.reserve([(0, [0], position)])
+        most = [max(most[group], kv.counts(group).used) for group in (0, 1)]
+        assert kv.blocks_to_reach(0, prompt_len + max_new_tokens - 1)[0] == estimate[0] - kv.counts(0).used
+        reservation.commit()
+    assert tuple(most) == estimate
+    assert kv.counts(0).used == estimate[0]
+    assert kv.free_blocks[1] >= 100 - estimate[1]
+
+
+def test_s06_a_prefilled_chunk_and_a_shared_tail_count_towards_what_is_still_needed() -> None:
+    kv = _cache()
+    _write(kv, 0, range(6))
+    kv.seq_cp(0, 1)
+    before = kv.free_blocks
+    assert kv.blocks_to_reach(1, 6) == (0,)
+    assert kv.blocks_to_reach(1, 10) == (2,)
+    _write(kv, 1, [0] * 4)
+    assert before[0] - kv.free_blocks[0] == 2
+
+
+# Save and restore
+
+
+def test_h16_a_sequence_comes_back_with_its_tokens_and_needs_no_evaluation() -> None:
+    kv = _cache(windows=(None, 6))
+    for token in range(14):
+        _write(kv, 0, [token])
+    tokens, blocks = kv.export(0)
+    assert [len(ids) for ids in blocks] == [4, 2]
+    kv.seq_rm(0)
+    filled = kv.import_(2, tokens, b"")
+    assert [len(ids) for ids in filled] == [4, 2]
+    assert (list(kv.tokens(2)), kv.num_evicted(1, 2)) == (tokens, 2)
+    assert [list(kv.block_table(group, 2))[-2:] for group in (0, 1)] == [ids[-2:] for ids in filled]
+    kv.check_integrity()
+    _write(kv, 2, [14])
+
+
+def test_h16_a_restore_that_does_not_fit_changes_nothing() -> None:
+    kv = _cache(4)
+    _write(kv, 0, range(8))
+    with pytest.raises(OutOfBlocks):
+        kv.import_(1, range(12))
+    with pytest.raises(BatchError, match="holds 8 positions already"):
+        kv.import_(0, range(9))
+    assert (kv.length(1), kv.free_blocks) == (0, (2,))
+    kv.check_integrity()
+
+
+def test_content_from_outside_never_reaches_another_sequence() -> None:
+    kv = _cache(32, num_sequences=6)
+    kv.attach_prefix(0, range(9), b"tenant")
+    _write(kv, 0, range(8))  # computed here, so that only what was built on foreign content can be missing below
+    kv.import_(1, range(8))
+    kv.seq_cp(1, 2)
+    kv.attach_prefix(3, range(5), b"tenant")
+    kv.seq_cp(1, 3, 4, 8)
+    for seq_id in (1, 2, 3):
+        whole = [*range(8), *[seq_id] * 4]
+        assert kv.attach_prefix(seq_id, whole, b"tenant") == 8
+        _write(kv, seq_id, whole[8:])
+        assert kv.attach_prefix(4, [*whole, 1], b"tenant") == 8
+        kv.seq_rm(4)
+    kv.seq_rm(1)
+    _write(kv, 1, range(5))  # its next user is an ordinary one
+    assert kv.attach_prefix(5, range(5)) == 4

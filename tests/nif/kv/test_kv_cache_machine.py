@@ -1,0 +1,278 @@
+"""Allocator, prefix cache, sequence operations and reservations against a plain model.
+
+The plain model knows each sequence's tokens. Block contents are simulated as what was written to each slot: the
+token together with a digest of all tokens before it, as a real key and value depend on them. After every rule, what
+is read through a block table must be the sequence's own, at every position that a next token attends to.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from genbatch.nif.errors import BatchError, OutOfBlocks
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.layer_group import LayerGroup
+
+_NUM_SEQUENCES = 4
+_BLOCK_SIZE = 3
+_GARBAGE = -1
+_PROMPTS = [[7] * 20, [7] * 5 + [8] * 15, list(range(20))]
+_KEYS = [b"", b"tenant"]
+
+_seq_ids = st.integers(0, _NUM_SEQUENCES - 1)
+_chunks = st.lists(st.integers(0, 1), min_size=1, max_size=8)
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    windows: Sequence[int | None] = (None,)
+    allow_block_sharing = True
+
+    @initialize(num_blocks=st.integers(4, 16))
+    def start(self, num_blocks: int) -> None:
+        groups = [LayerGroup((index,), window) for index, window in enumerate(self.windows)]
+        self.kv = KVCache(
+            groups,
+            num_blocks=[num_blocks + index for index in range(len(groups))],
+            block_size=_BLOCK_SIZE,
+            num_sequences=_NUM_SEQUENCES,
+            allow_block_sharing=self.allow_block_sharing,
+        )
+        self.model: list[list[int]] = [[] for _ in range(_NUM_SEQUENCES)]
+        self.slots: list[dict[int, int]] = [{} for _ in groups]  # per group, slot -> what was written there
+        self.swapped: list[tuple[list[int], list[list[list[int]]]]] = []
+
+    # Steps
+
+    @rule(chunks=st.dictionaries(_seq_ids, _chunks, min_size=1))
+    def step(self, chunks: dict[int, list[int]]) -> None:
+        self._step(chunks, succeed=True)
+
+    @rule(chunks=st.dictionaries(_seq_ids, _chunks, min_size=1))
+    def step_that_fails(self, chunks: dict[int, list[int]]) -> None:
+        before = self._snapshot()
+        self._step(chunks, succeed=False)
+        assert self._snapshot() == before
+
+    @rule(seq_id=_seq_ids, prompt=st.sampled_from(_PROMPTS), key=st.sampled_from(_KEYS), length=st.integers(1, 20))
+    def prefill_after_attaching(self, seq_id: int, prompt: list[int], key: bytes, length: int) -> None:
+        tokens = prompt[:length]
+        held = self.model[seq_id]
+        if held != tokens[: len(held)] or len(held) >= length:
+            with pytest.raises(BatchError):
+                self.kv.attach_prefix(seq_id, tokens, key)
+            return
+        cached = self.kv.attach_prefix(seq_id, tokens, key)
+        assert len(held) <= cached < length
+        if self.kv.prefix_cache is None:
+            assert cached == len(held)
+        self.model[seq_id] = tokens[:cached]
+        self._step({seq_id: tokens[cached:]}, succeed=True)
+
+    # Sequences
+
+    @rule(src=_seq_ids, dst=_seq_ids, start=st.integers(0, 30), count=st.integers(0, 30))
+    def copy(self, src: int, dst: int, start: int, count: int) -> None:
+        p0 = min(start, len(self.model[dst]))
+        p1 = min(p0 + count, len(self.model[src]))
+        fits = (
+            src != dst
+            and p0 == len(self.model[dst])
+            and p0 <= p1
+            and self.model[dst] == self.model[src][:p0]
+            and (p0 == p1 or p1 >= self.kv.shortest_prefix(src))
+        )
+        before = self._snapshot()
+        try:
+            self.kv.seq_cp(src, dst, p0, p1)
+        except BatchError:
+            assert not fits
+            assert self._snapshot() == before
+        else:
+            assert fits
+            self.model[dst] = self.model[src][:p1]
+
+    @rule(dst=_seq_ids, src=_seq_ids)
+    def fork(self, src: int, dst: int) -> None:
+        if src != dst:
+            self.kv.seq_rm(dst)
+            self.kv.seq_cp(src, dst)
+            self.model[dst] = list(self.model[src])
+
+    @rule(seq_id=_seq_ids, p0=st.integers(0, 30), p1=st.integers(0, 31))
+    def remove(self, seq_id: int, p0: int, p1: int) -> None:
+        length = len(self.model[seq_id])
+        fits = p0 <= p1 <= length and (
+            p0 == p1 or (p1 == length and (p0 == 0 or p0 >= self.kv.shortest_prefix(seq_id)))
+        )
+        before = self._snapshot()
+        try:
+            self.kv.seq_rm(seq_id, p0, p1)
+        except BatchError:
+            assert not fits
+            assert self._snapshot() == before
+        else:
+            assert fits
+            if p0 < p1:
+                del self.model[seq_id][p0:]
+
+    @rule(seq_id=_seq_ids, drop=st.integers(0, 4))
+    def take_back_the_last(self, seq_id: int, drop: int) -> None:
+        length = max(0, len(self.model[seq_id]) - drop)
+        if length == 0 or length >= self.kv.shortest_prefix(seq_id):
+            self.kv.seq_rm(seq_id, length)
+            del self.model[seq_id][length:]
+
+    @rule(seq_id=_seq_ids)
+    def finish(self, seq_id: int) -> None:
+        self.kv.seq_rm(seq_id)
+        self.model[seq_id] = []
+
+    # Swapping
+
+    @rule(seq_id=_seq_ids)
+    def swap_out(self, seq_id: int) -> None:
+        if self.model[seq_id]:
+            tokens, blocks = self.kv.export(seq_id)
+            assert tokens == self.model[seq_id]
+            content = [[self._read(group, block) for block in ids] for group, ids in enumerate(blocks)]
+            self.swapped.append((tokens, content))
+            self.finish(seq_id)
+
+    @precondition(lambda self: self.swapped)
+    @rule(seq_id=_seq_ids, key=st.sampled_from([None, *_KEYS]))
+    def swap_in(self, seq_id: int, key: bytes | None) -> None:
+        tokens, content = self.swapped[-1]
+        before = self._snapshot()
+        try:
+            blocks = self.kv.import_(seq_id, tokens, key)
+        except (BatchError, OutOfBlocks):
+            assert self._snapshot() == before
+            return
+        self.swapped.pop()
+        for group, (ids, kept) in enumerate(zip(blocks, content, strict=True)):
+            for block, values in zip(ids, kept, strict=True):
+                for offset, value in enumerate(values):
+                    self.slots[group][block * _BLOCK_SIZE + offset] = value
+        self.model[seq_id] = list(tokens)
+
+    # What must hold
+
+    @invariant()
+    def tables_pools_and_prefix_cache_agree(self) -> None:
+        if hasattr(self, "kv"):
+            self.kv.check_integrity()
+            for group in range(len(self.windows)):
+                counts = self.kv.counts(group)
+                assert counts.free + counts.used == counts.max
+                shown = set()
+                for seq_id in range(_NUM_SEQUENCES):
+                    evicted = self.kv.num_evicted(group, seq_id)
+                    shown.update(self.kv.block_table(group, seq_id)[evicted:])
+                assert len(shown) == counts.used
+
+    @invariant()
+    def every_sequence_reads_its_own_positions(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        for seq_id, tokens in enumerate(self.model):
+            assert self.kv.length(seq_id) == len(tokens)
+            assert list(self.kv.tokens(seq_id)) == tokens
+            for group, window in enumerate(self.windows):
+                first = 0 if window is None else max(0, len(tokens) - window + 1)
+                slots = self.kv.slots(group, seq_id, first, len(tokens))
+                expected = [_content(tokens, position) for position in range(first, len(tokens))]
+                assert [self.slots[group][slot] for slot in slots] == expected
+
+    def teardown(self) -> None:
+        if hasattr(self, "kv"):
+            for seq_id in range(_NUM_SEQUENCES):
+                self.kv.seq_rm(seq_id)
+            self.kv.check_integrity()
+            assert self.kv.counts().used == 0
+
+    # Helpers
+
+    def _step(self, chunks: dict[int, list[int]], *, succeed: bool) -> None:
+        entries = [(seq_id, tokens, len(self.model[seq_id])) for seq_id, tokens in chunks.items()]
+        before = self._snapshot()
+        needed, free = self.kv.blocks_needed(entries), self.kv.free_blocks
+        try:
+            reservation = self.kv.reserve(entries)
+        except OutOfBlocks:
+            assert any(count > there for count, there in zip(needed, free, strict=True))
+            assert self._snapshot() == before
+            return
+        taken = tuple(one - other for one, other in zip(free, self.kv.free_blocks, strict=True))
+        assert taken == needed
+        self.kv.check_integrity()
+        for group, pairs in enumerate(reservation.copies):
+            for source, destination in pairs:
+                for offset, value in enumerate(self._read(group, source)):
+                    self.slots[group][destination * _BLOCK_SIZE + offset] = value
+        for seq_id, tokens, n_past in entries:
+            whole = self.model[seq_id] + tokens
+            for group in range(len(self.windows)):
+                for position, slot in zip(
+                    range(n_past, len(whole)), self.kv.slots(group, seq_id, n_past, len(whole)), strict=True
+                ):
+                    self.slots[group][slot] = _content(whole, position) if succeed else _GARBAGE
+        if succeed:
+            reservation.commit()
+            for seq_id, tokens in chunks.items():
+                self.model[seq_id] += tokens
+        else:
+            reservation.rollback()
+
+    def _read(self, group: int, block: int) -> list[int]:
+        return [self.slots[group].get(block * _BLOCK_SIZE + offset, _GARBAGE) for offset in range(_BLOCK_SIZE)]
+
+    def _snapshot(self) -> object:
+        """All that callers can see, except what is known of free blocks' content: a failed step may cost that."""
+        groups, seq_ids = range(len(self.windows)), range(_NUM_SEQUENCES)
+        return (
+            [[list(self.kv.block_table(group, seq_id)) for seq_id in seq_ids] for group in groups],
+            [[self.kv.num_evicted(group, seq_id) for seq_id in seq_ids] for group in groups],
+            [list(self.kv.tokens(seq_id)) for seq_id in seq_ids],
+            self.kv.free_blocks,
+        )
+
+
+def _content(tokens: Sequence[int], position: int) -> int:
+    return hash(tuple(tokens[: position + 1]))
+
+
+class UnsharedMachine(KVCacheMachine):
+    allow_block_sharing = False
+
+
+class TwoFullGroupsMachine(KVCacheMachine):
+    windows = (None, None)
+
+
+class MixedWindowsMachine(KVCacheMachine):
+    windows = (None, 5, 1)
+
+
+class WindowedMachine(KVCacheMachine):
+    windows = (4,)
+
+
+@pytest.mark.parametrize(
+    "machine", [KVCacheMachine, UnsharedMachine, TwoFullGroupsMachine, MixedWindowsMachine, WindowedMachine]
+)
+def test_h07_h11_h12_no_sequence_ever_reads_or_leaks_another_ones_blocks(
+    machine: type[KVCacheMachine],
+) -> None:
+    # A share of what the profile allows, so that a longer one (--hypothesis-profile) lengthens these as well.
+    examples = max(1, settings.default.max_examples // 4)
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))

@@ -1,0 +1,89 @@
+"""Blocks are found by what they contain, after what, and for whom."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genbatch.nif.kv.prefix_cache import PrefixCache, prefix_key, root_hash
+
+
+def _filled(tokens: Sequence[int], key: bytes, block_size: int = 4) -> PrefixCache:
+    cache = PrefixCache(block_size)
+    names: list[bytes] = []
+    cache.extend_hashes(names, tokens, key)
+    for block, name in enumerate(names):
+        assert cache.insert(0, name, block)
+    return cache
+
+
+def test_match_returns_the_longest_run_of_whole_blocks() -> None:
+    cache = _filled(range(11), b"")
+    assert cache.match(range(11), b"").blocks == [(0,), (1,)]
+    assert cache.match([*range(8), 99, 99, 99, 99], b"").blocks == [(0,), (1,)]
+    assert cache.match([*range(7), 99], b"").blocks == [(0,)]
+    assert cache.match([99, *range(1, 8)], b"").blocks == []
+
+
+def test_h11_the_same_tokens_after_other_tokens_do_not_match() -> None:
+    cache = _filled([1, 1, 1, 1, 2, 2, 2, 2], b"")
+    assert cache.match([3, 3, 3, 3, 2, 2, 2, 2], b"").blocks == []
+    assert cache.match([2, 2, 2, 2], b"").blocks == []
+
+
+def test_h11_keys_keep_tenants_and_adapters_apart() -> None:
+    cache = _filled(range(8), prefix_key("a", "b"))
+    assert cache.match(range(8), prefix_key("a", "b")).blocks
+    for tenant, adapter in (("a", ""), ("", "b"), ("ab", ""), ("", "ab"), ("b", "a")):
+        assert not cache.match(range(8), prefix_key(tenant, adapter)).blocks
+
+
+def test_a_key_cannot_pose_as_the_middle_of_another_chain() -> None:
+    cache = PrefixCache(4)
+    names: list[bytes] = []
+    cache.extend_hashes(names, range(8), b"victim")
+    forged = root_hash(b"victim") + b"".join(token.to_bytes(8, "little") for token in range(4))
+    assert root_hash(forged) != names[0]
+
+
+@given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
+def test_different_owners_have_different_keys(one: tuple[str, str], other: tuple[str, str]) -> None:
+    assert (prefix_key(*one) == prefix_key(*other)) == (one == other)
+
+
+def test_h11_counters_tell_queries_and_hits() -> None:
+    cache = _filled(range(8), b"")
+    cache.match(range(12), b"")
+    cache.match([5] * 12, b"")
+    assert (cache.num_queries, cache.num_hits) == (2, 1)
+    assert (cache.num_query_tokens, cache.num_hit_tokens) == (24, 8)
+
+
+def test_blocks_already_held_are_not_looked_up() -> None:
+    cache = _filled(range(12), b"")
+    names: list[bytes] = []
+    cache.extend_hashes(names, range(4), b"")
+    match = cache.match(range(12), b"", held=names, max_blocks=2)
+    assert match.blocks == [(1,)]
+    assert cache.num_hit_tokens == 4
+
+
+def test_a_block_that_one_group_lost_ends_the_run() -> None:
+    cache = PrefixCache(2, num_groups=2)
+    names: list[bytes] = []
+    cache.extend_hashes(names, range(4), b"")
+    for index, name in enumerate(names):
+        cache.insert(0, name, index)
+        cache.insert(1, name, 10 + index)
+    assert cache.match(range(4), b"").blocks == [(0, 10), (1, 11)]
+    cache.forget(1, names[1])
+    assert cache.match(range(4), b"").blocks == [(0, 10)]
+    assert len(cache) == 1
+
+
+def test_the_first_block_known_for_a_content_stays() -> None:
+    cache = _filled(range(4), b"")
+    names: list[bytes] = []
+    cache.extend_hashes(names, range(4), b"")
+    assert not cache.insert(0, names[0], 7)
+    assert cache.match(range(4), b"").blocks == [(0,)]

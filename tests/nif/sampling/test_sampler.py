@@ -1,0 +1,322 @@
+"""Sampling against transformers' logits processors and a plain full-sort reference."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from genbatch.nif.sampling.logprobs import token_logprobs
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, sample
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.sampling.uniform_draw import uniform
+
+NUM_DRAWS = 20_000
+
+
+def state(prompt: Sequence[int] = (), seed: int = 0, **params: object) -> SamplerState:
+    return SamplerState(SamplingParams(seed=seed, **params), prompt)  # type: ignore[arg-type]
+
+
+def random_logits(rows: int, width: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def tokens(results: Sequence[Sampled | SampleFault]) -> list[int]:
+    assert all(isinstance(result, Sampled) for result in results), results
+    return [result.token_id for result in results if isinstance(result, Sampled)]
+
+
+def draw_many(row: torch.Tensor, one: SamplerState, number: int = NUM_DRAWS) -> Counter[int]:
+    """How often each token comes out of one row at `number` positions."""
+    return Counter(tokens(sample(row.expand(number, -1), [one] * number, range(number))))
+
+
+def check_distribution(drawn: Counter[int], probabilities: torch.Tensor) -> None:
+    """The drawn tokens are exactly the possible ones, and as frequent as likely (5 standard deviations)."""
+    assert set(drawn) == set(probabilities.nonzero()[:, 0].tolist())
+    number = drawn.total()
+    for token_id, p in enumerate(probabilities.tolist()):
+        assert abs(drawn[token_id] - number * p) <= 5 * math.sqrt(number * p * (1 - p)) + 1e-3
+
+
+WARPERS = {
+    "temperature": ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+    "hot": ({"temperature": 2.5}, [TemperatureLogitsWarper(2.5)]),
+    "top_k": ({"temperature": 1.0, "top_k": 7}, [TopKLogitsWarper(7)]),
+    "top_k of all": ({"temperature": 1.0, "top_k": 400}, [TopKLogitsWarper(400)]),
+    "top_p": ({"temperature": 1.0, "top_p": 0.8}, [TopPLogitsWarper(0.8)]),
+    "tiny top_p": ({"temperature": 1.0, "top_p": 1e-6}, [TopPLogitsWarper(1e-6)]),
+    "min_p": ({"temperature": 1.0, "min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+    "min_p of 1": ({"temperature": 1.0, "min_p": 1.0}, [MinPLogitsWarper(1.0)]),
+    "all": (
+        {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.15},
+        [TemperatureLogitsWarper(1.4), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.15)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARPERS)
+@pytest.mark.parametrize("width", [30, 64])
+def test_draws_follow_the_distribution_of_transformers_warpers(name: str, width: int) -> None:
+    params, warpers = WARPERS[name]
+    row = random_logits(1, width, seed=width, spread=0.7)
+    expected = LogitsProcessorList(warpers)(torch.zeros(1, 0, dtype=torch.int64), row.clone())
+    check_distribution(draw_many(row, state(**params)), torch.softmax(expected, -1)[0])
+
+
+def test_r02_temperature_top_k_and_top_p_shape_the_draw_and_temperature_0_is_greedy() -> None:
+    row = random_logits(1, 50, seed=2, spread=0.8)
+    params = {"temperature": 0.9, "top_k": 15, "top_p": 0.85}
+    warpers = [TemperatureLogitsWarper(0.9), TopKLogitsWarper(15), TopPLogitsWarper(0.85)]
+    expected = LogitsProcessorList(warpers)(torch.zeros(1, 0, dtype=torch.int64), row.clone())
+    check_distribution(draw_many(row, state(**params)), torch.softmax(expected, -1)[0])
+    assert tokens(sample(row, [state(top_k=15, top_p=0.85)], [0])) == [int(row.argmax())]
+
+
+def test_top_k_keeps_every_tie_with_the_last_kept_token_like_transformers() -> None:
+    row = torch.zeros(1, 600)
+    row[0, 5] = 1.0
+    row[0, 10:310] = 0.5  # more equals than are ranked at first
+    expected = TopKLogitsWarper(3)(torch.zeros(1, 0, dtype=torch.int64), row.clone())
+    check_distribution(draw_many(row, state(temperature=1.0, top_k=3)), torch.softmax(expected, -1)[0])
+
+
+def test_top_p_cuts_through_ties_at_the_same_probability_as_transformers_keeping_low_ids() -> None:
+    row = torch.zeros(1, 40)
+    row[0, 30] = 2.0
+    expected = TopPLogitsWarper(0.5)(torch.zeros(1, 0, dtype=torch.int64), row.clone())
+    kept = int(expected.isfinite().sum())
+    assert set(draw_many(row, state(temperature=1.0, top_p=0.5))) == {30, *range(kept - 1)}
+
+
+def reference_draw(row: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """The same draw by sorting the whole row in double precision."""
+    scaled = row.double() / params.temperature
+    ranked, ids = scaled.sort(descending=True, stable=True)
+    weights = (ranked - ranked[0]).exp()
+    if params.top_k:
+        weights[ranked < ranked[min(params.top_k, len(ranked)) - 1]] = 0.0
+    before = weights.cumsum(0) - weights
+    if params.top_p < 1.0:
+        weights[before >= params.top_p * weights.sum()] = 0.0
+    weights[weights < params.min_p] = 0.0
+    if not params.top_k and params.top_p == 1.0 and not params.min_p:
+        ids, order = ids.sort()
+        weights = weights[order]
+    cumulative = weights.cumsum(0)
+    point = uniform(params.seed, position) * cumulative[-1]
+    return int(ids[int(torch.searchsorted(cumulative, point, right=True))])
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"top_p": 0.999},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_k": 127},
+        {"top_k": 128},
+        {"top_k": 129},
+        {"top_k": 4096},
+        {"top_k": 8000},
+        {"min_p": 0.001},
+        {"min_p": 0.3, "top_p": 0.99},
+        {"top_p": 0.99, "top_k": 9001},
+    ],
+)
+def test_ranking_few_tokens_draws_what_sorting_the_whole_row_draws(params: dict[str, float], spread: float) -> None:
+    logits = random_logits(12, 9001, seed=7, spread=spread)
+    states = [state(seed=i, temperature=1.1, **params) for i in range(12)]
+    drawn = tokens(sample(logits, states, range(12)))
+    assert drawn == [reference_draw(logits[i], s.params, i) for i, s in enumerate(states)]
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_among_equals() -> None:
+    for width in (128, 100):
+        logits = random_logits(300, width, seed=width).round()  # many ties
+        expected = [row.index(max(row)) for row in logits.tolist()]
+        assert tokens(sample(logits, [state()] * 300, range(300))) == expected
+
+
+def test_repetition_penalty_equals_transformers_on_prompt_and_output() -> None:
+    logits = random_logits(400, 60, seed=3, spread=3.0)
+    prompt, output = [1, 2, 3, 3, 50], [7, 2, 8, 8, 8]
+    one = state(prompt, repetition_penalty=1.8)
+    for token_id in output:
+        one.accept(token_id)
+    seen = torch.tensor([prompt + output]).expand(400, -1)
+    expected = RepetitionPenaltyLogitsProcessor(1.8)(seen, logits.clone()).argmax(-1).tolist()
+    assert tokens(sample(logits, [one] * 400, range(400))) == expected
+    assert expected != logits.argmax(-1).tolist()
+
+
+def test_penalties_and_bias_change_the_drawn_distribution_as_documented() -> None:
+    logits = random_logits(1, 20, seed=4)
+    one = state(
+        [0, 1, 2],
+        temperature=1.0,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=0.7,
+        logit_bias={19: 1.5, 2: -0.5},
+    )
+    for token_id in (2, 5, 5, 5):
+        one.accept(token_id)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[0, 1, 2, 5]]), logits.clone())
+    expected[0, 2] -= 0.4 + 0.7 + 0.5
+    expected[0, 5] -= 3 * 0.4 + 0.7
+    expected[0, 19] += 1.5
+    check_distribution(draw_many(logits, one), torch.softmax(expected, -1)[0])
+
+
+def test_presence_and_frequency_penalties_ignore_the_prompt() -> None:
+    logits = torch.tensor([[1.0, 0.0, 0.5]])
+    one = state([0, 0, 0], frequency_penalty=2.0, presence_penalty=2.0)
+    assert tokens(sample(logits, [one], [0])) == [0]
+    one.accept(0)
+    assert tokens(sample(logits, [one], [1])) == [2]
+
+
+def test_many_distinct_tokens_are_all_penalised() -> None:
+    logits = torch.arange(500.0)[None, :]
+    one = state(range(100), frequency_penalty=2000.0)
+    for token_id in range(499, 150, -1):
+        one.accept(token_id)
+    assert tokens(sample(logits, [one], [0])) == [150]
+
+
+def test_min_tokens_suppresses_the_ending_ids_until_enough_were_generated() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    one = state(min_tokens=2, suppress=frozenset({1, 2}))
+    assert tokens(sample(logits, [one], [0])) == [3]
+    one.accept(3)
+    assert tokens(sample(logits, [one], [1])) == [3]
+    one.accept(3)
+    assert tokens(sample(logits, [one], [2])) == [1]
+
+
+def test_suppression_beats_bias() -> None:
+    one = state(min_tokens=1, suppress=frozenset({0}), logit_bias={0: 100.0})
+    assert tokens(sample(torch.tensor([[0.0, -5.0]]), [one], [0])) == [1]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}])
+@pytest.mark.parametrize("poison", [[math.nan], [math.inf], [-math.inf] * 64])
+def test_a_row_without_usable_logits_fails_alone(params: dict[str, float], poison: list[float]) -> None:
+    logits = random_logits(3, 64)
+    alone = sample(logits, [state(seed=i, **params) for i in range(3)], [5, 6, 7])
+    logits[1, : len(poison)] = torch.tensor(poison)
+    together = sample(logits, [state(seed=i, **params) for i in range(3)], [5, 6, 7])
+    assert isinstance(together[1], SampleFault)
+    assert (together[0], together[2]) == (alone[0], alone[2])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_every_token_suppressed_fails_alone(temperature: float) -> None:
+    logits = random_logits(2, 8)
+    nothing = state(min_tokens=1, suppress=frozenset(range(8)), temperature=temperature)
+    first, second = sample(logits, [nothing, state()], [0, 0])
+    assert isinstance(first, SampleFault)
+    assert "no token" in first.reason
+    assert second == Sampled(int(logits[1].argmax()))
+
+
+def test_tokens_of_probability_zero_are_never_drawn() -> None:
+    row = torch.full((1, 70), -math.inf)
+    row[0, [3, 69]] = 0.0
+    for params in ({}, {"top_p": 0.99}, {"top_k": 60}, {"min_p": 1e-9}):
+        assert set(draw_many(row, state(temperature=5.0, **params), 500)) == {3, 69}
+
+
+def test_the_smallest_temperature_is_greedy_rather_than_an_overflow() -> None:
+    logits = random_logits(20, 64, spread=30.0)
+    states = [state(temperature=1e-30, seed=i) for i in range(20)]
+    assert tokens(sample(logits, states, range(20))) == logits.argmax(-1).tolist()
+
+
+def test_sampling_changes_neither_states_nor_logits() -> None:
+    logits = random_logits(2, 64)
+    before = logits.clone()
+    one = state([1, 2], temperature=1.0, top_p=0.9, repetition_penalty=2.0, logit_bias={4: 1.0}, logprobs=3)
+    first = sample(logits, [one, one], [0, 1])
+    assert sample(logits, [one, one], [0, 1]) == first
+    assert torch.equal(logits, before)
+    assert one.num_generated == 0
+
+
+def test_a_fork_shares_the_past_and_nothing_of_the_future() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).expand(2, -1)
+    one = state([3], frequency_penalty=0.75, seed=1)
+    one.accept(0)
+    twin = one.fork(seed=9)
+    assert (twin.params.seed, twin.num_generated) == (9, 1)
+    twin.accept(0)  # the fork brought one of the two that make 0 lose
+    assert tokens(sample(logits, [one, twin], [1, 2])) == [0, 1]
+    twin.accept(1)
+    twin.accept(2)
+    assert tokens(sample(logits, [one, twin], [1, 4])) == [0, 0]
+    assert (one.num_generated, twin.num_generated) == (1, 4)
+
+
+def test_b29_log_probability_is_log_softmax_of_the_generation_logits_at_the_token() -> None:
+    logits = random_logits(6, 333, seed=5, spread=4.0)
+    plain = {"logprobs": 4}
+    bent = {"logprobs": 1, "temperature": 2.0, "top_k": 5, "logit_bias": {7: 9.0}}
+    states = [state(seed=i, **(plain if i % 2 else bent)) for i in range(6)]
+    log_probs = torch.log_softmax(logits, -1)
+    for i, result in enumerate(sample(logits, states, range(6))):
+        assert isinstance(result, Sampled)
+        assert result.logprob == log_probs[i, result.token_id].item()
+        values, ids = log_probs[i].topk(4 if i % 2 else 1)
+        assert result.top == tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def test_log_probabilities_come_only_to_those_who_ask() -> None:
+    logits = random_logits(3, 64)
+    none, chosen, two = sample(logits, [state(), state(logprobs=0), state(logprobs=2)], [0, 0, 0])
+    assert isinstance(none, Sampled)
+    assert isinstance(chosen, Sampled)
+    assert isinstance(two, Sampled)
+    assert (none.logprob, none.top) == (None, ())
+    assert chosen.logprob is not None
+    assert chosen.top == ()
+    assert [token_id for token_id, _ in two.top] == logits[2].topk(2).indices.tolist()
+
+
+def test_prompt_log_probabilities_rank_ties_by_id() -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 40] = 1.0
+    first, second = token_logprobs(logits, torch.tensor([9, 40]), 3)
+    assert [token_id for token_id, _ in first.top] == [0, 1, 2]
+    assert first.logprob == pytest.approx(-math.log(50))
+    assert [token_id for token_id, _ in second.top] == [40, 0, 1]
+    assert second.logprob == second.top[0][1]
+
+
+def test_uniforms_are_uniform_and_neighbouring_seeds_unrelated() -> None:
+    draws = torch.tensor([[uniform(seed, i) for i in range(4000)] for seed in (0, 1, 2**64 - 1)])
+    assert ((draws >= 0) & (draws < 1)).all()
+    for row in draws:
+        share = torch.histc(row, bins=10, min=0, max=1) / 4000
+        assert (share - 0.1).abs().max() < 0.03
+    assert torch.corrcoef(draws).fill_diagonal_(0).abs().max() < 0.06
+    assert abs(torch.corrcoef(torch.stack((draws[0, 1:], draws[1, :-1])))[0, 1]) < 0.06
+    increment = 0x9E3779B97F4A7C15  # of splitmix64: such seeds would share one stream
+    assert uniform(increment, 0) != uniform(0, 1)
+
+
+def test_no_rows_give_no_results() -> None:
+    assert sample(torch.empty(0, 64), [], []) == []
