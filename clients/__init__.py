@@ -6,13 +6,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from genbatch.clients.batcher import open_batcher
     from genbatch.clients.offline_scheduler import OfflineScheduler, generate_batch
+    from genbatch.clients.rpc import RPCClient
+    from genbatch.clients.sync_rpc import SyncRPCClient
     from genbatch.clients.sync_zeromq import SyncZeroMQClient
     from genbatch.clients.zeromq import ZeroMQClient
 
-__all__ = ["OfflineScheduler", "SyncZeroMQClient", "ZeroMQClient", "generate_batch", "open_batcher"]
+__all__ = [
+    "OfflineScheduler",
+    "RPCClient",
+    "SyncRPCClient",
+    "SyncZeroMQClient",
+    "ZeroMQClient",
+    "generate_batch",
+    "open_batcher",
+]
 
 _MODULES = {
     "OfflineScheduler": "offline_scheduler",
+    "RPCClient": "rpc",
+    "SyncRPCClient": "sync_rpc",
     "SyncZeroMQClient": "sync_zeromq",
     "ZeroMQClient": "zeromq",
     "generate_batch": "offline_scheduler",

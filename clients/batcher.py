@@ -17,22 +17,25 @@ from typing import Any, Unpack
 
 import msgspec
 
+from genbatch.actors.batching.batcher_messages import LoadSession, SaveSession
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.runtime.background import background
 from genbatch.actors.service import Service, open_service
+from genbatch.actors.service_options import ServiceOptions
 from genbatch.clients.interface import Stream
-from genbatch.clients.request import GenerateParams, MessageLike, build_request
+from genbatch.clients.request import GenerateParams, MessageLike, build_request, build_tokenize
+from genbatch.clients.service_calls import Params, ServiceCalls
 from genbatch.clients.token_stream import TokenStream
-from genbatch.nif.engine import EngineOptions
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.proto.errors import GenbatchError
+from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
 
 CLIENT = "in-process"
 
 
-class BatcherClient:
+class BatcherClient(ServiceCalls):
     """The in-process client; any number of tasks may use it at once. Implements `Client`."""
 
     def __init__(self, service: Service) -> None:
@@ -71,11 +74,43 @@ class BatcherClient:
             nursery.start_soon(produce)
             yield stream
 
-    async def stats(self) -> dict[str, Any]:
-        """See `Client.stats`."""
-        stats = await self._dispatcher.call("stats", {}, client=CLIENT, on_token=None)
-        assert isinstance(stats, dict)
-        return stats
+    async def _ask(self, method: str, params: Params, wanted: Any) -> Any:
+        fields = params if isinstance(params, dict) else msgspec.structs.asdict(params)
+        return await self._dispatcher.call(method, fields, client=CLIENT, on_token=None)
+
+    async def save_session(self, messages: Sequence[MessageLike], *, tenant: str = "") -> bytes:
+        """The KV of a conversation's beginning, as far as it is evaluated; empty where nothing of it is at hand.
+
+        Args:
+            tenant: in whose name it was generated.
+
+        Raises:
+            InvalidRequest: the conversation is none.
+            Unavailable: the model is in another process.
+        """
+        request = build_tokenize(None, messages, add_special_tokens=True)
+        state: bytes = await self._session(SaveSession(request, tenant))
+        return state
+
+    async def load_session(self, state: bytes, *, tenant: str = "") -> int:
+        """Takes over what `save_session` gave: requests that begin with it do not evaluate it again.
+
+        The bytes are trusted to be the model's own: whoever can change them can change what the model answers.
+
+        Returns:
+            How many positions it is.
+
+        Raises:
+            InvalidRequest: it is damaged, does not fit, or is of another model, precision or block size.
+            Unavailable: the model is in another process, or no sequence is free.
+        """
+        length: int = await self._session(LoadSession(state, tenant))
+        return length
+
+    async def _session(self, message: SaveSession | LoadSession) -> Any:
+        if self.service.engine is None:
+            raise Unavailable("sessions are kept only where the model is in this process")
+        return await self.service.batcher.call(message, timeout=None)
 
     async def _call(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         method = "generate" if on_token is None else "stream"
@@ -89,7 +124,6 @@ class BatcherClient:
 async def open_batcher(
     model: str = "smollm2",
     *,
-    bind: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> AsyncIterator[BatcherClient]:
@@ -97,30 +131,32 @@ async def open_batcher(
 
     Args:
         model: a name ("smollm2"), a Hugging Face directory or id, or a .gguf file.
-        bind: a ZeroMQ address to serve other programs at as well.
         progress: called as progress(stage, done, total) while loading, on another thread.
-        options: the fields of EngineOptions and BatcherOptions, by name.
+        options: the fields of EngineOptions, BatcherOptions and ServiceOptions, by name: bind="ipc://..." serves other
+            programs as well, engine="process" keeps the model in a process of its own.
 
     Raises:
         ModelError: the model cannot be found, read or served.
         OptionError: there is no such option, or its value is out of range.
     """
-    engine_options, batcher_options = split_options(model, options)
-    async with open_service(engine_options, batcher_options, bind=bind, progress=progress) as service:
+    engine_options, batcher_options, service_options = split_options(model, options)
+    async with open_service(engine_options, batcher_options, service_options, progress=progress) as service:
         yield BatcherClient(service)
 
 
-def split_options(model: str, options: dict[str, Any]) -> tuple[EngineOptions, BatcherOptions]:
-    """The two layers' options out of one set of keywords.
+def split_options(model: str, options: dict[str, Any]) -> tuple[EngineOptions, BatcherOptions, ServiceOptions]:
+    """The three kinds of options out of one set of keywords.
 
     Raises:
         OptionError: there is no such option, or its value is out of range.
     """
     engine_names = {field.name for field in fields(EngineOptions)} - {"model_path"}
     batcher_names = {field.name for field in fields(BatcherOptions) if field.init}
+    service_names = {field.name for field in fields(ServiceOptions)}
     for name in options:
-        if name not in engine_names | batcher_names:
+        if name not in engine_names | batcher_names | service_names:
             raise OptionError(name, "there is no such option")
     engine = {name: value for name, value in options.items() if name in engine_names}
     batcher = {name: value for name, value in options.items() if name in batcher_names}
-    return EngineOptions(model_path=model, **engine), BatcherOptions(**batcher)
+    service = {name: value for name, value in options.items() if name in service_names}
+    return EngineOptions(model_path=model, **engine), BatcherOptions(**batcher), ServiceOptions(**service)

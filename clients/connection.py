@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import trio
 import typer
@@ -15,6 +16,9 @@ from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags
 from genbatch.clients.cli.progress import LoadingBars
 from genbatch.clients.interface import Client
 
+if TYPE_CHECKING:  # a command that only prints its help imports no sockets
+    from genbatch.clients.remote_client import RemoteClient
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionFlags:
@@ -23,8 +27,30 @@ class ConnectionFlags:
     connect: Annotated[
         str | None,
         typer.Option(
-            "--connect", "-c", metavar="ADDRESS", help="A running service; if not given, a private one is started."
+            "--connect",
+            "-c",
+            metavar="ADDRESS",
+            help="A running service, ipc://, tcp://, unix:// or rpc://; if not given, a private one is started.",
         ),
+    ] = None
+    client_key: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="This client's keys, for a service that asks for them (`genbatch keys`)."),
+    ] = None
+    server_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="The service's public key, or its file, if the client's file has it not."),
+    ] = None
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="GENBATCH_TOKEN",
+            help="For a service at unix:// or rpc:// that asks for one (`genbatch keys token`).",
+        ),
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="rpc:// is encrypted, and this is the certificate to trust."),
     ] = None
     model: Annotated[
         str,
@@ -43,10 +69,14 @@ async def open_client(connection: ConnectionFlags, engine: ModelFlags, *, n_para
     async with AsyncExitStack() as stack:
         if connection.connect is not None:
             _refuse_flags_of_a_private_service(connection, engine)
-            from genbatch.clients.zeromq import ZeroMQClient
-
-            yield await stack.enter_async_context(ZeroMQClient(connection.connect))
+            if connection.server_key is not None and connection.client_key is None:
+                raise UsageError("server_key: a service that has keys asks for the client's too (--client-key FILE)")
+            yield await stack.enter_async_context(_remote_client(connection.connect, connection))
             return
+        if connection.tls_ca is not None:
+            raise UsageError("tls_ca: a private service asks for none; say where the service is (--connect)")
+        if connection.client_key is not None or connection.server_key is not None:
+            raise UsageError("client_key: a private service asks for none; say where the service is (--connect)")
         with LoadingBars(Console(stderr=True)) as bars:
             await import_engine(bars)
             from genbatch.clients.batcher import open_batcher
@@ -57,6 +87,24 @@ async def open_client(connection: ConnectionFlags, engine: ModelFlags, *, n_para
             )
             client = await stack.enter_async_context(batcher)
         yield client
+
+
+def _remote_client(address: str, connection: ConnectionFlags) -> "RemoteClient":
+    """The client that speaks what the address says: ipc:// and tcp:// are ZeroMQ, unix:// and rpc:// msgpack-RPC."""
+    if address.startswith(("unix://", "rpc://")):
+        from genbatch.actors.gateways.tls import client_context
+        from genbatch.clients.rpc import RPCClient
+
+        if connection.client_key is not None:
+            raise UsageError("client_key: keys are for ZeroMQ; a service at this address asks for a token (--token)")
+        encrypts = connection.tls_ca is not None
+        tls = client_context(Path(connection.tls_ca or "")) if encrypts else None
+        return RPCClient(address, token=connection.token, tls=tls)
+    from genbatch.clients.zeromq import ZeroMQClient
+
+    if connection.tls_ca is not None:
+        raise UsageError("tls_ca: TLS is for msgpack-RPC; a service at this address has keys (--client-key)")
+    return ZeroMQClient(address, client_key=connection.client_key, server_key=connection.server_key)
 
 
 async def import_engine(bars: LoadingBars) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, Unpack
 
 from genbatch.clients.request import GenerateParams, MessageLike
 from genbatch.proto.messages import Result, Token
+from genbatch.proto.service_messages import Drained, Health, ModelCard
 
 
 class Stream(Protocol):
@@ -71,6 +72,35 @@ class Client(Protocol):
     async def stats(self) -> dict[str, Any]:
         """The service's counters."""
 
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """The token ids that `generate` would evaluate for a text or a conversation.
+
+        Args:
+            add_special_tokens: put the start token in front of `prompt`, if the model wants one.
+        """
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens; parts of a character become U+FFFD."""
+
+    async def models(self) -> tuple[ModelCard, ...]:
+        """The models that are served."""
+
+    async def health(self) -> Health:
+        """How the service is: "ready", "draining", "stuck" or "down"."""
+
+    async def drain(self, timeout_s: float = 30.0) -> Drained:
+        """Lets the service take no new requests, and waits until those it has have ended; there is no way back.
+
+        Args:
+            timeout_s: seconds after which those that are still open are cancelled.
+        """
+
 
 class SyncClient(Protocol):
     """A client without an event loop; used by one thread."""
@@ -94,4 +124,25 @@ class SyncClient(Protocol):
         """As Client's, with `with` and `for`."""
 
     def stats(self) -> dict[str, Any]:
+        """As Client's."""
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """As Client's."""
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """As Client's."""
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """As Client's."""
+
+    def health(self) -> Health:
+        """As Client's."""
+
+    def drain(self, timeout_s: float = 30.0) -> Drained:
         """As Client's."""

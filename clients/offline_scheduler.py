@@ -18,7 +18,9 @@ from genbatch.clients.inference_session import InferenceSession
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
-from genbatch.proto.messages import GenerateRequest, RequestLimits, validate_request
+from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import validate_request
 
 
 class OfflineScheduler:

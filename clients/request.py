@@ -5,7 +5,9 @@ from typing import TypedDict, Unpack
 
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, Message
+from genbatch.proto.messages import GenerateRequest, Message, check_type
+from genbatch.proto.response_format import ResponseFormat
+from genbatch.proto.service_messages import TokenizeRequest
 
 MessageLike = Message | Mapping[str, str]
 
@@ -30,6 +32,9 @@ class GenerateParams(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     echo: bool
+    response_format: ResponseFormat | Mapping[str, object] | None
+    grammar: str | None
+    regex: str | None
     n: int
     priority: int
     deadline_s: float | None
@@ -54,10 +59,19 @@ def build_request(
     else:
         raise InvalidRequest("prompt", f"expected a string or token ids, got {type(prompt).__name__}")
     if messages is not None:
-        fields["messages"] = [
-            dict(message) if isinstance(message, Mapping) else message for message in _turns(messages)
-        ]
+        fields["messages"] = _plain(messages)
     return to_generate_request(fields)
+
+
+def build_tokenize(
+    prompt: str | None, messages: Sequence[MessageLike] | None, add_special_tokens: bool
+) -> TokenizeRequest:
+    """As `build_request`, for `Client.tokenize`."""
+    fields: dict[str, object] = {"prompt": prompt, "add_special_tokens": add_special_tokens}
+    if messages is not None:
+        fields["messages"] = _plain(messages)
+    request: TokenizeRequest = check_type(fields, TokenizeRequest)
+    return request
 
 
 def generate_request(
@@ -70,7 +84,7 @@ def generate_request(
     return build_request(prompt, messages, params)
 
 
-def _turns(messages: Sequence[MessageLike]) -> Sequence[MessageLike]:
+def _plain(messages: Sequence[MessageLike]) -> list[object]:
     if isinstance(messages, str | bytes | Mapping):
         raise InvalidRequest("messages", f"expected a list of messages, got {type(messages).__name__}")
-    return messages
+    return [dict(message) if isinstance(message, Mapping) else message for message in messages]

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from genbatch.clients.call_result import CallResult
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage
-from genbatch.proto.rpc import Answered, ClientConnection, Failed, TokenReceived
+from genbatch.proto.rpc import PLAIN_STREAM, Answered, Failed, StreamOptions, TokenReceived, TokensReceived
+from genbatch.proto.rpc_client import ClientConnection
 
 
 class RPCCalls:
@@ -19,18 +20,24 @@ class RPCCalls:
         return len(self._results)
 
     def open(
-        self, method: str, params: object, result: CallResult, read: Callable[[object], object]
+        self,
+        method: str,
+        params: object,
+        result: CallResult,
+        read: Callable[[object], object],
+        options: StreamOptions = PLAIN_STREAM,
     ) -> tuple[int, bytes]:
         """Opens a call; returns its msgid and the message to send.
 
         Args:
             result: where tokens and the final go.
             read: makes the result of the plain data that arrives, or raises MalformedMessage.
+            options: how a stream's tokens are to come.
 
         Raises:
             FrameTooLarge: the service would not take it.
         """
-        msgid, message = self._connection.request(method, params)
+        msgid, message = self._connection.request(method, params, options)
         self._results[msgid] = result
         self._readers[msgid] = read
         return msgid, message
@@ -41,6 +48,10 @@ class RPCCalls:
             return None
         self._take(msgid)
         return self._connection.cancel(msgid)
+
+    def credit(self, msgid: int, count: int) -> bytes:
+        """The message that lets the service send `count` more tokens of a stream."""
+        return self._connection.credit(msgid, count)
 
     def heartbeat(self, lease_s: float) -> bytes:
         """The message that keeps the open calls for another `lease_s` seconds."""
@@ -67,6 +78,10 @@ class RPCCalls:
         match event:
             case TokenReceived(msgid, token) if msgid in self._results:
                 self._results[msgid].push(token)
+            case TokensReceived(tokens):
+                for received in tokens:
+                    if received.msgid in self._results:
+                        self._results[received.msgid].push(received.token)
             case Answered(msgid, value) if msgid in self._results:
                 result, read = self._take(msgid)
                 try:

@@ -14,11 +14,14 @@ import msgspec
 
 from genbatch.proto.errors import FrameTooLarge, InvalidRequest, MalformedMessage
 from genbatch.proto.limits import DecodeLimits
-from genbatch.proto.messages import GenerateRequest, Result, check_type
+from genbatch.proto.messages import GenerateRequest, check_type
 
 _walker = msgspec.msgpack.Decoder(msgspec.Raw)
 _encoder = msgspec.msgpack.Encoder()
 _CONTAINERS = {list, dict}
+# An array's length, a small integer and the longest integer fit, however they are written. The unpacker would reserve
+# a mebibyte otherwise.
+HEAD_BYTES = 32
 
 
 def encode(message: object) -> bytes:
@@ -35,12 +38,15 @@ def decode(data: bytes, limits: DecodeLimits) -> Any:
     """
     if len(data) > limits.max_bytes:
         raise FrameTooLarge(f"{len(data)} bytes in one message, {limits.max_bytes} are taken")
+    containers = _Containers(limits.max_containers)
     try:
         _walker.decode(data)
         value = msgpack.unpackb(
             data,
             strict_map_key=False,
-            object_pairs_hook=_map,
+            object_pairs_hook=containers.take_map,
+            list_hook=containers.take_list,
+            ext_hook=_refuse_extension,
             max_array_len=limits.max_array_length,
             max_map_len=limits.max_map_length,
             max_ext_len=0,
@@ -61,8 +67,8 @@ def read_head(data: bytes) -> list[object] | None:
 
     Works on messages that `decode` refuses, so that the refusal can be sent to the right place.
     """
-    unpacker = msgpack.Unpacker(max_ext_len=0, max_str_len=0, max_array_len=4, max_map_len=0)
-    unpacker.feed(data[:32])
+    unpacker = msgpack.Unpacker(read_size=HEAD_BYTES, max_ext_len=0, max_str_len=0, max_array_len=4, max_map_len=0)
+    unpacker.feed(data[:HEAD_BYTES])
     try:
         if unpacker.read_array_header() < 2:
             return None
@@ -85,28 +91,16 @@ def to_generate_request(params: object) -> GenerateRequest:
     return request
 
 
-def to_result(value: object) -> Result:
-    """The result in a service's answer.
+def to_answer(value: object, wanted: Any) -> Any:
+    """A service's answer as the type that belongs to the method: Result, TokenIds, ...
 
     Raises:
         MalformedMessage: it is none.
     """
     try:
-        result: Result = check_type(value, Result)
+        return check_type(value, wanted)
     except InvalidRequest as error:
-        raise MalformedMessage(f"not a result: {error}") from None
-    return result
-
-
-def to_stats(value: object) -> dict[str, Any]:
-    """The counters in a service's answer.
-
-    Raises:
-        MalformedMessage: there are none.
-    """
-    if not isinstance(value, dict):
-        raise MalformedMessage("not a map of counters")
-    return value
+        raise MalformedMessage(f"not the answer that was asked for: {error}") from None
 
 
 def to_no_params(params: object) -> None:
@@ -120,12 +114,35 @@ def to_no_params(params: object) -> None:
         raise InvalidRequest(str(name) if name is not None else None, "unknown parameter")
 
 
-def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    entries = list(pairs)
-    result = dict(entries)
-    if len(result) != len(entries):
-        raise ValueError("a map has the same key twice")
-    return result
+class _Containers:
+    """Counts the arrays and maps of one message: each costs more than the byte that makes it."""
+
+    __slots__ = ("room",)
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def take_map(self, pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._count()
+        entries = list(pairs)
+        result = dict(entries)
+        if len(result) != len(entries):
+            raise ValueError("a map has the same key twice")
+        return result
+
+    def take_list(self, elements: list[Any]) -> list[Any]:
+        self._count()
+        return elements
+
+    def _count(self) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise ValueError("too many arrays and maps")
+
+
+def _refuse_extension(code: int, data: bytes) -> None:
+    """For those without content, which pass the limit on their length."""
+    raise ValueError(f"extension type {code}")
 
 
 def _is_deeper(value: object, room: int) -> bool:

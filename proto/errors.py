@@ -11,12 +11,14 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         message: one sentence for a person.
         field: path of the parameter at fault, such as "messages[0].role"; None where no single one is.
         retry_after_ms: milliseconds after which the same request may be tried again; None where retrying is no use.
+        tokens_delivered: tokens that were sent before, where the engine was lost.
     """
 
     code: str
     message: str
     field: str | None = None
     retry_after_ms: int | None = None
+    tokens_delivered: int | None = None
 
 
 class GenbatchError(Exception):
@@ -80,6 +82,35 @@ class EngineError(GenbatchError):
     code = "engine_error"
 
 
+class EngineLost(GenbatchError):
+    """The engine died, and this request is not repeated: a part of it was delivered, or it may be the cause.
+
+    `tokens_delivered` tells how many tokens, of all choices together, were sent before.
+    """
+
+    code = "engine_lost"
+
+    def __init__(self, message: str, tokens_delivered: int, *, retry_after_ms: int | None = None) -> None:
+        super().__init__(message, retry_after_ms=retry_after_ms)
+        self.tokens_delivered = tokens_delivered
+
+    def to_wire(self) -> ErrorInfo:
+        """The error as it travels."""
+        return msgspec.structs.replace(super().to_wire(), tokens_delivered=self.tokens_delivered)
+
+
+class Unauthenticated(GenbatchError):
+    """The service wants a key or a token, and got none that it knows."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(GenbatchError):
+    """Whoever calls is known, and may not do this."""
+
+    code = "forbidden"
+
+
 class Unavailable(GenbatchError):
     """Nobody answers: no service at the address, the service is stopping, or the model is being restarted."""
 
@@ -114,6 +145,9 @@ CLASSES: dict[str, type[GenbatchError]] = {
         DeadlineExceeded,
         Cancelled,
         EngineError,
+        EngineLost,
+        Unauthenticated,
+        Forbidden,
         Unavailable,
         UnknownMethod,
         MalformedMessage,
@@ -129,4 +163,6 @@ def from_wire(info: ErrorInfo) -> GenbatchError:
     GenbatchError.__init__(error, info.message, field=info.field, retry_after_ms=info.retry_after_ms)
     if error_class is GenbatchError:
         error.code = info.code
+    if isinstance(error, EngineLost):
+        error.tokens_delivered = info.tokens_delivered or 0
     return error

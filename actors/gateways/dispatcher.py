@@ -11,12 +11,39 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from genbatch.actors.batching.batcher_messages import Generate, GetStats
+import msgspec
+
+from genbatch.actors.batching.batcher_messages import (
+    Detokenize,
+    Drain,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    Tokenize,
+)
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.actors.runtime.ref import ActorRef
 from genbatch.proto.codec import to_generate_request, to_no_params
-from genbatch.proto.errors import EngineError, GenbatchError, QueueFull, Unavailable, UnknownMethod
-from genbatch.proto.messages import Token
+from genbatch.proto.errors import (
+    EngineError,
+    Forbidden,
+    GenbatchError,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+    UnknownMethod,
+)
+from genbatch.proto.messages import GenerateRequest, Token, check_type
+from genbatch.proto.service_messages import (
+    DetokenizeRequest,
+    DrainRequest,
+    Health,
+    Hello,
+    HelloRequest,
+    TokenizeRequest,
+)
+from genbatch.proto.validation import validate_drain
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +56,38 @@ RETRY_AFTER_FULL_MS = 100
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, and how tokens get to it: called on the event loop, must not block; None where none are wanted."""
+    """Who calls, and how tokens get to it.
+
+    Args:
+        client: a name for fairness and logs.
+        on_token: called on the event loop, must not block; None where no tokens are wanted.
+        request_id: the request's name in logs and spans; "" where the gateway has none for it.
+        tenant: in whose name, where a gateway knows that by a key or a token; None where it asks for neither.
+    """
 
     client: str
     on_token: OnToken | None
+    tenant: str | None = None
+    request_id: str = ""
+
+    @property
+    def payer(self) -> str:
+        """Whose share of the service its requests are taken from: connections cost nothing, keys are given out."""
+        return self.client if self.tenant is None else f"tenant:{self.tenant}"
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What one method does with its map of parameters; `streams` if tokens come before its result."""
+    """What one method does with its map of parameters.
+
+    Args:
+        streams: tokens come before its result.
+        is_operators: not for those who are let in by a key or a token; this machine's users may call it.
+    """
 
     handler: Callable[[dict[Any, Any], Caller], Awaitable[object]]
     streams: bool = False
+    is_operators: bool = False
 
 
 class Dispatcher:
@@ -53,16 +100,36 @@ class Dispatcher:
     def __init__(self, batcher: ActorRef) -> None:
         self._batcher = batcher
         self._methods = {
+            "hello": Method(self._hello),
             "generate": Method(self._generate),
             "stream": Method(self._generate, streams=True),
+            "tokenize": Method(self._tokenize),
+            "detokenize": Method(self._detokenize),
+            "models": Method(self._models),
+            "health": Method(self._health),
             "stats": Method(self._stats),
+            "drain": Method(self._drain, is_operators=True),
         }
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._methods)
 
     def streams(self, method: str) -> bool:
         """Whether tokens come before the method's result."""
         return method in self._methods and self._methods[method].streams
 
-    async def call(self, method: str, params: dict[Any, Any], *, client: str, on_token: OnToken | None) -> object:
+    async def call(
+        self,
+        method: str,
+        params: dict[Any, Any],
+        *,
+        client: str,
+        on_token: OnToken | None,
+        tenant: str | None = None,
+        request_id: str = "",
+    ) -> object:
         """Does what the method does and returns its result: a type of proto, or plain data.
 
         Args:
@@ -70,6 +137,8 @@ class Dispatcher:
             params: as they came, unchecked.
             client: who calls, for fairness and logs.
             on_token: where a streaming method's tokens go; not used by others.
+            request_id: the request's name in logs and spans.
+            tenant: whose key or token the caller has shown; None where none is asked for.
 
         Raises:
             GenbatchError: every failure, whatever its cause.
@@ -79,8 +148,12 @@ class Dispatcher:
         except KeyError:
             known = ", ".join(self._methods)
             raise UnknownMethod(f"no method {method[:64]!r}; there are {known}") from None
+        if wanted.is_operators and tenant is not None:
+            raise Forbidden(f"{method} is for the operator, at an address of this machine without keys or tokens")
         try:
-            return await wanted.handler(params, Caller(client, on_token if wanted.streams else None))
+            return await wanted.handler(
+                params, Caller(client, on_token if wanted.streams else None, tenant, request_id)
+            )
         except GenbatchError:
             raise
         except MailboxFull as error:
@@ -94,10 +167,50 @@ class Dispatcher:
             logger.exception("method %s of client %s failed", method, client)
             raise EngineError("the service failed at this call") from error
 
+    async def _hello(self, params: dict[Any, Any], caller: Caller) -> object:
+        check_type(params, HelloRequest)
+        return Hello(methods=self.methods, tenant=caller.tenant)
+
     async def _generate(self, params: dict[Any, Any], caller: Caller) -> object:
-        message = Generate(to_generate_request(params), caller.on_token, caller.client)
+        request = _claimed(to_generate_request(params), caller)
+        message = Generate(request, caller.on_token, caller.payer, request_id=caller.request_id)
         return await self._batcher.call(message, timeout=None)
+
+    async def _tokenize(self, params: dict[Any, Any], caller: Caller) -> object:
+        return await self._batcher.call(Tokenize(check_type(params, TokenizeRequest)), timeout=None)
+
+    async def _detokenize(self, params: dict[Any, Any], caller: Caller) -> object:
+        return await self._batcher.call(Detokenize(check_type(params, DetokenizeRequest)), timeout=None)
+
+    async def _models(self, params: dict[Any, Any], caller: Caller) -> object:
+        to_no_params(params)
+        return await self._batcher.call(GetModels(), control=True)
+
+    async def _health(self, params: dict[Any, Any], caller: Caller) -> object:
+        to_no_params(params)
+        try:
+            return await self._batcher.call(GetHealth(), control=True)
+        except (ActorDown, CallTimeout):  # whoever asks how the service is gets an answer
+            return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
+
+    async def _drain(self, params: dict[Any, Any], caller: Caller) -> object:
+        wanted: DrainRequest = check_type(params, DrainRequest)
+        validate_drain(wanted)
+        return await self._batcher.call(Drain(wanted.timeout_s), timeout=None, control=True)
 
     async def _stats(self, params: dict[Any, Any], caller: Caller) -> object:
         to_no_params(params)
         return await self._batcher.call(GetStats(), control=True)
+
+
+def _claimed(request: GenerateRequest, caller: Caller) -> GenerateRequest:
+    """The request in the name of the tenant whose key or token was shown, whatever it says itself.
+
+    Raises:
+        InvalidRequest: it says another name; who sends that expects what it will not get.
+    """
+    if caller.tenant is None or request.tenant == caller.tenant:
+        return request
+    if request.tenant:
+        raise InvalidRequest("tenant", "is not the name that goes with the key or token")
+    return msgspec.structs.replace(request, tenant=caller.tenant)

@@ -11,7 +11,8 @@ So one task per socket waits for it, and the socket's events are read again afte
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import trio
 import zmq
@@ -26,6 +27,20 @@ HANDSHAKE_IVL = 5000
 HEARTBEAT_IVL, HEARTBEAT_TIMEOUT, HEARTBEAT_TTL = 500, 1500, 2000
 
 
+class Signed(NamedTuple):
+    """A message and its sender, as ZeroMQ knows it.
+
+    Args:
+        user_id: what a ZAP handler said of the client at its handshake; "" where there is none.
+        connection: file descriptor of the connection it came by.
+        parts: the frames.
+    """
+
+    user_id: str
+    connection: int
+    parts: Parts
+
+
 class ZeroMQSocket:
     """One socket and the tasks that wait for it; made by `open_socket`.
 
@@ -37,13 +52,21 @@ class ZeroMQSocket:
         self._socket = socket
         self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._is_router = socket.TYPE == zmq.ROUTER
+        self._has_user_ids = False
         self._receivers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
         self._closed = False
 
+    @property
+    def context(self) -> "zmq.Context[zmq.Socket[bytes]]":
+        """The context it was made in."""
+        return self._socket.context
+
     def set(self, option: int, value: Any) -> None:
         """Sets a ZeroMQ option; most must precede `bind` and `connect`."""
         self._socket.setsockopt(option, value)
+        if option == zmq.ZAP_DOMAIN:
+            self._has_user_ids = True
 
     def bind(self, address: str) -> str:
         """Listens; returns the address, with the port that was chosen for a port of 0 or "*"."""
@@ -57,9 +80,17 @@ class ZeroMQSocket:
         self._socket.connect(address)
 
     def monitor(self, events: int) -> "zmq.Socket[bytes]":
-        """A socket that receives a message for each of `events`, such as zmq.EVENT_DISCONNECTED."""
+        """A socket that receives a message for each of `events`, such as zmq.EVENT_DISCONNECTED.
+
+        Use `monitored`, unless the process ends with the monitor: libzmq waits where nobody reads it.
+        """
         monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         return monitor
+
+    def stop_monitor(self) -> None:
+        """No more messages for the monitor."""
+        if not self._closed:
+            self._socket.disable_monitor()
 
     async def recv(self) -> Parts:
         """The next message's frames.
@@ -71,17 +102,22 @@ class ZeroMQSocket:
 
     async def recv_many(self, max_messages: int) -> list[Parts]:
         """Waits for a message and takes those behind it too, `max_messages` at most; raises as `recv` does."""
+        return await self._operate(partial(_take, self._recv_now, max_messages), self._receivers, zmq.POLLIN)
 
-        def take() -> list[Parts]:
-            messages = [self._recv_now()]
-            try:
-                while len(messages) < max_messages:
-                    messages.append(self._recv_now())
-            except zmq.Again:
-                pass
-            return messages
+    async def recv_many_signed(self, max_messages: int) -> list["Signed"]:
+        """As `recv_many`, with who sent each message; for sockets that others connect to."""
+        return await self._operate(partial(_take, self._recv_signed_now, max_messages), self._receivers, zmq.POLLIN)
 
-        return await self._operate(take, self._receivers, zmq.POLLIN)
+    def try_recv_many(self, max_messages: int) -> list[Parts]:
+        """The messages that are there now, `max_messages` at most; none once the socket was closed."""
+        if self._closed or not self._events() & zmq.POLLIN:
+            return []
+        try:
+            return _take(self._recv_now, max_messages)
+        except zmq.Again:
+            return []
+        finally:
+            self._dispatch()
 
     async def send(self, parts: Sequence[bytes]) -> None:
         """Hands a message to ZeroMQ, waiting while the peers' queues are full.
@@ -97,14 +133,23 @@ class ZeroMQSocket:
 
         Raises: as `send` does.
         """
+        try:
+            return self.try_send_unsettled(parts)
+        finally:
+            self._dispatch()
+
+    def try_send_unsettled(self, parts: Sequence[bytes]) -> bool:
+        """As `try_send`, in a row of several: `settle` must follow before anything is awaited."""
         self._check_open()
         try:
             self._send_now(parts)
         except zmq.Again:
             return False
-        finally:
-            self._dispatch()
         return True
+
+    def settle(self) -> None:
+        """Wakes whoever may go on after what was sent."""
+        self._dispatch()
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes it; waiting tasks get ClosedResourceError, unsent messages have `linger_ms` to leave."""
@@ -173,12 +218,31 @@ class ZeroMQSocket:
         parts: Parts = self._socket.recv_multipart(zmq.NOBLOCK)
         return parts
 
+    def _recv_signed_now(self) -> "Signed":
+        first = self._socket.recv(zmq.NOBLOCK, copy=False)
+        parts = [first.bytes]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            parts.append(self._socket.recv(zmq.NOBLOCK))
+        user_id = str(first.get("User-Id")) if self._has_user_ids else ""
+        return Signed(user_id, int(first.get(zmq.SRCFD)), parts)
+
     def _send_now(self, parts: Sequence[bytes]) -> None:
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
     def _check_open(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("the ZeroMQ socket was closed")
+
+
+def _take(take_one: Callable[[], T], max_messages: int) -> list[T]:
+    """One message, or zmq.Again, and those behind it."""
+    messages = [take_one()]
+    try:
+        while len(messages) < max_messages:
+            messages.append(take_one())
+    except zmq.Again:
+        pass
+    return messages
 
 
 def set_defaults(socket: "zmq.Socket[bytes]") -> None:
@@ -224,3 +288,13 @@ async def pumped(raw: "zmq.Socket[bytes]", *, linger_ms: int = 0) -> AsyncIterat
         yield socket
     finally:
         socket.close(linger_ms)
+
+
+@asynccontextmanager
+async def monitored(socket: ZeroMQSocket, events: int) -> AsyncIterator[ZeroMQSocket]:
+    """A socket that receives a message for each of `events` of another, for as long as the body runs."""
+    async with pumped(socket.monitor(events)) as monitor:
+        try:
+            yield monitor
+        finally:
+            socket.stop_monitor()

@@ -2,6 +2,7 @@
 
 import math
 import tracemalloc
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.proto.codec import decode, encode, read_head, to_generate_request, to_no_params, to_result, to_stats
+from genbatch.proto.codec import decode, encode, read_head, to_answer, to_generate_request, to_no_params
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, InvalidRequest, MalformedMessage
 from genbatch.proto.limits import REQUEST_LIMITS, DecodeLimits
 from genbatch.proto.messages import Choice, GenerateRequest, Result, TokenLogprob, Usage
@@ -72,7 +73,7 @@ def test_a_result_survives_the_wire_with_everything_in_it() -> None:
         prompt_logprobs=[None, *logprobs],
         choices=choices,
     )
-    assert to_result(decode(encode(result), REQUEST_LIMITS)) == result
+    assert to_answer(decode(encode(result), REQUEST_LIMITS), Result) == result
 
 
 def test_a_plain_result_is_the_documented_map() -> None:
@@ -93,7 +94,7 @@ def test_no_bytes_raise_anything_but_a_typed_error(data: bytes) -> None:
         value = decode(data, REQUEST_LIMITS)
     except MalformedMessage:
         return
-    for convert in (to_generate_request, to_result, to_stats, to_no_params):
+    for convert in (to_generate_request, partial(to_answer, wanted=Result), to_no_params):
         try:
             convert(value)
         except GenbatchError:
@@ -127,6 +128,7 @@ def test_a_damaged_request_is_read_or_refused_with_a_typed_error(request: Genera
         b"\xa3\xed\xa0\x80",  # a surrogate in UTF-8
         b"\xd4\x01\x00",  # an extension type
         b"\xd6\xff\x00\x00\x00\x00",  # a timestamp
+        b"\x91\xc7\x00\x05",  # an extension type without content
         b"\x82\xa1a\x01\xa1a\x02",  # the same key twice
         b"\x82\x01\x01\xc3\x01",  # 1 and true are one key
         b"\x81\x90\x01",  # an array as a key
@@ -154,6 +156,11 @@ def test_limits_hold_at_their_edges() -> None:
             decode(encode(value), limits)
     with pytest.raises(FrameTooLarge):
         decode(encode("x" * 39), limits)
+    few = DecodeLimits(max_bytes=40, max_array_length=4, max_map_length=2, max_containers=3)
+    assert decode(encode([[], {}]), few) == [[], {}]
+    for value in ([[], {}, []], [[{}], {}]):
+        with pytest.raises(MalformedMessage, match="too many"):
+            decode(encode(value), few)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +172,9 @@ def test_limits_hold_at_their_edges() -> None:
         b"\xdc\x40\x00" + b"\x81\x01\x01" * 0x4000,
         b"\xdc\x40\x00" + b"\xa1" * 0x8000,
         b"\xdc\x80\x00" + b"\x91\x00" * 0x8000,
+        b"\xdc\x88\x88" + (b"\x81\xc0" * 14 + b"\xc0") * 0x8888,
     ],
-    ids=["nested arrays", "lies", "empty arrays", "maps", "strings", "arrays"],
+    ids=["nested arrays", "lies", "empty arrays", "maps", "strings", "arrays", "nested maps"],
 )
 def test_no_message_takes_more_than_a_hundred_times_its_size(data: bytes) -> None:
     tracemalloc.start()
@@ -178,6 +186,16 @@ def test_no_message_takes_more_than_a_hundred_times_its_size(data: bytes) -> Non
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 100 * len(data) + 100_000
+
+
+def test_the_head_of_a_message_is_read_without_reserving_much() -> None:
+    tracemalloc.start()
+    try:
+        read_head(b"\x93\x00\x01")
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 100_000
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from genbatch.proto import errors
-from genbatch.proto.errors import CLASSES, ErrorInfo, GenbatchError, InvalidRequest, QueueFull, from_wire
+from genbatch.proto.errors import CLASSES, EngineLost, ErrorInfo, GenbatchError, InvalidRequest, QueueFull, from_wire
 
 
 def test_every_error_class_is_in_the_table_under_its_own_code() -> None:
@@ -25,6 +25,12 @@ def test_an_error_arrives_as_the_class_it_left_as(code: str) -> None:
     assert type(again) is CLASSES[code]
     assert (again.code, again.message, again.field, again.retry_after_ms) == (code, "why", "stop[0]", 7)
     assert str(again) == "stop[0]: why"
+
+
+def test_a_lost_engine_tells_how_many_tokens_had_come() -> None:
+    again = from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(EngineLost("died", 7).to_wire()), type=ErrorInfo))
+    assert isinstance(again, EngineLost)
+    assert again.tokens_delivered == 7
 
 
 def test_an_unknown_code_is_kept() -> None:

@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, Message, RequestLimits, validate_request
+from genbatch.proto.messages import GenerateRequest, Message
+from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import validate_request
 
 LIMITS = RequestLimits()
 

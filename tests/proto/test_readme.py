@@ -9,28 +9,55 @@ import msgspec
 import pytest
 import trio
 
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.runtime.registry import Registry
 from genbatch.proto.errors import CLASSES
 from genbatch.proto.messages import GenerateRequest, Result
+from genbatch.proto.rpc import StreamOptions
+from genbatch.proto.service_messages import (
+    DetokenizeRequest,
+    Drained,
+    DrainRequest,
+    Health,
+    Hello,
+    HelloRequest,
+    ModelCard,
+    Text,
+    TokenIds,
+    TokenizeRequest,
+)
 from tests.actors.gateways.scripted_batcher import served
 
 README = (Path(__file__).parent.parent.parent / "proto" / "README.md").read_text()
 
 
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
 @pytest.mark.trio
-async def test_the_printed_client_streams_an_answer(tmp_path: Path) -> None:
-    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    program = found[1].replace('"messages": [{"role": "user", "content": "Name a colour."}]', '"prompt": "blue green"')
-    assert program != found[1]
-    async with served(tmp_path) as service:
+@pytest.mark.parametrize(("program", "transport"), [*zip(PROGRAMS, ["ipc", "unix"], strict=True)], ids=["ipc", "unix"])
+async def test_the_printed_clients_stream_an_answer(tmp_path: Path, program: str, transport: str) -> None:
+    asked = program.replace('"messages": [{"role": "user", "content": "Name a colour."}]', '"prompt": "blue green"')
+    assert asked != program
+    async with served(tmp_path, transport) as service:
         done = await trio.run_process(
-            [sys.executable, "-c", program, service.address], capture_stdout=True, stderr=subprocess.STDOUT
+            [sys.executable, "-c", asked, service.address], capture_stdout=True, stderr=subprocess.STDOUT
         )
-        assert service.batcher.requests[0].request.stop == ["\n"]
+        assert service.batcher.requests[0].request.max_tokens == 32
     assert done.stdout.decode().startswith("bluegreen\nstop {'prompt_tokens': 3")
+
+
+STRUCTS = (
+    *(TokenizeRequest, DetokenizeRequest, DrainRequest, HelloRequest),
+    *(TokenIds, Text, Drained, Hello, Health, ModelCard),
+)
 
 
 def test_every_code_parameter_and_key_is_on_the_page() -> None:
     fields = msgspec.structs.fields(GenerateRequest) + msgspec.structs.fields(Result)
-    for name in [*CLASSES, *(field.name for field in fields)]:
+    fields += msgspec.structs.fields(StreamOptions)
+    for name in [*CLASSES, *(field.name for field in fields), *Dispatcher(Registry().ref("batcher")).methods]:
         assert f"`{name}`" in README, name
+    for struct in STRUCTS:
+        for field in msgspec.structs.fields(struct):
+            assert f"`{field.name}`" in README or f'"{field.name}"' in README, field.name

@@ -20,16 +20,20 @@ from genbatch.proto.errors import (
 from genbatch.proto.limits import REQUEST_LIMITS
 from genbatch.proto.messages import GenerateRequest, Token
 from genbatch.proto.rpc import (
+    MAX_CREDIT,
     Answered,
     CancelRequest,
-    ClientConnection,
+    CreditGranted,
     Failed,
     Heartbeat,
     Refused,
     Request,
-    ServerConnection,
+    StreamOptions,
     TokenReceived,
+    TokensReceived,
 )
+from genbatch.proto.rpc_client import ClientConnection
+from genbatch.proto.rpc_server import ServerConnection, token_message, tokens_message
 
 
 def pack(message: Any) -> bytes:
@@ -44,6 +48,12 @@ def refusal(event: object) -> tuple[int | None, str]:
     assert (kind, result) == (1, None)
     assert error["code"] == event.error.code
     return msgid, error["code"]
+
+
+def sent(server: ServerConnection, msgid: int, token: Token) -> bytes | None:
+    """The token's message, if it is to be sent."""
+    array = server.token(msgid, token)
+    return None if array is None else token_message(array)
 
 
 def token(index: int, text: str = "x", choice: int = 0) -> Token:
@@ -69,9 +79,9 @@ def test_parameters_may_be_left_out() -> None:
 def test_a_token_is_the_documented_notification() -> None:
     server = ServerConnection(4)
     server.receive(pack([0, 5, "stream", [{}]]))
-    assert msgpack.unpackb(server.token(5, token(0, "héllo"))) == [2, "token", [5, 0, 10, "héllo"]]
+    assert msgpack.unpackb(sent(server, 5, token(0, "héllo")) or b"") == [2, "token", [5, 0, 10, "héllo"]]
     more = Token(text="a", token_id=3, index=0, logprob=-1.5, choice=1)
-    assert msgpack.unpackb(server.token(5, more)) == [2, "token", [5, 0, 3, "a", {"logprob": -1.5, "choice": 1}]]
+    assert msgpack.unpackb(sent(server, 5, more) or b"") == [2, "token", [5, 0, 3, "a", {"logprob": -1.5, "choice": 1}]]
 
 
 def test_a_cancelled_call_yields_no_token_and_still_its_final() -> None:
@@ -122,7 +132,15 @@ def test_too_many_open_calls_are_refused_with_a_time_to_retry() -> None:
         (pack([0, 7, "generate", [{}], 1]), 7, "malformed_message"),
         (pack([0, 7, 5, [{}]]), 7, "malformed_message"),
         (pack([0, 7, "generate", {}]), 7, "malformed_message"),
-        (pack([0, 7, "generate", [{}, {}]]), 7, "malformed_message"),
+        (pack([0, 7, "stream", [{}, 5]]), 7, "malformed_message"),
+        (pack([0, 7, "stream", [{}, {}, {}]]), 7, "malformed_message"),
+        (pack([0, 7, "stream", [{}, {"credit": -1}]]), 7, "invalid_request"),
+        (pack([0, 7, "stream", [{}, {"credit": True}]]), 7, "invalid_request"),
+        (pack([0, 7, "stream", [{}, {"credit": MAX_CREDIT + 1}]]), 7, "invalid_request"),
+        (pack([0, 7, "stream", [{}, {"credits": 1}]]), 7, "invalid_request"),
+        (pack([2, "credit", [1]]), None, "invalid_request"),
+        (pack([2, "credit", [1, 0]]), None, "invalid_request"),
+        (pack([2, "credit", [1, 1.5]]), None, "invalid_request"),
         (pack([0, 7, "generate", [5]]), 7, "malformed_message"),
         (pack([0, -7, "generate", [{}]]), None, "malformed_message"),
         (pack([0, "7", "generate", [{}]]), None, "malformed_message"),
@@ -130,7 +148,6 @@ def test_too_many_open_calls_are_refused_with_a_time_to_retry() -> None:
         (pack([0, 7.0, "generate", [{}]]), None, "malformed_message"),
         (pack([0, None, "generate", [{}]]), None, "malformed_message"),
         (pack([False, 7, "generate", [{}]]), None, "malformed_message"),
-        (pack([1, 7, None, {}]), None, "malformed_message"),
         (pack([3, 7, "generate", [{}]]), None, "malformed_message"),
         (pack([2, 5, []]), None, "malformed_message"),
         (pack([2, "cancel", 5]), None, "malformed_message"),
@@ -158,6 +175,42 @@ def test_unknown_notifications_are_ignored() -> None:
     assert server.receive(pack([2, "from_the_future", [1, {"a": 2}]])) is None
     client = ClientConnection()
     assert client.receive(pack([2, "from_the_future", []])) is None
+
+
+def test_a_response_gets_no_response_since_that_might_go_on_for_ever() -> None:
+    assert ServerConnection(4).receive(pack([1, 7, None, {}])) is None
+
+
+def test_names_may_come_as_binary_data() -> None:
+    server = ServerConnection(4)
+    assert server.receive(pack([0, 7, b"stats", []])) == Request(7, "stats", {})
+    assert server.receive(pack([2, b"cancel", [7]])) == CancelRequest(7)
+    assert server.receive(pack([2, b"\xff", [7]])) is None
+
+
+def test_credit_and_coalescing_are_announced_with_the_stream() -> None:
+    client, server = ClientConnection(), ServerConnection(4)
+    options = StreamOptions(credit=3, coalesce=True)
+    msgid, data = client.request("stream", {"prompt": "x"}, options)
+    assert msgpack.unpackb(data)[3] == [{"prompt": "x"}, {"credit": 3, "coalesce": True}]
+    assert server.receive(data) == Request(msgid, "stream", {"prompt": "x"}, options)
+    assert server.receive(client.credit(msgid, 5)) == CreditGranted(msgid, 5)
+    server.result(msgid, {})
+    assert server.receive(client.credit(msgid, 5)) is None  # it crossed the final
+
+
+def test_several_tokens_in_a_message_arrive_in_order_less_those_of_cancelled_calls() -> None:
+    client, server = ClientConnection(), ServerConnection(4)
+    first, data = client.request("stream", {})
+    server.receive(data)
+    second, data = client.request("stream", {})
+    server.receive(data)
+    arrays = [server.token(msgid, token(index)) for index in (0, 1) for msgid in (first, second)]
+    message = tokens_message([array for array in arrays if array is not None])
+    assert msgpack.unpackb(message)[2][1] == [second, 0, 10, "x"]
+    client.cancel(second)
+    received = [TokenReceived(first, token(0)), TokenReceived(first, token(1))]
+    assert client.receive(message) == TokensReceived(received)
 
 
 def test_a_heartbeat_may_tell_its_lease() -> None:
@@ -215,9 +268,9 @@ def test_tokens_and_the_result_arrive_as_they_were_sent() -> None:
     client, server = ClientConnection(), ServerConnection(4)
     msgid, data = client.request("stream", {})
     server.receive(data)
-    sent = [token(0, "a"), token(0, "b", choice=1), Token(text="c", token_id=1, index=1, logprob=-0.25)]
-    for each in sent:
-        message = server.token(msgid, each)
+    tokens = [token(0, "a"), token(0, "b", choice=1), Token(text="c", token_id=1, index=1, logprob=-0.25)]
+    for each in tokens:
+        message = sent(server, msgid, each)
         assert message is not None
         assert client.receive(message) == TokenReceived(msgid, each)
     assert client.receive(server.result(msgid, {"text": "abc"})) == Answered(msgid, {"text": "abc"})
@@ -322,7 +375,7 @@ class TwoEnds(RuleBasedStateMachine):
         for msgid in self.server.calls.open_calls():
             for _ in range(count):
                 index = self.sent.get(msgid, 0)
-                message = self.server.token(msgid, token(index))
+                message = sent(self.server, msgid, token(index))
                 if message is not None:
                     self.sent[msgid] = index + 1
                     self.post(message)

@@ -8,8 +8,17 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batching.batcher_messages import Generate, GetStats
+from genbatch.actors.batching.batcher_messages import (
+    Detokenize,
+    Drain,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    Tokenize,
+)
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.genserver import (
     NOREPLY,
@@ -22,8 +31,22 @@ from genbatch.actors.runtime.genserver import (
     reply_error,
     start,
 )
-from genbatch.proto.errors import EngineError, GenbatchError
-from genbatch.proto.messages import RequestLimits, Result, Token, Usage, validate_request
+from genbatch.proto.errors import EngineError, GenbatchError, QueueFull
+from genbatch.proto.messages import Result, Token, Usage
+from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.service_messages import Drained, Health, ModelCard, Models, Text, TokenIds
+from genbatch.proto.validation import validate_request
+
+CARD = ModelCard(
+    id="scripted",
+    n_ctx=64,
+    n_parallel=2,
+    vocab_size=320,
+    dtype="float32",
+    quantize="none",
+    runner="script",
+    device="cpu",
+)
 
 
 @dataclass(eq=False)
@@ -45,6 +68,10 @@ class Held:
         """Replies with the tokens so far."""
         reply(self.from_, self.result())
 
+    def fail(self, error: GenbatchError) -> None:
+        """Replies with an error."""
+        reply_error(self.from_, error)
+
     def result(self) -> Result:
         return Result(
             text="".join(token.text for token in self.tokens),
@@ -55,19 +82,22 @@ class Held:
 
 
 class ScriptedBatcher(GenServer):
-    """Answers a prompt word by word at once; one that starts with "hold" waits for the test, "fault" fails."""
+    """Answers a prompt word by word at once.
+
+    One that starts with "hold" waits for the test; "fault" fails; "busy N ..." is refused N times first.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Generate] = []
         self.held: dict[str, Held] = {}  # by prompt
         self.freed: list[str] = []  # prompts whose caller went away
         self._monitors: dict[Monitor, str] = {}
+        self.num_refused = 0  # of the "busy" prompt that is asked now
         self._changed = trio.Event()
 
     async def handle_call(self, request: Any, from_: From[Any]) -> Any:
-        if isinstance(request, GetStats):
-            return {"steps": 7, "finished": {"stop": 2}, "ttft_p50": None}
-        assert isinstance(request, Generate)
+        if not isinstance(request, Generate):
+            return self._answer(request)
         self.requests.append(request)
         try:
             validate_request(request.request, RequestLimits())
@@ -81,6 +111,14 @@ class ScriptedBatcher(GenServer):
             self._monitors[self.monitor(from_)] = prompt
             self._wake()
             return NOREPLY
+        if prompt.startswith("busy"):
+            _, times, *words = prompt.split()
+            self.num_refused += 1
+            if self.num_refused <= int(times):
+                reply_error(from_, QueueFull("full", retry_after_ms=1))
+                return NOREPLY
+            self.num_refused = 0
+            prompt = " ".join(words)
         if prompt == "fault":
             reply_error(from_, EngineError("the step failed", retry_after_ms=5))
             return NOREPLY
@@ -90,6 +128,22 @@ class ScriptedBatcher(GenServer):
         for word in prompt.split():
             held.emit(word)
         return held.result()
+
+    def _answer(self, request: Any) -> Any:
+        """A token id is a character's code."""
+        match request:
+            case GetStats():
+                return {"steps": 7, "finished": {"stop": 2}, "ttft_p50": None}
+            case GetModels():
+                return Models(models=(CARD,))
+            case GetHealth():
+                return Health(status="ready", steps=7, requests_running=1, requests_waiting=2, stalled_s=0.5)
+            case Tokenize(wanted):
+                return TokenIds(token_ids=[int(wanted.add_special_tokens), *map(ord, wanted.prompt or "")])
+            case Detokenize(wanted):
+                return Text(text="".join(map(chr, wanted.token_ids)))
+            case Drain(timeout_s):
+                return Drained(num_cancelled=int(timeout_s))
 
     async def handle_info(self, message: Any) -> None:
         assert isinstance(message, Down)
@@ -120,19 +174,30 @@ class Served:
 
     batcher: ScriptedBatcher
     ref: ActorRef
-    gateway: ZeroMQGateway
+    gateway: ZeroMQGateway | RPCGateway
     address: str
     gateway_scope: trio.CancelScope
 
 
+def gateway_at(address: str, batcher: ActorRef) -> ZeroMQGateway | RPCGateway:
+    """The gateway that speaks what the address says."""
+    kind = ZeroMQGateway if address.startswith("ipc://") else RPCGateway
+    return kind(Dispatcher(batcher), address)
+
+
 @asynccontextmanager
-async def served(directory: Path) -> AsyncIterator[Served]:
-    """Runs both for as long as the body runs; half a minute at most, so that no test hangs."""
+async def served(directory: Path, transport: str = "ipc") -> AsyncIterator[Served]:
+    """Runs both for as long as the body runs; half a minute at most, so that no test hangs.
+
+    Args:
+        transport: "ipc" (ZeroMQ), "unix" (msgpack-RPC) or "tcp" (msgpack-RPC).
+    """
+    at = "tcp://127.0.0.1:0" if transport == "tcp" else f"{transport}://{directory / 'socket'}"
     batcher = ScriptedBatcher()
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             ref = await start(nursery, batcher)
-            gateway = ZeroMQGateway(Dispatcher(ref), f"ipc://{directory / 'socket'}")
+            gateway = gateway_at(at, ref)
             gateway_scope = trio.CancelScope()
 
             async def run(task_status: trio.TaskStatus[str]) -> None:

@@ -46,7 +46,7 @@ async def test_stats_are_the_batchers(nursery: trio.Nursery) -> None:
 
 async def test_an_unknown_method_is_named_beside_those_there_are(nursery: trio.Nursery) -> None:
     dispatcher = Dispatcher(await start(nursery, ScriptedBatcher()))
-    with pytest.raises(UnknownMethod, match=r"'generat'.*generate, stream, stats"):
+    with pytest.raises(UnknownMethod, match=r"'generat'.*generate, stream, .*stats, drain"):
         await call(dispatcher, "generat", {})
 
 
@@ -58,6 +58,14 @@ async def test_cancelling_the_caller_frees_the_request(nursery: trio.Nursery) ->
         await batcher.arrival("hold")
         callers.cancel_scope.cancel()
     await batcher.release("hold")
+
+
+async def test_a_key_has_one_share_however_many_connections_it_has(nursery: trio.Nursery) -> None:
+    batcher = ScriptedBatcher()
+    dispatcher = Dispatcher(await start(nursery, batcher))
+    for client in ("zeromq:1", "rpc:2"):
+        await dispatcher.call("generate", {"prompt": "a"}, client=client, on_token=None, tenant="alice")
+    assert [message.client for message in batcher.requests] == ["tenant:alice"] * 2
 
 
 async def test_a_typed_error_passes_and_any_other_is_hidden(nursery: trio.Nursery) -> None:

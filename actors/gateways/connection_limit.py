@@ -1,0 +1,82 @@
+"""ConnectionLimit: how many connections a gateway keeps, so that strangers cannot use up the process's descriptors.
+
+limit = ConnectionLimit(max_connections())
+with trio.CancelScope() as scope, limit.seat(scope.cancel) as seat:
+    ...  # the handshake
+    seat.settle()
+    ...  # the client is served
+"""
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+MOST = 4096
+# Of the descriptors, for each gateway; three of them leave a quarter to everything else.
+SHARE = 4
+
+
+def max_connections() -> int:
+    """Most connections of one gateway, those that have not said who they are included."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else max(1, min(MOST, soft // SHARE))
+
+
+class Seat:
+    """One connection's place; made by `ConnectionLimit.seat`.
+
+    Args:
+        push_out: ends the connection soon.
+    """
+
+    __slots__ = ("_newcomers", "is_refused", "push_out")
+
+    def __init__(self, newcomers: "dict[Seat, None]", push_out: Callable[[], None]) -> None:
+        self.push_out = push_out
+        self.is_refused = False  # all seats are taken, by clients who have settled
+        self._newcomers = newcomers
+
+    def settle(self) -> None:
+        """The client has said who it is, or at least something that makes sense: it is pushed out no longer."""
+        self._newcomers.pop(self, None)
+
+
+class ConnectionLimit:
+    """Who comes when all seats are taken pushes out the one that has said nothing for longest.
+
+    So a flood of connections that never speak pushes itself out, and whoever speaks at once gets in.
+
+    Args:
+        most: seats.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._taken = 0
+        self._newcomers: dict[Seat, None] = {}  # not settled, oldest first
+
+    def __len__(self) -> int:
+        return self._taken
+
+    @contextmanager
+    def seat(self, push_out: Callable[[], None]) -> Iterator[Seat]:
+        """A place for as long as the body runs.
+
+        Args:
+            push_out: called when another needs the place and this client has not settled; ends the connection soon.
+        """
+        seat = Seat(self._newcomers, push_out)
+        self._newcomers[seat] = None
+        self._taken += 1
+        try:
+            if self._taken > self.most:
+                oldest = next(iter(self._newcomers))
+                oldest.settle()  # it is pushed out only once
+                if oldest is seat:
+                    seat.is_refused = True
+                else:
+                    oldest.push_out()
+            yield seat
+        finally:
+            seat.settle()
+            self._taken -= 1

@@ -1,0 +1,163 @@
+"""The range checks that every entry point shares: what can be told of a request without the model."""
+
+import math
+
+import msgspec
+
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.grammar import check_grammar
+from genbatch.proto.messages import GenerateRequest, Message, check_type
+from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.service_messages import DetokenizeRequest, DrainRequest, TokenizeRequest
+
+# Counts beyond this are mistakes, and would not fit the integers of the native layer.
+MAX_COUNT = 2**31 - 1
+MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 100
+# The ranges other services document; beyond them logits are drowned, not biased.
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+MAX_NAME_LENGTH = 128  # characters of a role or a tenant
+MAX_DRAIN_S = 86400.0
+
+
+def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
+    """Checks what can be checked without the model; the one place where ranges are.
+
+    Types are checked too, because a request made in Python was never decoded.
+
+    Raises:
+        InvalidRequest: with the path of the first parameter at fault.
+    """
+    check_type(msgspec.structs.asdict(request), GenerateRequest)
+    _check_prompt(request, limits)
+    _check_lengths(request, limits)
+    _check_sampling(request, limits)
+    _check_stopping(request, limits)
+    check_grammar(request, limits)
+    _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_text("tenant", request.tenant, MAX_NAME_LENGTH)
+
+
+def validate_tokenize(request: TokenizeRequest, limits: RequestLimits) -> None:
+    """As `validate_request`; the prompt may be empty."""
+    check_type(msgspec.structs.asdict(request), TokenizeRequest)
+    if _check_given(request, ("prompt", "messages")) == "messages" and not request.messages:
+        raise InvalidRequest("messages", "is empty")
+    _check_text("prompt", request.prompt or "")
+    _check_messages(request.messages or [], limits)
+
+
+def validate_detokenize(request: DetokenizeRequest) -> None:
+    """As `validate_request`."""
+    check_type(msgspec.structs.asdict(request), DetokenizeRequest)
+    _check_token_ids(request.token_ids)
+
+
+def validate_drain(request: DrainRequest) -> None:
+    """As `validate_request`."""
+    check_type(msgspec.structs.asdict(request), DrainRequest)
+    _check_range("timeout_s", request.timeout_s, 0, MAX_DRAIN_S)
+
+
+def _check_prompt(request: GenerateRequest, limits: RequestLimits) -> None:
+    given = _check_given(request, ("prompt", "token_ids", "messages"))
+    if not getattr(request, given):
+        raise InvalidRequest(given, "is empty")
+    _check_text("prompt", request.prompt or "")
+    _check_token_ids(request.token_ids or [])
+    _check_messages(request.messages or [], limits)
+
+
+def _check_given(request: GenerateRequest | TokenizeRequest, names: tuple[str, ...]) -> str:
+    """The one of `names` that is there."""
+    given = [name for name in names if getattr(request, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        wanted = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise InvalidRequest("prompt", f"give exactly one of {wanted}, not {found}")
+    return given[0]
+
+
+def _check_token_ids(token_ids: list[int]) -> None:
+    if token_ids and min(token_ids) < 0:
+        index = next(index for index, token_id in enumerate(token_ids) if token_id < 0)
+        raise InvalidRequest(f"token_ids[{index}]", f"{token_ids[index]} is negative")
+
+
+def _check_messages(messages: list[Message], limits: RequestLimits) -> None:
+    _check_count("messages", len(messages), limits.max_messages)
+    for index, message in enumerate(messages):
+        if not message.role:
+            raise InvalidRequest(f"messages[{index}].role", "is empty")
+        _check_text(f"messages[{index}].role", message.role, MAX_NAME_LENGTH)
+        _check_text(f"messages[{index}].content", message.content)
+
+
+def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
+    if request.max_tokens is not None:
+        _check_range("max_tokens", request.max_tokens, 1, MAX_COUNT)
+    _check_range("min_tokens", request.min_tokens, 0, MAX_COUNT)
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        raise InvalidRequest("min_tokens", f"{request.min_tokens} is more than max_tokens, {request.max_tokens}")
+    _check_range("n", request.n, 1, limits.max_n)
+    if request.deadline_s is not None:
+        _check_range("deadline_s", request.deadline_s, 0, limits.max_deadline_s, above=True)
+
+
+def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
+    _check_range("temperature", request.temperature, 0, math.inf)
+    _check_range("top_k", request.top_k, 0, MAX_COUNT)
+    _check_range("top_p", request.top_p, 0, 1, above=True)
+    _check_range("min_p", request.min_p, 0, 1)
+    _check_range("repetition_penalty", request.repetition_penalty, 0, math.inf, above=True)
+    _check_range("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_count("logit_bias", len(request.logit_bias or ()), limits.max_logit_bias)
+    for token_id, bias in (request.logit_bias or {}).items():
+        _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if token_id < 0:
+            raise InvalidRequest(f"logit_bias[{token_id}]", "the token id is negative")
+    if request.seed is not None:
+        _check_range("seed", request.seed, 0, MAX_SEED)
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(request, name)
+        if wanted is not None:
+            _check_range(name, wanted, 0, limits.max_logprobs)
+
+
+def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
+    _check_count("stop", len(request.stop), limits.max_stop)
+    for index, text in enumerate(request.stop):
+        if not text:
+            raise InvalidRequest(f"stop[{index}]", "is empty")
+        _check_text(f"stop[{index}]", text, limits.max_stop_length)
+    _check_count("stop_token_ids", len(request.stop_token_ids), limits.max_stop)
+    for index, token_id in enumerate(request.stop_token_ids):
+        if token_id < 0:
+            raise InvalidRequest(f"stop_token_ids[{index}]", f"{token_id} is negative")
+
+
+def _check_range(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """low <= value <= high, or low < value with `above`; NaN and infinities never pass."""
+    if math.isfinite(value) and (low < value if above else low <= value) and value <= high:
+        return
+    rule = f"more than {low}" if above else f"at least {low}"
+    if high != math.inf:
+        rule += f" and at most {high}"
+    raise InvalidRequest(field, f"must be {rule}, not {value}")
+
+
+def _check_count(field: str, count: int, high: int) -> None:
+    if count > high:
+        raise InvalidRequest(field, f"has {count} entries, {high} are allowed")
+
+
+def _check_text(field: str, text: str, max_length: int | None = None) -> None:
+    if max_length is not None and len(text) > max_length:
+        raise InvalidRequest(field, f"has {len(text)} characters, {max_length} are allowed")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(field, "is not valid Unicode: it has a lone surrogate") from None

@@ -1,0 +1,34 @@
+"""Other machines are let in only past keys, or tokens and TLS."""
+
+import pytest
+
+from genbatch.actors.gateways.bind_policy import check_bind, is_loopback
+from genbatch.actors.gateways.errors import InsecureBind
+
+OTHERS_CAN_REACH = ["0.0.0.0", "*", "", "[::]", "::", "192.0.2.1", "10.0.0.1", "eth0", "example.org"]
+# They look like this machine, and are not, or not for sure.
+LOOK_ALIKES = ["127.0.0.1.example.org", "localhost.example.org", "127.1", "0177.0.0.1", "2130706433", "0"]
+
+
+@pytest.mark.parametrize("host", OTHERS_CAN_REACH + LOOK_ALIKES)
+def test_a_host_that_others_may_reach_is_refused_with_the_option_and_what_to_do(host: str) -> None:
+    with pytest.raises(InsecureBind, match=r"bind: .*--keys DIR, made by `genbatch keys new DIR`") as info:
+        check_bind("bind", f"tcp://{host}:5555", host, lacking=["keys"])
+    assert (info.value.option, info.value.lacking) == ("bind", ("keys",))
+    assert f"tcp://{host}:5555" in str(info.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "localhost", "::1", "[::1]"])
+def test_this_machine_may_always_call(host: str) -> None:
+    assert is_loopback(host)
+    check_bind("bind", host, host, lacking=["keys"])
+
+
+@pytest.mark.parametrize("host", OTHERS_CAN_REACH)
+def test_nothing_is_refused_once_nothing_lacks(host: str) -> None:
+    check_bind("rpc_bind", host, host, lacking=[])
+
+
+def test_every_lacking_option_is_named() -> None:
+    with pytest.raises(InsecureBind, match=r"--tokens FILE.* and --tls-cert FILE.* and --tls-key FILE"):
+        check_bind("http", "0.0.0.0:8000", "0.0.0.0", lacking=["tokens", "tls_cert", "tls_key"])

@@ -1,0 +1,40 @@
+"""A flood of newcomers pushes itself out; who has settled stays."""
+
+import resource
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_connections
+
+
+def test_a_newcomer_pushes_out_the_one_that_was_silent_longest() -> None:
+    limit = ConnectionLimit(3)
+    pushed: list[int] = []
+    with ExitStack() as stack:
+        seats = []
+        for index in range(6):
+            seats.append(stack.enter_context(limit.seat(partial(pushed.append, index))))
+            seats[0].settle()
+        assert pushed == [1, 2, 3]
+        assert not any(seat.is_refused for seat in seats)
+        assert len(limit) == 6  # those that were pushed out are still on their way
+    assert len(limit) == 0
+
+
+def test_a_newcomer_among_the_settled_is_refused() -> None:
+    limit = ConnectionLimit(2)
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(limit.seat(pytest.fail)).settle()
+        with limit.seat(pytest.fail) as seat:
+            assert seat.is_refused
+    with limit.seat(pytest.fail) as seat:
+        assert not seat.is_refused
+
+
+@pytest.mark.parametrize(("soft", "most"), [(1024, 256), (10**6, 4096), (3, 1), (resource.RLIM_INFINITY, 4096)])
+def test_a_gateway_takes_a_share_of_the_descriptors(monkeypatch: pytest.MonkeyPatch, soft: int, most: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    assert max_connections() == most

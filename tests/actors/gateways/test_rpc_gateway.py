@@ -1,0 +1,321 @@
+"""The msgpack-RPC gateway over real sockets, spoken to in plain msgpack: nothing of ours vouches for the bytes."""
+
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import trio
+import trio.testing
+
+from genbatch.actors.gateways import open_call, outbox, rpc_connection, rpc_gateway
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.errors import AddressError
+from genbatch.actors.gateways.rpc_gateway import RPCGateway
+from genbatch.actors.runtime.registry import Registry
+from genbatch.proto.limits import MAX_TRANSPORT_BYTES
+from tests.actors.gateways.scripted_batcher import Served, served
+
+pytestmark = pytest.mark.trio
+
+
+class Socket:
+    """A plain connection that speaks msgpack."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+        self._unpacker = msgpack.Unpacker(strict_map_key=False)
+
+    async def tell(self, message: Any) -> None:
+        await self.stream.send_all(message if isinstance(message, bytes) else msgpack.packb(message))
+
+    async def hear(self) -> Any:
+        """The next message; None at the end."""
+        while True:
+            for message in self._unpacker:
+                return message
+            data = await self.stream.receive_some()
+            if not data:
+                return None
+            self._unpacker.feed(data)
+
+    async def ask(self, message: Any) -> Any:
+        await self.tell(message)
+        return await self.hear()
+
+
+@asynccontextmanager
+async def connected(service: Served) -> AsyncIterator[Socket]:
+    transport, _, rest = service.address.partition("://")
+    if transport == "unix":
+        stream = await trio.open_unix_socket(rest)
+    else:
+        host, port = rest.split(":")
+        stream = await trio.open_tcp_stream(host, int(port))
+    async with stream:
+        yield Socket(stream)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_generate_and_stream_are_as_over_zeromq(tmp_path: Path, transport: str) -> None:
+    async with served(tmp_path, transport) as service, connected(service) as socket:
+        result = {
+            "text": "ab",
+            "token_ids": [100, 101],
+            "finish_reason": "stop",
+            "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1},
+        }
+        assert await socket.ask([0, 2**64 - 1, "generate", [{"prompt": "a b", "max_tokens": 4}]]) == [
+            *(1, 2**64 - 1, None),
+            result,
+        ]
+        assert await socket.ask([0, 5, "stream", [{"prompt": "a b"}]]) == [2, "token", [5, 0, 100, "a"]]
+        assert await socket.hear() == [2, "token", [5, 1, 101, "b"]]
+        assert await socket.hear() == [1, 5, None, result]
+
+
+async def test_requests_may_be_cut_and_joined_in_any_way(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        packed = b"".join(msgpack.packb([0, n, "generate", [{"prompt": f"p{n}"}]]) for n in range(30))
+        for start in range(0, len(packed), 7):
+            await socket.tell(packed[start : start + 7])
+        texts = {}
+        for _ in range(30):
+            _, msgid, error, result = await socket.hear()
+            assert error is None
+            texts[msgid] = result["text"]
+        assert texts == {n: f"p{n}" for n in range(30)}
+
+
+async def test_the_end_of_a_connection_frees_its_requests_at_once(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service:
+        async with connected(service) as socket:
+            await socket.tell([0, 1, "stream", [{"prompt": "hold"}]])
+            await service.batcher.arrival("hold")
+        await service.batcher.release("hold")
+        assert service.gateway.num_calls == 0
+
+
+async def test_bytes_without_an_end_get_a_last_error_and_others_go_on(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as honest:
+        for data, msgid, code in (
+            (b"\x94\x00\x07\xc1", 7, "malformed_message"),
+            (b"\x91" * 5000, None, "malformed_message"),
+            (b"\x94\x00\x07\xdb\xff\xff\xff\xff" + b"x" * MAX_TRANSPORT_BYTES, 7, "frame_too_large"),
+        ):
+            async with connected(service) as socket:
+                await socket.tell([0, 1, "stream", [{"prompt": "hold"}]])
+                await service.batcher.arrival("hold")
+                with trio.testing.assert_checkpoints():
+                    await socket.tell(data)
+                kind, got, error, _ = await socket.hear()
+                assert (kind, got, error["code"]) == (1, msgid, code)
+                assert await socket.hear() is None
+            await service.batcher.release("hold")
+            service.batcher.freed.clear()
+        assert (await honest.ask([0, 1, "generate", [{"prompt": "ok"}]]))[3]["text"] == "ok"
+
+
+async def test_what_follows_a_message_is_a_message_of_its_own(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        await socket.tell(msgpack.packb([0, 7, "generate", [{"prompt": "x"}]]) + b"\x00")
+        answers = [await socket.hear(), await socket.hear()]
+        assert {answer[1] for answer in answers} == {None, 7}
+        assert [answer[2]["code"] for answer in answers if answer[1] is None] == ["malformed_message"]
+        assert (await socket.ask([0, 7, "stats", []]))[3]["steps"] == 7
+
+
+async def test_a_message_that_is_begun_must_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_connection, "MESSAGE_S", 0.05)
+    async with served(tmp_path, "unix") as service, connected(service) as idle, connected(service) as socket:
+        kind, msgid, error, _ = await socket.ask(b"\x94\x00")
+        assert (kind, msgid, error["code"]) == (1, None, "unavailable")
+        assert await socket.hear() is None
+        assert (await idle.ask([0, 1, "stats", []]))[3]["steps"] == 7  # who has begun nothing may be silent
+
+
+async def test_a_client_that_does_not_read_loses_its_calls_and_its_memory_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_WAITING", 50)
+    async with served(tmp_path, "unix") as service, connected(service) as slow, connected(service) as other:
+        await slow.tell([0, 5, "stream", [{"prompt": "hold"}]])
+        held = await service.batcher.arrival("hold")
+        while not service.batcher.freed:
+            held.emit("x" * 20_000)
+            await trio.testing.wait_all_tasks_blocked()
+        assert (await other.ask([0, 1, "generate", [{"prompt": "quick"}]]))[3]["text"] == "quick"
+        heard = [await slow.hear()]
+        while heard[-1][0] == 2:
+            heard.append(await slow.hear())
+        indices = [params[1] for _, _, params in heard[:-1]]
+        assert indices == list(range(len(indices)))  # gap-free as far as they came
+        assert heard[-1][2]["code"] == "cancelled"
+        assert (await slow.ask([0, 6, "generate", [{"prompt": "back"}]]))[3]["text"] == "back"
+
+
+async def test_a_client_that_takes_nothing_for_long_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_connection, "STALLED_S", 0.05)
+    async with served(tmp_path, "unix") as service, connected(service) as slow:
+        await slow.tell([0, 5, "stream", [{"prompt": "hold"}]])
+        held = await service.batcher.arrival("hold")
+        for _ in range(200):
+            held.emit("x" * 20_000)
+        await service.batcher.release("hold")
+        while service.gateway.num_calls:
+            await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_a_client_that_only_writes_is_read_no_further(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as flood, connected(service) as other:
+        bad = msgpack.packb([0, 1, "x" * 4000, []])
+        with trio.move_on_after(0.3) as scope:
+            while True:
+                await flood.tell(bad * 16)
+        assert scope.cancelled_caught
+        assert isinstance(service.gateway, RPCGateway)
+        assert all(one._outbox.num_waiting <= outbox.MAX_WAITING for one in service.gateway._connections)
+        assert (await other.ask([0, 1, "generate", [{"prompt": "ok"}]]))[3]["text"] == "ok"
+
+
+async def test_a_silent_client_with_a_lease_loses_its_calls_and_one_without_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_gateway, "SWEEP_S", 0.02)
+    async with served(tmp_path, "unix") as service, connected(service) as silent, connected(service) as simple:
+        await simple.tell([0, 1, "generate", [{"prompt": "hold simple"}]])
+        held = await service.batcher.arrival("hold simple")
+        await silent.tell([2, "heartbeat", [0.1]])
+        await silent.tell([0, 1, "generate", [{"prompt": "hold silent"}]])
+        await service.batcher.release("hold silent")
+        heard = await silent.hear()
+        while heard == [2, "heartbeat", []]:
+            heard = await silent.hear()
+        assert heard[2]["code"] == "cancelled"
+        held.finish()
+        assert (await simple.hear())[:3] == [1, 1, None]
+
+
+async def test_credit_paces_one_stream_alone(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        await socket.tell([0, 1, "stream", [{"prompt": "hold a"}, {"credit": 2}]])
+        await socket.tell([0, 2, "stream", [{"prompt": "hold b"}]])
+        slow, quick = await service.batcher.arrival("hold a"), await service.batcher.arrival("hold b")
+        for word in "abcd":
+            slow.emit(word)
+        slow.finish()
+        assert [(await socket.hear())[2][3] for _ in range(2)] == ["a", "b"]
+        quick.emit("x")
+        assert await socket.hear() == [2, "token", [2, 0, 100, "x"]]
+        await socket.tell([2, "credit", [1, 1]])
+        assert await socket.hear() == [2, "token", [1, 2, 102, "c"]]
+        await socket.tell([2, "credit", [1, 1000]])
+        assert await socket.hear() == [2, "token", [1, 3, 103, "d"]]
+        assert (await socket.hear())[3]["text"] == "abcd"  # after the last token, though it was there before
+        quick.finish()
+        assert (await socket.hear())[:2] == [1, 2]
+
+
+async def test_a_stream_without_credit_for_long_is_cancelled_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_gateway, "SWEEP_S", 0.02)
+    monkeypatch.setattr(open_call, "STALLED_S", 0.1)
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        await socket.tell([0, 1, "stream", [{"prompt": "hold a"}, {"credit": 0}]])
+        await socket.tell([0, 2, "stream", [{"prompt": "hold b"}, {"credit": 0}]])
+        slow, idle = await service.batcher.arrival("hold a"), await service.batcher.arrival("hold b")
+        slow.emit("a")
+        kind, msgid, error, _ = await socket.hear()
+        assert (kind, msgid, error["code"]) == (1, 1, "cancelled")
+        assert service.batcher.freed == ["hold a"]  # the other has no token that waits
+        idle.finish()
+        assert (await socket.hear())[:3] == [1, 2, None]
+
+
+async def test_the_tokens_that_wait_for_credit_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_call, "MAX_HELD", 5)
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        await socket.tell([0, 1, "stream", [{"prompt": "hold"}, {"credit": 1}]])
+        held = await service.batcher.arrival("hold")
+        for _ in range(7):
+            held.emit("x")
+        assert await socket.hear() == [2, "token", [1, 0, 100, "x"]]
+        assert (await socket.hear())[2]["code"] == "cancelled"
+
+
+async def test_tokens_that_wait_for_the_socket_share_messages_if_the_client_said_so(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        await socket.tell([0, 1, "stream", [{"prompt": "hold a"}, {"coalesce": True}]])
+        await socket.tell([0, 2, "stream", [{"prompt": "hold b"}, {"coalesce": True}]])
+        await socket.tell([0, 3, "stream", [{"prompt": "hold c"}]])
+        first, second, plain = [await service.batcher.arrival(f"hold {name}") for name in "abc"]
+        first.emit("a")
+        assert await socket.hear() == [2, "token", [1, 0, 100, "a"]]
+        first.emit("b")
+        second.emit("c")
+        first.emit("d")
+        assert await socket.hear() == [2, "tokens", [[1, 1, 101, "b"], [2, 0, 100, "c"], [1, 2, 102, "d"]]]
+        plain.emit("x")
+        plain.emit("y")
+        assert await socket.hear() == [2, "token", [3, 0, 100, "x"]]
+        assert await socket.hear() == [2, "token", [3, 1, 101, "y"]]
+
+
+async def test_stopping_ends_open_calls_and_removes_the_file(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        path = trio.Path(service.address.removeprefix("unix://"))
+        assert stat.S_IMODE((await path.stat()).st_mode) == 0o600
+        await socket.tell([0, 1, "stream", [{"prompt": "hold"}]])
+        await service.batcher.arrival("hold")
+        service.gateway_scope.cancel()
+        kind, msgid, error, _ = await socket.hear()
+        assert (kind, msgid, error["code"]) == (1, 1, "unavailable")
+        assert await socket.hear() is None
+        await service.batcher.release("hold")
+        await socket.stream.aclose()
+        while await path.exists():
+            await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_too_many_connections_are_told_so(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        assert isinstance(service.gateway, RPCGateway)
+        service.gateway._limit.most = 1
+        assert (await socket.ask([0, 1, "stats", []]))[3]["steps"] == 7
+        async with connected(service) as late:
+            error = (await late.hear())[2]
+            assert (error["code"], error["retry_after_ms"]) == ("unavailable", 1000)
+            assert await late.hear() is None
+        assert (await socket.ask([0, 1, "stats", []]))[3]["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("tcp://0.0.0.0:0", "strangers"),
+        ("tcp://*:0", "strangers"),
+        ("tcp://127.0.0.1", "HOST:PORT"),
+        ("tcp://127.0.0.1:99999", "HOST:PORT"),
+        ("ipc:///tmp/x", "must start with"),
+        ("unix://", "path of a file"),
+        ("unix:///" + "x" * 120, "bytes"),
+    ],
+)
+async def test_an_address_that_others_can_reach_or_that_is_none_is_refused(address: str, reason: str) -> None:
+    with pytest.raises(AddressError, match=reason):
+        await RPCGateway(Dispatcher(Registry().ref("batcher")), address).run()
+
+
+async def test_an_address_in_use_is_refused_and_a_dead_services_file_is_not(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service:
+        with pytest.raises(AddressError, match="another service"):
+            await RPCGateway(Dispatcher(service.ref), service.address).run()
+    dead = trio.socket.socket(trio.socket.AF_UNIX)
+    await dead.bind(str(tmp_path / "socket"))
+    dead.close()
+    async with served(tmp_path, "unix") as service, connected(service) as socket:
+        assert (await socket.ask([0, 1, "stats", []]))[3]["steps"] == 7
