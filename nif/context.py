@@ -9,20 +9,23 @@ Synchronous. The tensors are touched by `eval` and what calls it, always on one 
 (`seq_cp`, `seq_rm`, `attach_prefix`) move block ids only and may be called between two steps.
 """
 
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
-import numpy as np
 import torch
 
 from genbatch.nif.batch import Entry, Logits, RaggedBatch
+from genbatch.nif.decode_run import DecodeRun, Steps
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.sequence_state import fingerprint, pack, unpack
+from genbatch.nif.largest import Largest
 from genbatch.nif.models.model import Model
-from genbatch.nif.runner import Runner
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, sample
+from genbatch.nif.ragged_layout import lay_out
+from genbatch.nif.runner import ChoosingRunner, Runner
+from genbatch.nif.sampling.choose import choose
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.detokenizer import Detokenizer
 
@@ -87,6 +90,7 @@ class Context:
             allow_block_sharing=allow_block_sharing,
         )
         runner.allocate(num_blocks, block_size)
+        self._chooser = runner if isinstance(runner, ChoosingRunner) else None
         self._samplers: dict[int, SamplerState] = {}
         self._texts: dict[int, Detokenizer] = {}
 
@@ -110,40 +114,50 @@ class Context:
             BatchError: an entry contradicts the context (position, sequence, token id); nothing was changed.
             OutOfBlocks: the pool cannot hold the new positions; nothing was changed.
         """
-        self._check(batch)
-        reservation = self.kv.reserve([(entry.seq_id, entry.tokens, entry.n_past) for entry in batch])
-        try:
-            for group, pairs in enumerate(reservation.copies):
-                if pairs:
-                    self.runner.copy_blocks(group, pairs)
-            rows = self.runner.forward(self._layout(batch))
-        except BaseException:
-            # A forward that failed must leave no trace: the same entries may be evaluated again.
-            reservation.rollback()
-            raise
-        reservation.commit()
+        rows, _ = self._evaluate(batch, with_logits=True)
+        assert rows is not None
         return list(torch.split(rows, [_num_rows(entry) for entry in batch]))
 
     def step(
-        self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None]
+        self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None], *, with_logits: bool = True
     ) -> tuple[list[torch.Tensor], list[Sampled | SampleFault | None]]:
         """Evaluates a batch and draws the next token of every entry that has a sampler.
 
         Samplers are read, not changed: whoever accepts a token tells its sampler.
 
+        Args:
+            with_logits: whether the logits are wanted, too; without them greedy draws cost less.
+
         Returns:
-            Per entry its logits as `eval` returns them, and its draw (None without a sampler).
+            Per entry its logits as `eval` returns them (none at all without `with_logits`), and its draw (None
+            without a sampler).
         """
-        logits = self.eval(batch)
-        drawn: list[Sampled | SampleFault | None] = [None] * len(batch)
         chosen = [i for i, state in enumerate(samplers) if state is not None]
+        states = [state for state in samplers if state is not None]
+        reads = with_logits or not chosen or any(state.reads_logits for state in states)
+        rows, largest = self._evaluate(batch, with_logits=reads)
+        drawn: list[Sampled | SampleFault | None] = [None] * len(batch)
+        counts = [_num_rows(entry) for entry in batch]
         if chosen:
-            states = [state for state in samplers if state is not None]
-            last = torch.cat([logits[i][-1:] for i in chosen])
+            ends = list(accumulate(counts))
+            last = [ends[i] - 1 for i in chosen]
+            of_last = rows, largest
+            if len(last) < ends[-1]:
+                of_last = None if rows is None else rows[last], None if largest is None else largest.rows(last)
             positions = [batch[i].n_past + len(batch[i].tokens) for i in chosen]
-            for i, draw in zip(chosen, _draw(last, states, positions), strict=True):
+            for i, draw in zip(chosen, choose(*of_last, states, positions), strict=True):
                 drawn[i] = draw
-        return logits, drawn
+        return list(torch.split(rows, counts)) if with_logits and rows is not None else [], drawn
+
+    def decode_run(self, batch: Sequence[Entry], samplers: Sequence[SamplerState], *, max_steps: int) -> DecodeRun:
+        """Step after step over the same sequences, whose draws become the next step's tokens.
+
+        Args:
+            batch: an entry of one token for each sequence.
+            max_steps: most steps that will be made.
+        """
+        self._check(batch)
+        return DecodeRun(self.kv, self.runner.device, batch, samplers, self._forward, max_steps)
 
     def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> torch.Tensor:
         """Evaluates a prompt in chunks of `n_batch` tokens.
@@ -247,10 +261,12 @@ class Context:
         contents = [self.runner.read_blocks(group, ids) for group, ids in enumerate(blocks)]
         return pack(tokens, contents, self._identity())
 
-    def seq_load(self, seq_id: int, data: bytes) -> int:
+    def seq_load(self, seq_id: int, data: bytes, key: bytes | None = None) -> int:
         """Fills an empty sequence with what `seq_save` gave; returns how many positions it holds.
 
-        What comes from outside is never shared with other sequences through the prefix cache.
+        Args:
+            key: under which whatever continues the sequence is cached, where the data is trusted to be what it says;
+                without it nothing that rests on it reaches another sequence through the prefix cache.
 
         Raises:
             BatchError: the sequence is not empty, or the data is damaged or of another model.
@@ -264,7 +280,7 @@ class Context:
             expected = self.runner.bytes_per_block(group, self.kv.block_size)
             if content.dtype is not torch.uint8 or content.dim() != 2 or content.shape[1] != expected:
                 raise BatchError("the saved sequence's blocks have another size")
-        blocks = self.kv.import_(seq_id, tokens)
+        blocks = self.kv.import_(seq_id, tokens, key)
         if [len(ids) for ids in blocks] != [len(content) for content in contents]:
             self.kv.seq_rm(seq_id)
             raise BatchError("the saved sequence lacks blocks")
@@ -292,65 +308,34 @@ class Context:
                 if not 0 <= token < width:
                     raise BatchError(f"sequence {entry.seq_id}: token id {token} is outside 0..{width - 1}")
 
-    def _layout(self, batch: Sequence[Entry]) -> RaggedBatch:
-        counts = np.fromiter((len(entry.tokens) for entry in batch), np.int64, len(batch))
-        n_past = np.fromiter((entry.n_past for entry in batch), np.int64, len(batch))
-        starts = np.zeros(len(batch) + 1, np.int64)
-        np.cumsum(counts, out=starts[1:])
-        total = int(starts[-1])
-        owner = np.repeat(np.arange(len(batch)), counts)  # [T] the entry each token belongs to
-        positions = np.arange(total) - np.repeat(starts[:-1] - n_past, counts)
-        kv_lens = n_past + counts
-        block_size = self.kv.block_size
-        width = -(-int(kv_lens.max()) // block_size)
-        tables, slots = [], []
-        for group in range(len(self.runner.groups)):
-            table = np.zeros((len(batch), width), np.int32)
-            for row, entry in enumerate(batch):
-                blocks = self.kv.block_table(group, entry.seq_id)
-                table[row, : len(blocks)] = np.frombuffer(blocks, np.int32)
-            tables.append(self._tensor(table))
-            block_ids = table[owner, positions // block_size].astype(np.int64)
-            slots.append(self._tensor(block_ids * block_size + positions % block_size))
-        tokens = np.fromiter((token for entry in batch for token in entry.tokens), np.int64, total)
-        return RaggedBatch(
-            input_ids=self._tensor(tokens),
-            positions=self._tensor(positions),
-            query_starts=self._tensor(starts.astype(np.int32)),
-            kv_lens=self._tensor(kv_lens.astype(np.int32)),
-            slots=tuple(slots),
-            block_tables=tuple(tables),
-            logit_rows=self._tensor(_logit_rows(batch, starts)),
-            max_query_len=int(counts.max()),
-            max_kv_len=int(kv_lens.max()),
-        )
+    def _evaluate(self, batch: Sequence[Entry], *, with_logits: bool) -> tuple[torch.Tensor | None, Largest | None]:
+        self._check(batch)
+        steps = [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch]
+        return self._forward(steps, lambda: lay_out(batch, self.kv, self.runner.device), with_logits=with_logits)
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.runner.device, non_blocking=True)
+    def _forward(
+        self, steps: Steps, layout: Callable[[], RaggedBatch], *, with_logits: bool
+    ) -> tuple[torch.Tensor | None, Largest | None]:
+        """One forward: the rows of logits, and of each the largest where the runner finds it by the way."""
+        reservation = self.kv.reserve(steps)
+        evaluated: tuple[torch.Tensor | None, Largest | None]
+        try:
+            for group, pairs in enumerate(reservation.copies):
+                if pairs:
+                    self.runner.copy_blocks(group, pairs)
+            if self._chooser is not None:
+                evaluated = self._chooser.forward_largest(layout(), with_logits=with_logits)
+            else:
+                evaluated = self.runner.forward(layout()), None
+        except BaseException:
+            # A forward that failed must leave no trace: the same entries may be evaluated again.
+            reservation.rollback()
+            raise
+        reservation.commit()
+        return evaluated
 
 
 def _num_rows(entry: Entry) -> int:
     if entry.logits is Logits.ALL:
         return len(entry.tokens)
     return 1 if entry.logits is Logits.LAST else 0
-
-
-def _logit_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
-    rows: list[int] = []
-    for index, entry in enumerate(batch):
-        if entry.logits is Logits.ALL:
-            rows.extend(range(int(starts[index]), int(starts[index + 1])))
-        elif entry.logits is Logits.LAST:
-            rows.append(int(starts[index + 1]) - 1)
-    return np.array(rows, np.int64)
-
-
-def _draw(
-    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
-) -> list[Sampled | SampleFault]:
-    """Draws where the logits are: both samplers give the same tokens."""
-    if logits.device.type == "cpu" or find_spec("triton") is None:
-        return sample(logits, states, positions)
-    from genbatch.nif.sampling.device_sampler import sample as sample_on_device
-
-    return sample_on_device(logits, states, positions)

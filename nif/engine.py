@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from genbatch.nif.context import Context
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size
 from genbatch.nif.kv.free_memory import free_gpu_memory, free_host_memory
@@ -16,82 +16,9 @@ from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.llama_weights import LlamaWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Runner
-from genbatch.nif.runners.cuda_graphs import GraphOptions
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 log = logging.getLogger("genbatch")
-
-RUNNERS = ("auto", "native", "triton", "torch")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Which model, how it is run, and how much KV memory it gets.
-
-    Args:
-        model_path: a name ("smollm2"), a Hugging Face directory or id, or a .gguf file.
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
-        runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
-            insist on one.
-        quantize: "none" computes in the dtype; "int8" quantises weights and activations of the native runner.
-        n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
-        use_cuda_graph: whether decode steps are captured and replayed; needs a GPU and a model of the Llama family.
-        q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: see GraphOptions.
-        n_ctx: positions in the KV pool, all sequences together.
-        num_blocks: blocks of the KV pool, where that is to be pinned instead.
-        max_tokens_in_cache: positions at most, whatever the other limits say (TensorRT-LLM's maxTokens).
-        max_memory_percent: fraction of the free memory, once the model is loaded, that the pool and a step may take.
-        block_size: positions a KV block holds; transformers calls it page_size.
-        cap_per_sequence: whether one sequence may take at most n_ctx / n_parallel positions.
-        allow_block_sharing: whether finished blocks are reused by content (the prefix cache).
-    """
-
-    model_path: str = "smollm2"
-    dtype: str = "auto"
-    n_gpu_layers: int = -1
-    runner: str = "auto"
-    quantize: str = "none"
-    n_threads: int = 0
-    use_cuda_graph: bool = False
-    q_padding_interval_size: int = 0
-    kv_padding_interval_size: int = 0
-    max_cached_graphs: int = 64
-    n_ctx: int = 8192
-    num_blocks: int | None = None
-    max_tokens_in_cache: int | None = None
-    max_memory_percent: float = 0.9
-    block_size: int = 16
-    cap_per_sequence: bool = False
-    allow_block_sharing: bool = True
-
-    def __post_init__(self) -> None:
-        """Raises:
-        OptionError: a value out of range; the error names it.
-        """
-        if self.runner not in RUNNERS:
-            raise OptionError("runner", f"{self.runner!r} is none of {', '.join(RUNNERS)}")
-        if self.quantize not in ("none", "int8"):
-            raise OptionError("quantize", f"{self.quantize!r} is neither none nor int8")
-        for option in ("n_ctx", "block_size"):
-            if getattr(self, option) < 1:
-                raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
-        if self.n_threads < 0:
-            raise OptionError("n_threads", f"must be at least 0, not {self.n_threads}")
-        self.graphs()
-
-    def graphs(self) -> GraphOptions | None:
-        """How decode steps are captured; None where they are not.
-
-        Raises:
-            OptionError: a padding or a count is out of range.
-        """
-        options = GraphOptions(
-            q_padding_interval_size=self.q_padding_interval_size,
-            kv_padding_interval_size=self.kv_padding_interval_size,
-            max_cached_graphs=self.max_cached_graphs,
-        )
-        return options if self.use_cuda_graph else None
 
 
 class Engine:
@@ -194,7 +121,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
         _refuse_quantize(options, "the torch runner computes in the model's dtype")
         return lambda: TorchRunner(model)
     try:
-        weights = LlamaWeights(model, options.quantize)
+        weights = LlamaWeights(model, _quantize(options))
     except NativeUnavailable as unavailable:
         if options.runner == "native":
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
@@ -220,6 +147,13 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[], Runner]:
     return lambda: TritonRunner(model, graphs=options.graphs())
 
 
+def _quantize(options: EngineOptions) -> str:
+    """What the native runner makes of the option."""
+    if options.quantize != "auto":
+        return options.quantize
+    return "int8" if options.dtype == "auto" else "none"
+
+
 def _refuse_quantize(options: EngineOptions, reason: str) -> None:
-    if options.quantize != "none":
+    if options.quantize == "int8":
         raise OptionError("quantize", f"{options.quantize} is not possible: {reason}")

@@ -1,11 +1,12 @@
 """The interface between Context and whatever executes a forward pass over the paged KV cache."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.largest import Largest
 from genbatch.nif.layer_group import LayerGroup
 
 
@@ -16,6 +17,7 @@ class Runner(Protocol):
     """
 
     name: str  # for the banner: which path runs
+    quantize: str  # the value of the option that took effect
     device: torch.device
     vocab_size: int  # width of the logits
     groups: tuple[LayerGroup, ...]
@@ -46,4 +48,13 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Releases the KV pool."""
+        ...
+
+
+@runtime_checkable
+class ChoosingRunner(Protocol):
+    """A runner that finds each row's largest logit as it computes them, so that they need not be written and read."""
+
+    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+        """As `forward`: the logits, None if they are not wanted, and each row's largest."""
         ...

@@ -305,6 +305,10 @@ class KVCache:
             more.append(max(0, most - held) + copied)
         return tuple(more)
 
+    def is_writable(self, seq_id: int, length: int) -> bool:
+        """Whether a sequence can grow to `length` positions without a new block; it may not know that it can."""
+        return length <= sequence_of(self._tables, seq_id).writable
+
     def can_admit(self, prompt_len: int, max_new_tokens: int = 0) -> bool:
         """Whether every group has the free blocks that such a request needs, shared prefixes aside."""
         needed = self.needed_to_completion(prompt_len, max_new_tokens)

@@ -16,11 +16,13 @@ FORMAT = "genbatch-sequence-1"
 
 
 def fingerprint(model: Model, runner: Runner, block_size: int) -> str:
-    """What has to be equal for KV to mean the same: weights' identity as far as the config tells, layout, precision."""
+    """What has to be equal for KV to mean the same: the model, as its config and a few of its weights tell; layout and
+    precision."""
     facts = {
         "config": model.config.to_dict(),
+        "weights": _sample(model),
         "dtype": str(model.dtype),
-        "runner": runner.name,
+        "runner": [type(runner).__name__, runner.quantize],
         "block_size": block_size,
         "bytes_per_block": [runner.bytes_per_block(g, block_size) for g in range(len(runner.groups))],
     }
@@ -45,6 +47,8 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
         size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
         tensors = load(data)
+        if tensors["tokens"].dtype is not torch.int64 or tensors["tokens"].dim() != 1:
+            raise ValueError("its tokens are no list of ids")
         tokens = tensors["tokens"].tolist()
         contents = [tensors[f"group.{index}"] for index in range(num_groups)]
     except (SafetensorError, ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
@@ -52,3 +56,12 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
     if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
         raise BatchError("the saved sequence is of another model, precision or block size")
     return tokens, contents
+
+
+def _sample(model: Model) -> str:
+    """A digest of some weights: two models of one config, one of them trained further, differ in all of them."""
+    digest = hashlib.sha256()
+    for parameter in list(model.hf.parameters())[::8]:
+        row = parameter.detach().reshape(-1)[:64].to("cpu", torch.float32)
+        digest.update(row.contiguous().numpy().tobytes())
+    return digest.hexdigest()

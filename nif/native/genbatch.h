@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 1 /* bumped with any change to the structs below; library.py compares */
+#define ABI_VERSION 2 /* bumped with any change to the structs below; library.py compares */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_HEAD_DIM 256
@@ -56,6 +56,12 @@ typedef struct {
     int32_t padded_keys; /* block_size rounded up to 16: the row length of the transposed keys */
 } cache;
 
+/* A row's largest logit, NaN if the row holds one, and the lowest token id that has it. */
+typedef struct {
+    float value;
+    int32_t column;
+} largest;
+
 typedef struct {
     int32_t num_tokens, num_entries, num_logit_rows, num_positions; /* the last: rows of cosines and sines */
     const int64_t *input_ids, *positions; /* [num_tokens] */
@@ -65,7 +71,8 @@ typedef struct {
     int32_t table_width[MAX_GROUPS];
     const int64_t *logit_rows; /* [num_logit_rows] */
     const float *cosines, *sines; /* [num_positions, head_dim / 2] */
-    float *logits; /* [num_logit_rows, vocab_size] */
+    float *logits; /* [num_logit_rows, vocab_size], or NULL: not wanted */
+    largest *best; /* [num_logit_rows], or NULL */
 } step;
 
 /* What is wrong with a step; the offending index goes to *where. */
@@ -128,6 +135,15 @@ void linear_block(const linear *, int64_t block, const rows *, int64_t first, in
 void linear_finish(const linear *, int64_t block, const float *sums, int64_t first, int64_t count, enum epilogue,
                    float *out, int64_t pitch);
 
+/* largest.c */
+typedef struct {
+    float values[COLUMNS];
+    int32_t blocks[COLUMNS];
+} lane_maxima; /* of one row, as far as one thread has seen it */
+void largest_clear(lane_maxima *, int64_t count);
+void largest_take(const linear *, int64_t block, const float *sums, int64_t count, lane_maxima *);
+void largest_join(const lane_maxima *, largest *); /* `largest` starts at {-INFINITY, any column above all} */
+
 /* check.c */
 enum step_error step_check(const step *, const model *, const cache *, int64_t *where);
 
@@ -157,6 +173,10 @@ typedef struct {
 } attention_entry;
 int attention_tiles(int query_len, int heads_per_kv_head);
 void attention_tile(const attention *, const attention_entry *, int kv_head, int tile);
+/* How many of the entries, from the first on, are worth working on together: they decode, their tables begin with the
+ * same blocks, for at least one chunk, and their rows fill at most one tile. */
+int attention_members(const attention *, const attention_entry *, int count, int64_t *shared_chunks);
+void attention_shared(const attention *, const attention_entry *, int members, int64_t shared_chunks, int kv_head);
 void attention_fetch(const attention *, const attention_entry *, int kv_head); /* asks for the first chunk */
 
 #endif

@@ -8,7 +8,7 @@ from pathlib import Path
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.errors import NativeUnavailable
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 COLUMNS = 32
 MAX_GROUPS = 4
 MAX_HEAD_DIM = 256
@@ -122,6 +122,7 @@ class Step(Structure):
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("logits", c_void_p),
+        ("best", c_void_p),
     )
 
 

@@ -99,6 +99,7 @@ class LlamaWeights:
         self.model = model
         self.library = native_library()
         plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
+        self.quantize = quantize
         self.kind = WEIGHT_I8 if quantize == "int8" else plain
         self._packer = WeightPacker(self.library, available_cores())
         decoder = model.hf.model

@@ -7,10 +7,12 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.largest import Largest
 from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.library import (
     KV_BF16,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}
 _KEY_LANES = 16  # scores of one vector; a block's keys are padded to it
+_LARGEST = np.dtype([("value", np.float32), ("column", np.int32)])  # `largest` of genbatch.h
 
 
 def native_runner(
@@ -83,6 +86,7 @@ class NativeRunner:
         self._n_threads = n_threads or available_cores()
         plural = "s" if self._n_threads > 1 else ""
         self.name = f"native ({_WEIGHT_NAMES[weights.kind]}, {self._n_threads} thread{plural})"
+        self.quantize = weights.quantize
         self.device = torch.device("cpu")
         self.vocab_size = weights.model.vocab_size
         self.groups = weights.model.groups
@@ -131,9 +135,22 @@ class NativeRunner:
             BatchError: a token, slot, position or block is out of range; nothing was written.
             MemoryError: no room for the step's activations.
         """
+        logits = torch.empty(batch.logit_rows.numel(), self.vocab_size)
+        self._run(batch, logits, None)
+        return logits
+
+    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+        """As `forward`: the logits, None if they are not wanted, and each row's largest, of equals the lowest id."""
+        rows = batch.logit_rows.numel()
+        logits = torch.empty(rows, self.vocab_size) if with_logits else None
+        best = np.empty(rows, _LARGEST)
+        self._run(batch, logits, best)
+        return logits, Largest(best["value"], best["column"])
+
+    def _run(self, batch: RaggedBatch, logits: torch.Tensor | None, best: np.ndarray | None) -> None:
+        """The step in C; raises as `forward` says."""
         assert self._engine is not None, "forward needs a pool"
         cosines, sines = self._rope.up_to(batch.max_kv_len)
-        logits = torch.empty(batch.logit_rows.numel(), self.vocab_size)
         _check_sizes(batch, len(self.groups))
         held = _Held()
         step = Step(
@@ -148,7 +165,8 @@ class NativeRunner:
             logit_rows=held.address(batch.logit_rows, torch.int64),
             cosines=cosines.data_ptr(),
             sines=sines.data_ptr(),
-            logits=logits.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
+            best=None if best is None else best.ctypes.data,
         )
         for i in range(len(self.groups)):
             step.slots[i] = held.address(batch.slots[i], torch.int64)
@@ -160,7 +178,6 @@ class NativeRunner:
             raise MemoryError(STEP_ERRORS[error])
         if error:
             raise BatchError(STEP_ERRORS[error] % where.value)
-        return logits
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, destination); every source is read before any block is written."""

@@ -2,6 +2,7 @@
  *
  * Inside a phase threads claim units of work from a counter, so a thread that lost its core for a while
  * holds up one unit and not a fixed share. Which thread computes a unit does not change its result. */
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -22,6 +23,7 @@ typedef struct {
     group_factors *factors;
     float *scratch; /* a thread's: PANEL x COLUMNS sums, then a row of hidden size */
     int64_t scratch_size;
+    lane_maxima *maxima; /* a thread's: one a row of logits */
 } workspace;
 
 typedef struct engine {
@@ -148,25 +150,27 @@ static void rope_and_cache_phase(worker *w, const layer *l)
 
 /* Attention */
 
-/* A tile among those of all entries. */
+/* A unit of attention among those of one KV head: a tile of one entry, or entries that share their first blocks. */
 typedef struct {
-    attention_entry entry;
-    int index; /* of the entry */
-    int tile, tiles; /* in the entry */
+    attention_entry entries[MAX_ROWS];
+    int index; /* of the first entry */
+    int members; /* entries */
+    int tile, tiles; /* in the entry; 1 of several members */
+    int64_t shared_chunks; /* of several members */
 } attention_place;
 
-static attention_place place_at(const step *s, int group, int per_head, int index)
+/* `limit`: members at most. */
+static attention_place place_at(const step *s, const attention *a, int group, int limit, int index)
 {
-    int first = s->query_starts[index], size = s->query_starts[index + 1] - first;
-    const int32_t *table = s->block_tables[group] + (int64_t)index * s->table_width[group];
-    return (attention_place){{first, size, s->kv_lens[index], table}, index, 0, attention_tiles(size, per_head)};
-}
-
-static attention_place place_of(const step *s, int group, int per_head, int64_t tile)
-{
-    attention_place at = place_at(s, group, per_head, 0);
-    for (; tile >= at.tiles; at = place_at(s, group, per_head, at.index + 1)) tile -= at.tiles;
-    at.tile = (int)tile;
+    attention_place at = {.index = index};
+    int count = (int)smaller(limit, s->num_entries - index);
+    for (int i = 0; i < count; i++) {
+        int b = index + i, first = s->query_starts[b];
+        const int32_t *table = s->block_tables[group] + (int64_t)b * s->table_width[group];
+        at.entries[i] = (attention_entry){first, s->query_starts[b + 1] - first, s->kv_lens[b], table};
+    }
+    at.members = attention_members(a, at.entries, count, &at.shared_chunks);
+    at.tiles = attention_tiles(at.entries[0].query_len, a->num_heads / a->num_kv_heads);
     return at;
 }
 
@@ -184,20 +188,34 @@ static void attention_phase(worker *w, const layer *l)
                    .num_kv_heads = m->num_kv_heads,
                    .head_dim = m->head_dim,
                    .window = l->window};
-    int per_head = m->num_heads / m->num_kv_heads;
+    /* Sharing saves less than half, so it is not worth leaving threads without a unit. */
+    int64_t fair = (int64_t)s->num_entries * m->num_kv_heads / (2 * pool_size(e->pool));
+    int limit = (int)smaller(fair < 1 ? 1 : fair, MAX_ROWS);
     int64_t tiles = 0, from, to;
-    for (int b = 0; b < s->num_entries; b++)
-        tiles += attention_tiles(s->query_starts[b + 1] - s->query_starts[b], per_head);
+    for (int b = 0; b < s->num_entries;) {
+        attention_place at = place_at(s, &a, l->group, limit, b);
+        tiles += at.tiles;
+        b += at.members;
+    }
     /* KV head outermost: sequences that share a prefix read its blocks one after another, out of L2. */
     int64_t count = tiles * m->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
-        attention_place at = place_of(s, l->group, per_head, from % tiles);
+        attention_place at = place_at(s, &a, l->group, limit, 0);
+        int64_t before = from % tiles;
+        for (; before >= at.tiles; at = place_at(s, &a, l->group, limit, at.index + at.members)) before -= at.tiles;
+        at.tile = (int)before;
         for (int64_t unit = from; unit < to; unit++) {
-            attention_entry now = at.entry;
-            int tile = at.tile;
-            if (++at.tile == at.tiles) at = place_at(s, l->group, per_head, at.index + 1 < s->num_entries ? at.index + 1 : 0);
-            if (unit + 1 < to && at.tiles == 1) attention_fetch(&a, &at.entry, (int)((unit + 1) / tiles));
-            attention_tile(&a, &now, (int)(unit / tiles), tile);
+            attention_place now = at;
+            if (++at.tile == at.tiles) {
+                int next = at.index + at.members;
+                at = place_at(s, &a, l->group, limit, next < s->num_entries ? next : 0);
+            }
+            if (unit + 1 < to && at.tiles == 1) attention_fetch(&a, &at.entries[0], (int)((unit + 1) / tiles));
+            int kv_head = (int)(unit / tiles);
+            if (now.members > 1)
+                attention_shared(&a, now.entries, now.members, now.shared_chunks, kv_head);
+            else
+                attention_tile(&a, &now.entries[0], kv_head, now.tile);
         }
     }
     phase_end(w);
@@ -205,9 +223,9 @@ static void attention_phase(worker *w, const layer *l)
 
 /* Linears */
 
-/* out[count, pitch] from the operand's rows. */
-static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogue epilogue, float *out,
-                         int64_t pitch)
+/* out[count, pitch] from the operand's rows, and what is largest in them; either may be NULL. */
+static void linear_units(worker *w, const linear *l, int64_t count, enum epilogue epilogue, float *out,
+                         int64_t pitch, lane_maxima *maxima)
 {
     engine *e = w->engine;
     rows operand = operand_for(e, l, count);
@@ -221,10 +239,31 @@ static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogu
             int64_t first = tile_at(count, panel * tiles / panels).start;
             int64_t size = tile_at(count, (panel + 1) * tiles / panels).start - first;
             linear_block(l, block, &operand, first, size, sums);
-            linear_finish(l, block, sums, first, size, epilogue, out, pitch);
+            if (out) linear_finish(l, block, sums, first, size, epilogue, out, pitch);
+            if (maxima) largest_take(l, block, sums, size, maxima + first);
         }
     }
     phase_end(w);
+}
+
+static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogue epilogue, float *out,
+                         int64_t pitch)
+{
+    linear_units(w, l, count, epilogue, out, pitch, NULL);
+}
+
+static void head_phase(worker *w, const linear *l, int64_t count)
+{
+    engine *e = w->engine;
+    const step *s = e->step;
+    lane_maxima *all = e->work.maxima, *own = s->best ? all + w->thread * count : NULL;
+    if (own) largest_clear(own, count);
+    linear_units(w, l, count, STORE, s->logits, e->model->vocab_size, own);
+    if (!own || w->thread > 0) return;
+    for (int64_t i = 0; i < count; i++) {
+        s->best[i] = (largest){-INFINITY, INT32_MAX};
+        for (int thread = 0; thread < pool_size(e->pool); thread++) largest_join(all + thread * count + i, &s->best[i]);
+    }
 }
 
 /* The step */
@@ -274,7 +313,7 @@ static void run(void *argument, int thread)
         linear_phase(&w, &l->down, count, ADD, x, m->hidden);
     }
     prepare_phase(&w, &m->head, x, m->hidden, NULL, count, m->final_norm);
-    linear_phase(&w, &m->head, count, STORE, s->logits, m->vocab_size);
+    head_phase(&w, &m->head, count);
 }
 
 /* Memory */
@@ -299,9 +338,10 @@ static bool reserve(engine *e)
     int64_t scratch_size = PANEL * COLUMNS + padded(m->hidden, 16);
     int64_t count = T > R ? T : R; /* a row may be asked for twice */
     const int64_t factor_floats = sizeof(group_factors) / sizeof(float);
+    const int64_t maxima_floats = e->step->best ? sizeof(lane_maxima) / sizeof(float) : 0;
     int64_t floats[] = {T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
                         count * m->intermediate, R * m->hidden, count * k, count * k / 32 * factor_floats,
-                        pool_size(e->pool) * scratch_size};
+                        pool_size(e->pool) * scratch_size, pool_size(e->pool) * R * maxima_floats};
     enum { NUM = sizeof(floats) / sizeof(floats[0]) };
     int64_t total = 0;
     for (int i = 0; i < NUM; i++) total += padded(floats[i], 16) + 16;
@@ -314,7 +354,8 @@ static bool reserve(engine *e)
     }
     float *at[NUM], *p = e->memory;
     for (int i = 0; i < NUM; p += padded(floats[i], 16) + 16, i++) at[i] = p;
-    e->work = (workspace){at[0], at[1], at[2], at[3], at[4], at[5], (group_factors *)at[6], at[7], scratch_size};
+    e->work = (workspace){at[0], at[1], at[2], at[3], at[4], at[5], (group_factors *)at[6], at[7], scratch_size,
+                          (lane_maxima *)at[8]};
     return true;
 }
 

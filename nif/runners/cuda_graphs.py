@@ -12,39 +12,11 @@ import torch
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.batch_check import BatchLimits
-from genbatch.nif.errors import OptionError
 from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
+from genbatch.nif.runners.graph_options import GraphOptions
 
 _DEFAULT_KV_INTERVAL = 1024  # positions; the length decides how decodes are split, so steps of one graph share it
 _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphOptions:
-    """How decode steps are captured.
-
-    Args:
-        q_padding_interval_size: tokens of a step are padded to a multiple of it; 0 pads to 1, 2, 4, 8 and then
-            multiples of 8.
-        kv_padding_interval_size: the longest sequence's length is padded to a multiple of it; 0 means 1024.
-        max_cached_graphs: the least recently used graph beyond it is dropped.
-        max_batch_size: larger steps run eagerly.
-    """
-
-    q_padding_interval_size: int = 0
-    kv_padding_interval_size: int = 0
-    max_cached_graphs: int = 64
-    max_batch_size: int = 256
-
-    def __post_init__(self) -> None:
-        for option, least in (
-            ("q_padding_interval_size", 0),
-            ("kv_padding_interval_size", 0),
-            ("max_cached_graphs", 1),
-            ("max_batch_size", 1),
-        ):
-            if getattr(self, option) < least:
-                raise OptionError(option, f"must be at least {least}, not {getattr(self, option)}")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -21,6 +21,7 @@ class TorchRunner:
     """
 
     name = "torch"
+    quantize = "none"
 
     def __init__(self, model: "Model") -> None:
         self.device = model.device

@@ -16,7 +16,8 @@ from genbatch.nif.kernels.paged_attention import paged_attention
 from genbatch.nif.kernels.rope_cache import write_kv
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.batch_upload import BatchUpload
-from genbatch.nif.runners.cuda_graphs import DecodeGraphs, GraphOptions
+from genbatch.nif.runners.cuda_graphs import DecodeGraphs
+from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.nif.runners.lean_llama import LeanLlama, why_not_lean
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class TritonRunner:
         if graphs is not None and not lean:
             # The model's own modules may wait for the device or allocate differently from step to step.
             raise OptionError("graphs", "only the lean tier can be captured")
+        self.quantize = "none"
         self.name = "triton, lean loop" if lean else "triton, general"
         self.device = torch.device("cpu")
         self.vocab_size = model.vocab_size

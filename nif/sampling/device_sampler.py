@@ -8,8 +8,9 @@ import torch
 from genbatch.nif.kernels.edit_logits import edit_logits
 from genbatch.nif.kernels.logprob import gather_logprobs
 from genbatch.nif.kernels.sample import NONE, draw_tokens
+from genbatch.nif.sampling.constraint import forbid
 from genbatch.nif.sampling.ranked_candidates import pad_to_chunks, ranked
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, nothing_left
 from genbatch.nif.sampling.uniform_draw import uniform
 
 
@@ -18,7 +19,8 @@ def sample(
 ) -> list[Sampled | SampleFault]:
     """Chooses one token a row; arguments, order of operations and results as in `genbatch.nif.sampling.sampler.sample`.
 
-    One copy goes to the device and one comes back, whatever the rows ask for (log-probabilities: one more).
+    One copy goes to the device and one comes back, whatever the rows ask for (log-probabilities and masks of
+    constraints: one more each).
     """
     assert logits.shape[0] == len(states) == len(positions)
     if not states:
@@ -26,6 +28,7 @@ def sample(
     raw = logits
     if any(state.edits for state in states):
         logits = edit_logits(logits, states)
+        forbid(logits, [state.constraint for state in states])
     params = np.array(
         [
             (p.temperature, p.top_k, p.top_p, p.min_p, uniform(p.seed, position) if p.temperature > 0.0 else 0.0)
@@ -37,11 +40,11 @@ def sample(
     healthy = raw.amax(dim=1).isfinite()
     host = torch.stack((tokens, healthy.long())).tolist()
     results: list[Sampled | SampleFault] = []
-    for token, fine in zip(*host, strict=True):
+    for state, token, fine in zip(states, *host, strict=True):
         if not fine:
             results.append(SampleFault("the model's logits are not finite"))
         elif token == NONE:
-            results.append(SampleFault("penalties and biases leave no token to choose"))
+            results.append(nothing_left(state))
         else:
             results.append(Sampled(token))
     return _with_logprobs(raw, states, results)

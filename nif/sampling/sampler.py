@@ -8,11 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genbatch.nif.largest import Largest
+from genbatch.nif.sampling.constraint import Constraint, forbid
 from genbatch.nif.sampling.logprobs import token_logprobs
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.sampling.truncated_draw import draw
 from genbatch.nif.sampling.uniform_draw import uniform
 
+_NOT_FINITE = "the model's logits are not finite"
 _CHUNK = 64  # columns of which the CPU takes the maximum with vector instructions
 
 
@@ -33,19 +36,37 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SampleFault:
-    """Why a row has no choice; other rows are not concerned."""
+    """Why a row has no choice; other rows are not concerned.
+
+    Args:
+        reason: for a person.
+        by_constraint: whether it is what the caller asked for that cannot be kept to.
+    """
 
     reason: str
+    by_constraint: bool = False
 
 
 class SamplerState:
-    """What sampling remembers of one sequence: which tokens it has seen, and how many it generated."""
+    """What sampling remembers of one sequence: which tokens it has seen, and how many it generated.
 
-    __slots__ = ("_bias", "_counts", "_num_seen", "_ranks", "_seen", "_suppressed", "num_generated", "params")
+    Args:
+        params: how tokens are drawn.
+        prompt_token_ids: count for the repetition penalty.
+        constraint: what the output has to keep to, nothing of it generated yet.
+    """
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Iterable[int]) -> None:
+    __slots__ = ("_always_edits", "_always_reads", "_bias", "_counts", "_num_seen", "_ranks", "_seen", "_suppressed",
+                 "constraint", "num_generated", "params")  # fmt: skip
+
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Iterable[int], constraint: Constraint | None = None
+    ) -> None:
         self.params = params
+        self.constraint = constraint
         self.num_generated = 0
+        self._always_edits = params.penalised or bool(params.logit_bias) or constraint is not None
+        self._always_reads = self._always_edits or params.temperature > 0.0 or params.logprobs is not None
         bias = params.logit_bias or {}
         self._bias = (_ids(bias), np.fromiter(bias.values(), np.float32, len(bias)))
         self._suppressed = _ids(sorted(params.suppress))
@@ -61,12 +82,15 @@ class SamplerState:
     def accept(self, token_id: int) -> None:
         """Records that the sequence goes on with `token_id`; call it once the step has succeeded."""
         self.num_generated += 1
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
         if self.params.penalised:
             rank = self._rank(token_id)  # first: it may replace the arrays
             self._counts[rank] += 1.0
 
     def fork(self, seed: int) -> Self:
         """Returns an independent state with the same past, drawing by `seed`: a parallel sample, a beam."""
+        assert self.constraint is None, "a constraint has one sequence"
         twin = type(self)(replace(self.params, seed=seed), ())
         twin.num_generated = self.num_generated
         twin._ranks = dict(self._ranks)
@@ -78,7 +102,17 @@ class SamplerState:
     @property
     def edits(self) -> bool:
         """Whether the next token is chosen from other logits than the model's."""
-        return bool(self.params.penalised or self.params.logit_bias or self.suppressed_ids.size)
+        return self._always_edits or self._suppresses
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the next draw has to wait long for the constraint."""
+        return self.constraint is not None and self.constraint.is_slow
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether choosing the next token takes more than to know the model's largest logit."""
+        return self._always_reads or self._suppresses
 
     @property
     def seen_ids(self) -> npt.NDArray[np.int64]:
@@ -98,7 +132,11 @@ class SamplerState:
     @property
     def suppressed_ids(self) -> npt.NDArray[np.int64]:
         """Tokens that cannot be chosen next."""
-        return self._suppressed if self.num_generated < self.params.min_tokens else self._suppressed[:0]
+        return self._suppressed if self._suppresses else self._suppressed[:0]
+
+    @property
+    def _suppresses(self) -> bool:
+        return self.num_generated < self.params.min_tokens and self._suppressed.size > 0
 
     def _rank(self, token_id: int) -> int:
         """The token's place in the arrays, made if it is new."""
@@ -114,14 +152,26 @@ class SamplerState:
         return rank
 
 
+def greedy(largest: Largest) -> list[Sampled | SampleFault]:
+    """The tokens of rows that take the model's largest logit as it is, as `sample` gives them."""
+    tokens = largest.token_ids.tolist()
+    finite = np.isfinite(largest.values)
+    if finite.all():
+        return [Sampled(token) for token in tokens]
+    return [Sampled(token) if fine else SampleFault(_NOT_FINITE) for token, fine in zip(tokens, finite, strict=True)]
+
+
 def sample(
-    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+    logits: torch.Tensor,
+    states: Sequence[SamplerState],
+    positions: Sequence[int],
+    largest: Largest | None = None,
 ) -> list[Sampled | SampleFault]:
     """Chooses one token a row. Neither the logits nor the states change: `accept` a token once it counts.
 
     A row's logits go through, in this order: repetition penalty (tokens of prompt and output), frequency and
-    presence penalty (tokens of the output), logit_bias, suppression until min_tokens, temperature, top_k,
-    top_p, min_p. Temperature 0 takes the largest, the lowest id among equals. Order and meaning are those of
+    presence penalty (tokens of the output), logit_bias, suppression until min_tokens, the constraint, temperature,
+    top_k, top_p, min_p. Temperature 0 takes the largest, the lowest id among equals. Order and meaning are those of
     transformers' logits processors. Log-probabilities are of the model's own logits, before all that.
 
     A row's result depends on its logits, its state and its position alone, bit for bit.
@@ -130,6 +180,7 @@ def sample(
         logits: [R, V] float32 on any device.
         states: R of them; ids in their params lie below V.
         positions: R draw counters; a sequence uses each once, and the same one again to repeat a draw.
+        largest: of these logits, if that is known already.
 
     Returns:
         R results; SampleFault where a row's logits hold NaN or +inf, or leave no token to choose.
@@ -137,18 +188,29 @@ def sample(
     assert logits.shape[0] == len(states) == len(positions)
     if not states:
         return []
-    best, best_ids = _first_largest(logits)
+    if largest is None:
+        best, best_ids = _first_largest(logits)
+        tokens: list[int | None] = best_ids.tolist()
+    else:
+        best, tokens = torch.from_numpy(largest.values), largest.token_ids.tolist()
     finite = best.isfinite().tolist()
-    tokens: list[int | None] = best_ids.tolist()
-    reasons = ["the model's logits are not finite"] * len(states)
+    faults = [SampleFault(_NOT_FINITE)] * len(states)
     rest = [i for i, s in enumerate(states) if finite[i] and (s.edits or s.params.temperature > 0.0)]
     if rest:
         chosen = _choose(logits, best, [states[i] for i in rest], [positions[i] for i in rest], rest)
         for i, token in zip(rest, chosen, strict=True):
             tokens[i] = token
-            finite[i] = token is not None
-            reasons[i] = "penalties and biases leave no token to choose"
-    return _report(logits, states, [t if ok else None for t, ok in zip(tokens, finite, strict=True)], reasons)
+            if token is None:
+                finite[i] = False
+                faults[i] = nothing_left(states[i])
+    return _report(logits, states, [t if ok else None for t, ok in zip(tokens, finite, strict=True)], faults)
+
+
+def nothing_left(state: SamplerState) -> SampleFault:
+    """Why a row of finite logits has no token that may be chosen."""
+    if state.constraint is not None and state.constraint.fault is not None:
+        return SampleFault(state.constraint.fault, by_constraint=True)
+    return SampleFault("penalties and biases leave no token to choose")
 
 
 def _choose(
@@ -185,11 +247,11 @@ def _report(
     logits: torch.Tensor,
     states: Sequence[SamplerState],
     tokens: Sequence[int | None],
-    reasons: Sequence[str],
+    faults: Sequence[SampleFault],
 ) -> list[Sampled | SampleFault]:
     """Joins tokens, faults and the log-probabilities that were asked for."""
     results: list[Sampled | SampleFault] = [
-        SampleFault(reason) if token is None else Sampled(token) for token, reason in zip(tokens, reasons, strict=True)
+        fault if token is None else Sampled(token) for token, fault in zip(tokens, faults, strict=True)
     ]
     wanted = [(i, t, n) for i, t in enumerate(tokens) if t is not None and (n := states[i].params.logprobs) is not None]
     if wanted:
@@ -202,7 +264,7 @@ def _report(
 
 
 def _edited(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    """A copy of the logits [R, V] with every state's penalties, biases and suppressions."""
+    """A copy of the logits [R, V] with every state's penalties, biases, suppressions and constraint."""
     logits = logits.clone(memory_format=torch.contiguous_format)
     width = logits.shape[1]
     flat = logits.view(-1)
@@ -227,6 +289,7 @@ def _edited(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tenso
     suppressed = [(i, s.suppressed_ids) for i, s in enumerate(states) if s.suppressed_ids.size]
     if suppressed:
         flat[torch.from_numpy(_flat_index(suppressed, width)).to(flat.device)] = float("-inf")
+    forbid(logits, [state.constraint for state in states])
     return logits
 
 

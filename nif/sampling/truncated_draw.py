@@ -32,13 +32,15 @@ def draw(
     temperature = torch.tensor([p.temperature for p in params], device=device)[:, None]
     # The maximum goes first: no temperature, however small, then overflows.
     log_weights = pad_to_chunks((logits - best[:, None]).div_(temperature))  # [R, V padded], at most 0
-    weights = log_weights.exp()  # the largest is exactly 1
     points = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None]
     truncated = [i for i, p in enumerate(params) if 0 < p.top_k < width or p.top_p < 1.0 or p.min_p > 0.0]
+    if not truncated:
+        return _invert_whole(log_weights.exp_(), points)
+    weights = log_weights.exp()  # the largest is exactly 1
     drawn = torch.empty(len(params), dtype=torch.int64, device=device)
     if len(truncated) < len(params):
         whole = sorted(set(range(len(params))) - set(truncated))
-        drawn[whole] = _invert(weights[whole], points[whole])
+        drawn[whole] = _invert_whole(weights[whole], points[whole])
     if truncated:
         # Chunks first, then a cumulative sum: how a plain sum adds up depends on the number of rows.
         total = weights.view(len(params), -1, CHUNK).sum(-1).cumsum(1, dtype=torch.float64)[:, -1:]
@@ -92,6 +94,20 @@ def _pick(
     drawn = ids.gather(1, _invert(torch.where(keep, weights, 0.0), points)[:, None])[:, 0]
     enough = ((held[:, -1:] >= nucleus) & (top_p < 1.0)) | (weights[:, -1:] < min_p)
     return drawn, torch.where(limited, log_weights[:, -1:] < kth, enough)[:, 0]
+
+
+def _invert_whole(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """As `_invert`, over whole rows [R, V padded]: first the chunk, then the column in it, without V partial sums."""
+    chunks = weights.view(len(weights), -1, CHUNK)
+    sums = chunks.sum(-1)
+    cumulative = sums.cumsum(1, dtype=torch.float64)
+    aims = points * cumulative[:, -1:]
+    chunk = torch.searchsorted(cumulative, aims, right=True)  # [R, 1]; its sum is not 0
+    size = sums.gather(1, chunk).to(torch.float64)
+    # A chunk's sum is rounded to float32, so what is left of the point is taken as a share of it, below 1.
+    rest = ((aims - (cumulative.gather(1, chunk) - size)) / size).clamp_(0.0, 1.0 - 2.0**-53)
+    rows = torch.arange(len(weights), device=weights.device)
+    return chunk[:, 0] * CHUNK + _invert(chunks[rows, chunk[:, 0]], rest)
 
 
 def _invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -27,7 +28,7 @@ class Detokenizer:
     __slots__ = ("_decoding",)
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
-        vocabulary = _Vocabulary(tokenizer)
+        vocabulary = _vocabulary(tokenizer)
         self._decoding: _Decoding
         if isinstance(tokenizer.decoder, decoders.ByteLevel):
             self._decoding = _ByteDecoding(vocabulary)
@@ -51,10 +52,11 @@ class _Decoding(Protocol):
 class _Vocabulary:
     """The tokens that have a text."""
 
-    __slots__ = ("_special", "tokenizer")
+    __slots__ = ("_special", "bytes", "tokenizer")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.bytes = _TokenBytes(self)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
 
@@ -66,18 +68,36 @@ class _Vocabulary:
         return token
 
 
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
+    """The tokenizer's one: to list its special tokens takes as long as to decode hundreds."""
+    return _Vocabulary(tokenizer)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """What byte-level tokens stand for, found at the first use of each; nothing for those without a text."""
+
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._vocabulary.token(token_id)
+        found = self[token_id] = b"" if token is None else _token_bytes(token)
+        return found
+
+
 class _ByteDecoding:
     """Byte-level vocabularies: tokens are bytes, and only their boundaries matter."""
 
-    __slots__ = ("_utf8", "_vocabulary")
+    __slots__ = ("_bytes", "_utf8")
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self._bytes = vocabulary.bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        token = self._vocabulary.token(token_id)
-        return "" if token is None else self._utf8.decode(_token_bytes(token))
+        return self._utf8.decode(self._bytes[token_id])
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -64,12 +64,13 @@ class Tokenizer:
         """Whether `apply_chat_template` can work."""
         return bool(self.hf.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids that `tokenizer(text)` gives before `generate`.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids that `tokenizer(text)` gives before `generate`; special tokens in the text count as such.
 
-        With the start token, if the model wants one; special tokens written out in the text count as such.
+        Args:
+            add_special_tokens: with the start token, if the model wants one.
         """
-        return list(self.backend.encode(text, add_special_tokens=True).ids)
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence of ids; parts of a character become U+FFFD."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from genbatch.nif.engine import Engine, EngineOptions
+from genbatch.nif.engine import Engine
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.runner import NativeRunner
@@ -57,6 +58,28 @@ def test_a_model_that_c_cannot_run_gets_torch_and_insisting_is_refused(tiny_mode
 def test_the_default_model_runs_in_c_where_a_compiler_is(smollm2: Model) -> None:
     assert isinstance(context(smollm2, runner="native").runner, NativeRunner)
     assert isinstance(context(smollm2, runner="torch").runner, TorchRunner)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "taken"),
+    [
+        ("auto", "auto", "int8"),
+        ("float32", "auto", "none"),
+        ("bfloat16", "auto", "none"),
+        ("auto", "none", "none"),
+        ("float32", "int8", "int8"),
+    ],
+)
+def test_quantize_auto_is_int8_unless_a_dtype_was_named(smollm2: Model, dtype: str, quantize: str, taken: str) -> None:
+    chosen = context(smollm2, runner="native", dtype=dtype, quantize=quantize)
+    assert chosen.runner.quantize == taken
+    assert ("int8" in chosen.runner.name) == (taken == "int8")
+    chosen.close()
+
+
+def test_quantize_auto_is_none_where_the_kernels_do_not_run(tiny_model: TinyModel, smollm2: Model) -> None:
+    assert context(tiny_model("gemma3")).runner.quantize == "none"
+    assert context(smollm2, runner="torch").runner.quantize == "none"
 
 
 def test_h08_pins_are_honoured_and_the_smallest_wins(tiny_model: TinyModel) -> None:

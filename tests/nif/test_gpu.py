@@ -61,7 +61,7 @@ def runner_for(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
-    from genbatch.nif.runners.cuda_graphs import GraphOptions
+    from genbatch.nif.runners.graph_options import GraphOptions
 
     model = gpu_model(family)
     eager, graphed = runner_for(model), runner_for(model, graphs=GraphOptions(max_batch_size=16))
@@ -71,7 +71,7 @@ def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
 
 
 def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
-    from genbatch.nif.runners.cuda_graphs import GraphOptions
+    from genbatch.nif.runners.graph_options import GraphOptions
 
     model = gpu_model("llama")
     runner = runner_for(model, graphs=GraphOptions(max_batch_size=16, max_cached_graphs=2))
@@ -82,7 +82,7 @@ def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
 
 @pytest.mark.parametrize("graphed", [True, False])
 def test_a_step_never_waits_for_the_device(gpu_model: Any, graphed: bool) -> None:
-    from genbatch.nif.runners.cuda_graphs import GraphOptions
+    from genbatch.nif.runners.graph_options import GraphOptions
 
     model = gpu_model("llama")
     runner = runner_for(model, graphs=GraphOptions(max_batch_size=8) if graphed else None)

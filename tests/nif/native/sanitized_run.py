@@ -68,7 +68,8 @@ def main() -> None:
             runner = NativeRunner(weights, n_threads=2)
             runner.allocate([2 * BLOCKS], BLOCK_SIZE)
             for start, stop in ((0, 33), (33, 34), (34, BLOCKS * BLOCK_SIZE)):
-                logits = runner.forward(batch(start, stop))
+                logits, largest = runner.forward_largest(batch(start, stop), with_logits=True)
+                assert logits is not None and (logits.argmax(1).numpy() == largest.token_ids).all()
                 assert torch.isfinite(logits).all()
             runner.close()
         print(mode)

@@ -116,6 +116,74 @@ def test_logits_are_the_same_to_the_bit_in_every_batch_and_chunking(
     assert torch.equal(torch.cat(rows), want)
 
 
+SHARED = 131  # a common beginning: two whole chunks of 64 keys and the start of a third
+
+
+@pytest.mark.parametrize("block_size", [4, 5, 16, 64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shared_beginning_changes_no_bit(native_model: Models, name: str, mode: str, block_size: int) -> None:
+    """Members of different lengths, one alone among them, that read one copy of their first blocks or each its own."""
+    model = model_for(native_model, name, mode)
+    common = tokens_of(model)[0][:SHARED]
+    whole = SHARED // block_size  # blocks that can be shared
+    lengths = [1, 9, 40, 1, 2, 3, 70]
+    drawn = torch.randint(model.vocab_size, (len(lengths), 70), generator=torch.Generator().manual_seed(8)).tolist()
+    texts = [common + row[:length] for row, length in zip(drawn, lengths, strict=True)]
+    texts[3] = drawn[3] + drawn[4]  # another beginning: interrupts the run of members
+    size = -(-max(map(len, texts)) // block_size)
+    tables = torch.arange(len(texts) * size, dtype=torch.int32).view(-1, size)
+    sharing = tables.clone()
+    for member in (1, 2, 4, 5, 6):
+        sharing[member, :whole] = tables[0, :whole]
+    sharing[6, whole - 1] = tables[6, whole - 1]  # leaves the others a block earlier
+
+    def batch(rows: Sequence[int], used: torch.Tensor, groups: int) -> RaggedBatch:
+        """Decodes the last token of these texts."""
+        last = torch.tensor([len(texts[row]) - 1 for row in rows])
+        picked = used[list(rows)]
+        slots = picked[torch.arange(len(rows)), last // block_size].long() * block_size + last % block_size
+        return RaggedBatch(
+            input_ids=torch.tensor([texts[row][-1] for row in rows]),
+            positions=last,
+            query_starts=torch.arange(len(rows) + 1, dtype=torch.int32),
+            kv_lens=(last + 1).int(),
+            slots=(slots,) * groups,
+            block_tables=(picked,) * groups,
+            logit_rows=torch.arange(len(rows)),
+            max_query_len=1,
+            max_kv_len=int(last.max()) + 1,
+        )
+
+    runner = native_runner(model, quantize="int8" if mode == "int8" else "none", n_threads=1)
+    groups = len(runner.groups)
+    runner.allocate([tables.numel()] * groups, block_size)
+    for row, text in enumerate(texts):
+        at = torch.arange(len(text) - 1)
+        runner.forward(
+            RaggedBatch(
+                input_ids=torch.tensor(text[:-1]),
+                positions=at,
+                query_starts=torch.tensor([0, len(at)], dtype=torch.int32),
+                kv_lens=torch.tensor([len(at)], dtype=torch.int32),
+                slots=(tables[row][at // block_size].long() * block_size + at % block_size,) * groups,
+                block_tables=(tables[row : row + 1],) * groups,
+                logit_rows=torch.empty(0, dtype=torch.int64),
+                max_query_len=len(at),
+                max_kv_len=len(at),
+            )
+        )
+    want = torch.cat([runner.forward(batch([row], tables, groups)) for row in range(len(texts))])
+    everyone = range(len(texts))
+    assert torch.equal(runner.forward(batch(everyone, tables, groups)), want)
+    assert torch.equal(runner.forward(batch(everyone, sharing, groups)), want)
+    for rows in ([0, 1], [6, 5, 4], [2, 0, 6, 1, 4, 5], [0, 0, 3]):
+        assert torch.equal(runner.forward(batch(rows, sharing, groups)), want[rows])
+    for row in range(3):
+        assert worst_error(want[row : row + 1], eager(model, texts[row])[-1:]) < TOLERANCE[mode]
+    runner.close()
+
+
 def test_only_the_wanted_rows_are_computed(native_model: Models, layout: Layout) -> None:
     model = native_model("llama")
     a, b, _ = tokens_of(model)

@@ -12,7 +12,7 @@ from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, ModelError, OptionError
 from genbatch.nif.models.model import Model
-from genbatch.nif.runners.cuda_graphs import GraphOptions
+from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.runners.triton_runner import TritonRunner
 

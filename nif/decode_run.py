@@ -1,0 +1,85 @@
+"""DecodeRun: step after step over the same sequences, each with the token that the step before drew for it.
+
+run = ctx.decode_run(entries, samplers, max_steps=64)
+drawn = run.step()
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from genbatch.nif.batch import Entry, RaggedBatch
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.largest import Largest
+from genbatch.nif.ragged_layout import DecodeLayout, lay_out
+from genbatch.nif.sampling.choose import choose
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+
+Steps = Sequence[tuple[int, Sequence[int], int]]  # seq_id, tokens, n_past
+
+
+class Forward(Protocol):
+    """Evaluates entries whose layout is made once their blocks are there: rows of logits and what is largest."""
+
+    def __call__(
+        self, steps: Steps, layout: Callable[[], RaggedBatch], *, with_logits: bool
+    ) -> tuple[torch.Tensor | None, Largest | None]: ...
+
+
+class DecodeRun:
+    """Nobody else may change these sequences while a run goes on; between two steps it may be dropped.
+
+    Args:
+        kv: holds the sequences.
+        device: where batches are wanted.
+        batch: an entry of one token each.
+        states: how each sequence's next token is chosen; whoever accepts a token tells its state before the next step.
+        forward: see Forward.
+        max_steps: most steps there will be.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        device: torch.device,
+        batch: Sequence[Entry],
+        states: Sequence[SamplerState],
+        forward: Forward,
+        max_steps: int,
+    ) -> None:
+        assert all(len(entry.tokens) == 1 for entry in batch)
+        self._kv = kv
+        self._device = device
+        self._states = states
+        self._forward = forward
+        self._seq_ids = [entry.seq_id for entry in batch]
+        self._tokens = [entry.tokens[0] for entry in batch]
+        self._n_past = [entry.n_past for entry in batch]
+        self._layout: DecodeLayout | None = None
+        # A window moves on by whole blocks, and a GPU's tensors are not this process's memory: laid out anew each step.
+        if device.type == "cpu" and all(group.window is None for group in kv.groups):
+            self._layout = DecodeLayout(kv, self._seq_ids, self._n_past, max_steps)
+
+    def step(self) -> list[Sampled | SampleFault]:
+        """Evaluates every sequence's newest token and draws the next.
+
+        Raises:
+            BatchError, OutOfBlocks: as `Context.eval`; nothing was changed, and the run is over.
+        """
+        steps = [
+            (seq_id, (token,), n) for seq_id, token, n in zip(self._seq_ids, self._tokens, self._n_past, strict=True)
+        ]
+        reads = any(state.reads_logits for state in self._states)
+        rows, largest = self._forward(steps, self._lay_out, with_logits=reads)
+        self._n_past = positions = [n + 1 for n in self._n_past]
+        drawn = choose(rows, largest, self._states, positions)
+        # A sequence without a token ends with this step; what the run would evaluate for it means nothing.
+        self._tokens = [draw.token_id if isinstance(draw, Sampled) else 0 for draw in drawn]
+        return drawn
+
+    def _lay_out(self) -> RaggedBatch:
+        if self._layout is not None:
+            return self._layout.next(self._tokens)
+        steps = zip(self._seq_ids, self._tokens, self._n_past, strict=True)
+        return lay_out([Entry(seq_id, (token,), n_past) for seq_id, token, n_past in steps], self._kv, self._device)
