@@ -55,6 +55,21 @@ class HeldPrompts:
             self._seen.popitem(last=False)
         return False
 
+    def take_slot(self) -> int | None:
+        """A free slot to fill; None when every one is taken."""
+        return self._free_slots.pop() if self._free_slots else None
+
+    def return_slot(self, slot: int) -> None:
+        """Gives back what `take_slot` gave, empty again."""
+        self._free_slots.append(slot)
+
+    def adopt(self, held: HeldPrompt, slot: int) -> None:
+        """Holds a prompt that is evaluated already, in a slot that `take_slot` gave."""
+        held.seq_id = slot
+        held.num_computed = len(held.tokens)
+        held.move(Phase.PREFILLING)
+        self._held.append(held)
+
     def hold(self, held: HeldPrompt) -> bool:
         """Gives a prompt a slot; False when every slot is taken."""
         if not self._free_slots:
@@ -64,9 +79,9 @@ class HeldPrompts:
         self._held.append(held)
         return True
 
-    def least_recent(self) -> HeldPrompt | None:
+    def least_recent(self, besides: HeldPrompt | None = None) -> HeldPrompt | None:
         """The prompt to drop first, never a configured one nor one still being evaluated."""
-        droppable = [held for held in self._held if held.ready and not held.pinned]
+        droppable = [held for held in self._held if held.ready and not held.pinned and held is not besides]
         return min(droppable, key=lambda held: held.last_used, default=None)
 
     def drop(self, held: HeldPrompt) -> int:

@@ -17,13 +17,15 @@ from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.tokenizer import ChatTemplateError
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
-from genbatch.proto.messages import GenerateRequest, validate_request
+from genbatch.proto.messages import GenerateRequest, Message
+from genbatch.proto.service_messages import DetokenizeRequest, TokenizeRequest
+from genbatch.proto.validation import validate_detokenize, validate_request, validate_tokenize
 
 MAX_SEED = 2**64
 # What changes or adds to the draws, which a beam search does not make.
 SAMPLING_PARAMETERS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "min_tokens", "stop", "n"),
+    *("logit_bias", "min_tokens", "stop", "n", "response_format", "grammar", "regex"),
 )
 # First messages whose tokens are remembered.
 MAX_PREFIXES = 64
@@ -50,6 +52,8 @@ class Intake:
     def check(self, wanted: GenerateRequest) -> None:
         """Raises InvalidRequest for whatever can be told without tokenizing."""
         validate_request(wanted, self._options.limits)
+        if wanted.priority and not self._options.priority_ageing_s:
+            raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
         for index, token_id in enumerate(wanted.token_ids or ()):
             self._check_token(token_id, f"token_ids[{index}]")
         for index, token_id in enumerate(wanted.stop_token_ids):
@@ -73,8 +77,18 @@ class Intake:
         if not 0 <= token_id < self._model.vocab_size:
             raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
 
+    def check_tokenize(self, wanted: TokenizeRequest) -> None:
+        """Raises InvalidRequest for whatever can be told without tokenizing."""
+        validate_tokenize(wanted, self._options.limits)
+
+    def check_detokenize(self, wanted: DetokenizeRequest) -> None:
+        """Raises InvalidRequest for token ids that the model has not."""
+        validate_detokenize(wanted)
+        for index, token_id in enumerate(wanted.token_ids):
+            self._check_token(token_id, f"token_ids[{index}]")
+
     @staticmethod
-    def size(wanted: GenerateRequest) -> int:
+    def size(wanted: GenerateRequest | TokenizeRequest) -> int:
         """Characters to tokenize."""
         if wanted.messages is not None:
             return sum(len(message.content) for message in wanted.messages)
@@ -89,16 +103,30 @@ class Intake:
         if wanted.token_ids is not None:
             return list(wanted.token_ids)
         if wanted.messages is not None:
-            try:
-                messages = [{"role": message.role, "content": message.content} for message in wanted.messages]
-                return self._tokenizer.apply_chat_template(messages)
-            except ChatTemplateError as error:
-                raise InvalidRequest("messages", str(error)) from error
+            return self._render(wanted.messages)
         assert wanted.prompt is not None
         tokens = self._tokenizer.encode(wanted.prompt)
         if not tokens:
             raise InvalidRequest("prompt", "is empty")
         return tokens
+
+    def tokenize(self, wanted: TokenizeRequest) -> list[int]:
+        """A text's token ids, which may be none; raises and runs as `encode`."""
+        if wanted.messages is not None:
+            return self._render(wanted.messages)
+        assert wanted.prompt is not None
+        return self._tokenizer.encode(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
+
+    def detokenize(self, wanted: DetokenizeRequest) -> str:
+        """The text of token ids; safe to run on another thread."""
+        return self._tokenizer.decode(wanted.token_ids)
+
+    def _render(self, messages: list[Message]) -> list[int]:
+        try:
+            turns = [{"role": message.role, "content": message.content} for message in messages]
+            return self._tokenizer.apply_chat_template(turns)
+        except ChatTemplateError as error:
+            raise InvalidRequest("messages", str(error)) from error
 
     def first_message(self, wanted: GenerateRequest) -> list[int]:
         """The tokens that every conversation beginning with this one's first message starts with."""
@@ -167,13 +195,16 @@ class Intake:
                 num_prompt_tokens=len(request.prompt_tokens),
                 max_new_tokens=max_tokens,
                 priority=wanted.priority,
+                turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s,
                 tokens=list(request.prompt_tokens),
                 request=request,
                 choice=choice,
                 cache_key=prefix_key(wanted.tenant),
                 scores_prompt=_scores_prompt(request) and choice == 0,
                 sampler=SamplerState(
-                    self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids), request.prompt_tokens
+                    self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids),
+                    request.prompt_tokens,
+                    request.constraints[choice] if request.constraints else None,
                 ),
                 output=Output(
                     self._tokenizer.backend,

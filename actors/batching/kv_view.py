@@ -61,6 +61,8 @@ class KVView:
         slots = _slots(request)
         length = request.num_computed + num_tokens
         if slots:
+            if all(self._kv.is_writable(seq_id, length) for seq_id in slots):
+                return 0
             more = [self._kv.blocks_to_reach(seq_id, length) for seq_id in slots]
             return self._scaled([sum(blocks) for blocks in zip(*more, strict=True)])
         needed = self._kv.needed_to_completion(length, 1)

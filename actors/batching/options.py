@@ -3,12 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from genbatch.actors.batching.admission import Admission
 from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
+from genbatch.actors.scheduling.capacity import DEFAULT_MAX_PAUSES, PauseOrder, SchedulerPolicy
 from genbatch.actors.scheduling.scheduler import RequestScheduler
-from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions
+from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS, SchedulerOptions
 from genbatch.nif.errors import OptionError
-from genbatch.proto.messages import RequestLimits
+from genbatch.proto.request_limits import RequestLimits
+
+# Sequences that may wait for each slot, and in all when the program that runs the Batcher sends them.
+QUEUE_PER_SLOT = 4
+OWN_QUEUE = 1024
+NOT_NEGATIVE = (
+    *("batch_size", "batch_timeout", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
+    *("default_deadline_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +29,26 @@ class BatcherOptions:
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
         batch_timeout: milliseconds an idle Batcher waits for more requests before it starts.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
-        max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint.
+        max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. None: 4 a slot
+            for clients, 1024 for the program that runs the Batcher.
+        max_client_queue_share: share of the queue that one client may take while others are there.
+        max_client_open: sequences that one client may have open while others are there, per slot.
+        fair_share: whether clients take turns by what each has had; else all wait in one line.
+        priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not name one.
+        default_deadline_s: deadline of clients' requests that name none; 0: none. The program's own have none.
         scheduler: "fifo", "prefill_first", "module:Class", or a RequestScheduler.
-        scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order: see
-            SchedulerOptions.
+        scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order,
+            max_pauses: see SchedulerOptions.
+        async_batching: whether the model goes on with the next step while a step's tokens are handed out, as long as
+            requests only decode and one of our own schedulers plans.
         cpu_offload_space: GiB of host memory for the KV of paused sequences; 0: they are evaluated again.
+        stall_s: seconds of pending work without the end of a step after which the service calls itself stuck.
         system_prompts: contents of system messages to hold from the start.
         max_held_prompts: most system prompts whose KV is held for requests to share, those included.
+        record: a file to record everything to that decides about ticks, for `genbatch replay`; None: nothing. It holds
+            the token ids of prompts and answers, so only its owner may read it. Where the file is there already, FILE.1
+            is made, and so on. While recording, no step begins before the tokens of the last one are handed out.
+        record_limit: MiB after which the recording ends.
         limits: caps on what one request may ask.
 
     Raises:
@@ -38,7 +60,12 @@ class BatcherOptions:
     batch_size: int = 0
     batch_timeout: float = 20.0
     max_batch_tokens: int = 512
-    max_queue: int = 256
+    max_queue: int | None = None
+    max_client_queue_share: float = 0.5
+    max_client_open: float = 2.0
+    fair_share: bool = True
+    priority_ageing_s: float = 0.0
+    default_deadline_s: float = 60.0
     scheduler: str | RequestScheduler = "fifo"
     scheduler_policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION
     batching_type: BatchingType = BatchingType.INFLIGHT_FUSED_BATCHING
@@ -46,16 +73,23 @@ class BatcherOptions:
     enable_chunked_context: bool = True
     margin: float | None = None
     pause_order: PauseOrder | None = None
+    max_pauses: int = DEFAULT_MAX_PAUSES
+    async_batching: bool = True
     cpu_offload_space: float = 0.0
+    stall_s: float = 30.0
     system_prompts: Sequence[str] = ()
     max_held_prompts: int = 4
+    record: str | None = None
+    record_limit: int = 1024
     limits: RequestLimits = field(default_factory=RequestLimits)
     scheduling: SchedulerOptions = field(init=False)
 
     def __post_init__(self) -> None:
         if self.n_parallel < 1:
             raise OptionError("n_parallel", f"must be at least 1, not {self.n_parallel}")
-        for name in ("batch_size", "batch_timeout", "max_queue", "max_held_prompts", "cpu_offload_space"):
+        if self.max_queue is not None and self.max_queue < 0:
+            raise OptionError("max_queue", f"{self.max_queue} is less than 0")
+        for name in NOT_NEGATIVE:
             if not getattr(self, name) >= 0:  # also refuses NaN
                 raise OptionError(name, f"{getattr(self, name)} is less than 0")
         if len(self.system_prompts) > self.max_held_prompts:
@@ -70,10 +104,28 @@ class BatcherOptions:
             enable_chunked_context=self.enable_chunked_context,
             margin=self.margin,
             pause_order=self.pause_order,
+            max_pauses=self.max_pauses,
         )
         object.__setattr__(self, "scheduling", scheduling)
+
+    @property
+    def plans_repeat(self) -> bool:
+        """Whether the plan of a step in which all decode holds until something arrives or ends."""
+        return self.scheduler in STEP_ORDERS and self.cache_budget is None
 
     @property
     def flush_size(self) -> int:
         """Pending sequences at which an idle Batcher starts without waiting longer."""
         return self.batch_size or self.n_parallel
+
+    def admission(self, client: str) -> Admission:
+        """The bounds for a client; "" is the program that runs the Batcher."""
+        max_queue = self.max_queue
+        if max_queue is None:
+            max_queue = QUEUE_PER_SLOT * self.n_parallel if client else OWN_QUEUE
+        return Admission(
+            n_parallel=self.n_parallel,
+            max_queue=max_queue,
+            max_client_queue_share=self.max_client_queue_share,
+            max_client_open=self.max_client_open,
+        )

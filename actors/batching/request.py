@@ -7,8 +7,11 @@ from typing import Any
 from genbatch.actors.batching.beam_search import Beam
 from genbatch.actors.batching.keep import Keep
 from genbatch.actors.batching.sequence import Sequence
+from genbatch.actors.batching.tenant_shares import TenantShare
 from genbatch.actors.runtime.genserver import From, Monitor, reply, reply_error
+from genbatch.nif.sampling.constraint import Constraint
 from genbatch.nif.sampling.sampler import Sampled
+from genbatch.proto.grammar import Grammar
 from genbatch.proto.messages import Choice, FinishReason, GenerateRequest, Result, Token, TokenLogprob, Usage
 
 
@@ -22,7 +25,10 @@ class Request:
         monitor: tells when the caller is gone.
         on_token: called once per token, must not block; None when only the whole is wanted.
         tag, beam_width, keep: see Generate.
-        accepted_at, expires_at: seconds on the event loop's clock.
+        request_id: its name in logs and spans.
+        number: which one it is of those that this Batcher accepted, from 1.
+        grammar: what its answers must match.
+        accepted_at, started_at, first_token_at, expires_at: seconds on the event loop's clock.
     """
 
     wanted: GenerateRequest
@@ -34,15 +40,31 @@ class Request:
     tag: Hashable = None
     beam_width: int = 1
     keep: Keep | None = None
+    grammar: Grammar | None = None
+    constraints: list[Constraint] = field(default_factory=list)  # one a sequence; empty without a grammar
     prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
     expires_at: float | None = None
+    request_id: str = ""
+    number: int = 0
+    started_at: float | None = None
     first_token_at: float | None = None
+    share: TenantShare | None = None  # its tenant's counters, once it is accepted
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
     abandoned: FinishReason | None = None  # why nobody waits any more; acted on at the next tick
     replied: bool = False
+
+    @property
+    def account(self) -> str:
+        """Who is charged for it: its tenant, else the client that sent it."""
+        return self.wanted.tenant or self.client
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that all of its sequences have drawn."""
+        return sum([sequence.num_generated for sequence in self.sequences])
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Books a sequence's end; returns whether it was the request's last."""

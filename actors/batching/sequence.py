@@ -67,4 +67,6 @@ class Sequence(Slotted):
     choice: int = 0
     cache_key: bytes = b""  # keeps tenants' reusable blocks apart
     scores_prompt: bool = False  # its prompt's log-probs or logits are wanted, so every prompt token is evaluated
+    last_token_at: float | None = None  # seconds on the event loop's clock
+    ended: bool = False  # no more tokens are booked, though a step under way may still compute one
     beams: "BeamSearch | None" = None  # a search over several continuations instead of one draw after another

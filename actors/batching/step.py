@@ -54,15 +54,35 @@ def plan_tokens(owner: Slotted, size: int) -> Planned:
 
 
 def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
-    """One forward over the entries; reads what the plan holds and changes nothing but the context."""
+    """One forward over the entries; changes nothing but the context and the samplers that drew."""
     samplers = [
         planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None for planned in batch
     ]
-    logits, drawn = context.step([planned.entry for planned in batch], samplers)
+    reads = any(_reads_rows(planned) for planned in batch)
+    logits, drawn = context.step([planned.entry for planned in batch], samplers, with_logits=reads)
+    for planned, sampler, draw in zip(batch, samplers, drawn, strict=True):
+        # The beams of a search share a sampler, and no beam's tokens count for the others.
+        if sampler is not None and isinstance(draw, Sampled) and not _searches(planned):
+            sampler.accept(draw.token_id)
+    if not reads:
+        return [Evaluated(draw, []) for draw in drawn]
     return [
         Evaluated(draw, _prompt_logprobs(planned, rows), _kept_rows(planned, rows))
         for planned, rows, draw in zip(batch, logits, drawn, strict=True)
     ]
+
+
+def _searches(planned: Planned) -> bool:
+    return isinstance(planned.owner, Sequence) and planned.owner.beams is not None
+
+
+def _reads_rows(planned: Planned) -> bool:
+    """Whether more of its logits is wanted than a draw."""
+    owner = planned.owner
+    if not isinstance(owner, Sequence):
+        return False
+    keep = owner.request.keep
+    return planned.entry.logits is Logits.ALL or (keep is not None and (keep.context or keep.generation))
 
 
 def _prompt_logprobs(planned: Planned, rows: torch.Tensor) -> list[TokenLogprob]:

@@ -83,6 +83,18 @@ class Worker:
 
         self._jobs.put(lambda: self._tell(deliver, outcome.capture(job, *args)))
 
+    def tell(self, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """From within a job: calls `callback(*args)` on the event loop's thread, before the job's own `on_done`.
+
+        What `submit` says of `on_done` holds for it.
+        """
+
+        def deliver() -> None:
+            with suppress(ActorDown):
+                callback(*args)
+
+        self._tell(deliver)
+
     async def close(self) -> None:
         """Refuses new jobs, waits for those taken, ends the thread (even if this is cancelled)."""
         self._closing.set()

@@ -9,6 +9,8 @@ from genbatch.actors.scheduling.scheduler import CapacityOutput, CapacitySchedul
 
 # transformers' continuous batching holds new prompts back below this share of free blocks.
 DEFAULT_MARGIN = 0.2
+# A request that is paused again and again is evaluated again and again, and its caller waits for all of it.
+DEFAULT_MAX_PAUSES = 2
 
 
 class SchedulerPolicy(Enum):
@@ -87,6 +89,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         kv_cache_manager: see KVResources.
         margin: share of the pool, 0 <= margin < 1; 0 turns it off.
         pause_order: see PauseOrder.
+        max_pauses: a request that was paused so often is paused again only if there is nobody else to pause.
     """
 
     def __init__(
@@ -96,12 +99,14 @@ class MaxUtilizationScheduler(CapacityScheduler):
         *,
         margin: float = DEFAULT_MARGIN,
         pause_order: PauseOrder = PauseOrder.NEWEST,
+        max_pauses: int = DEFAULT_MAX_PAUSES,
     ) -> None:
         super().__init__()
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = kv_cache_manager
         self.margin = margin
         self.pause_order = pause_order
+        self.max_pauses = max_pauses
 
     def schedule_request(self, active_requests: RequestList) -> CapacityOutput:
         """See CapacityScheduler."""
@@ -136,7 +141,10 @@ class MaxUtilizationScheduler(CapacityScheduler):
         # Each request is reset once at most as the oldest: a steady stream of new ones must not starve it.
         if self.pause_order is PauseOrder.OLDEST and not reset_blocks and not running[0].num_pauses:
             return 0
-        return len(running) - 1
+        # The first is never among them: whatever happens, the one that has run longest gets to its end.
+        newest_first = range(len(running) - 1, 0, -1)
+        spared = (index for index in newest_first if running[index].num_pauses < self.max_pauses)
+        return next(spared, len(running) - 1)
 
     def _admit(self, active_requests: RequestList, running: RequestList, left: int) -> CapacityOutput:
         kv = self.kv_cache_manager

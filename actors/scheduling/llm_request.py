@@ -53,6 +53,7 @@ class LlmRequest:
         max_new_tokens: how many tokens may be generated; 0 for a prompt that is only evaluated.
         arrival: monotonic counter of the order in which requests came.
         priority: the lower value is served first; ties go by arrival.
+        turn: goes before priority: the lower value is served first. Ageing makes one number of both.
         num_computed: positions whose KV is held (llama.cpp's n_past); while PENDING, those that it will
             share as soon as it is admitted.
         num_generated: tokens sampled so far; the last of them has no KV until the next step.
@@ -66,6 +67,7 @@ class LlmRequest:
     max_new_tokens: int
     arrival: int
     priority: int = 0
+    turn: float = 0.0
     phase: Phase = Phase.PENDING
     num_computed: int = 0
     num_generated: int = 0
@@ -92,9 +94,9 @@ class LlmRequest:
         return self.num_prompt_tokens + max(self.max_new_tokens, 1) - 1
 
     @property
-    def waiting_key(self) -> tuple[int, int]:
+    def waiting_key(self) -> tuple[float, int, int]:
         """Sort key of the waiting list."""
-        return self.priority, self.arrival
+        return self.turn, self.priority, self.arrival
 
     @property
     def state(self) -> LlmRequestState:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import (
     DEFAULT_MARGIN,
+    DEFAULT_MAX_PAUSES,
     GuaranteedNoEvictScheduler,
     MaxUtilizationScheduler,
     PauseOrder,
@@ -48,6 +49,7 @@ class SchedulerOptions:
         enable_chunked_context: see StepLimits.
         margin: share of free blocks below which MAX_UTILIZATION holds new requests; None: 0.2.
         pause_order: whom MAX_UTILIZATION pauses; None: the newest.
+        max_pauses: how often MAX_UTILIZATION pauses a request while it can pause another instead.
 
     Raises:
         SchedulerError: a value out of range, or one that nothing would read; the message names it.
@@ -62,11 +64,14 @@ class SchedulerOptions:
     enable_chunked_context: bool = True
     margin: float | None = None
     pause_order: PauseOrder | None = None
+    max_pauses: int = DEFAULT_MAX_PAUSES
 
     def __post_init__(self) -> None:
         for name in ("max_num_requests", "max_batch_tokens"):
             if getattr(self, name) < 1:
                 raise SchedulerError(f"{name}: {getattr(self, name)} is less than 1")
+        if self.max_pauses < 0:
+            raise SchedulerError(f"max_pauses: {self.max_pauses} is less than 0")
         if self.cache_budget is not None and self.cache_budget < 1:
             raise SchedulerError(f"cache_budget: {self.cache_budget} is less than 1")
         if self.margin is not None and not 0 <= self.margin < 1:
@@ -129,6 +134,7 @@ def _policy(options: SchedulerOptions, kv: KVResources) -> CapacityScheduler:
         kv,
         margin=DEFAULT_MARGIN if options.margin is None else options.margin,
         pause_order=options.pause_order or PauseOrder.NEWEST,
+        max_pauses=options.max_pauses,
     )
 
 

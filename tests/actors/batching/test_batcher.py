@@ -49,8 +49,8 @@ class Bench:
     def assert_idle(self) -> None:
         """Every slot and every block is back, but for prompts held on purpose."""
         actor = self.actor
-        assert actor.seq_pool == set(range(actor.options.n_parallel))
-        assert (actor.sequences, actor.pending, actor._requests) == ({}, [], {})
+        assert actor.slots.seq_pool == set(range(actor.options.n_parallel))
+        assert (actor.slots.sequences, actor.slots.pending, list(actor.requests)) == ({}, [], [])
         actor.ctx.kv.check_integrity()
         for held in list(actor.held):
             actor.ctx.seq_rm(actor.held.drop(held))
@@ -133,9 +133,9 @@ async def test_a04_pool_and_sequences_partition_all_slots_at_every_step(tiny_mod
         actor, seen = bench.actor, []
 
         def check(token: Token) -> None:
-            used = set(actor.sequences)
-            assert used | actor.seq_pool == {0, 1, 2}
-            assert not used & actor.seq_pool
+            used = set(actor.slots.sequences)
+            assert used | actor.slots.seq_pool == {0, 1, 2}
+            assert not used & actor.slots.seq_pool
             seen.append(len(used))
 
         await gather(bench, [{"prompt": f"number {i}", "on_token": check} for i in range(8)])
@@ -162,7 +162,7 @@ async def test_a05_an_idle_batcher_waits_for_the_timeout_and_no_longer(
             mock_clock.jump(0.0199)
             await wait_all_tasks_blocked()
             assert bench.actor.stats.steps == 0
-            assert len(bench.actor.pending) == 1
+            assert len(bench.actor.slots.pending) == 1
             mock_clock.jump(0.0002)
         assert started[0] - arrived == pytest.approx(0.0201)
 
@@ -218,7 +218,7 @@ async def test_a06_a_cancelled_caller_frees_its_sequence_at_the_next_tick(
                 await bench.generate(enough, prompt="goes away", max_tokens=100, ignore_eos=True)
             assert scope.cancelled_caught
             steps = bench.actor.stats.steps
-            while len(bench.actor.sequences) > 1:
+            while len(bench.actor.slots.sequences) > 1:
                 await trio.lowlevel.checkpoint()
             assert bench.actor.stats.steps <= steps + 2
         assert results[0].token_ids == oracle("llama").generate(prompt, 40) or results[0].usage.completion_tokens == 40
@@ -290,6 +290,14 @@ async def test_a08_requests_that_share_a_first_message_prefill_it_once(tiny_mode
     assert prefix > 16
     assert [result.usage.cached_tokens >= prefix for result in together] == [True] * 4
     assert stats.shared_tokens == 4 * prefix
+
+
+@pytest.mark.trio
+async def test_tenants_do_not_find_each_others_prompts(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        for tenant, cached in (("alice", 0), ("bob", 0), ("alice", 16)):
+            result = await bench.generate(token_ids=prompt_of(20, 1), tenant=tenant)
+            assert result.usage.cached_tokens == cached
 
 
 @pytest.mark.trio
@@ -385,7 +393,7 @@ async def test_a12_a_batcher_that_crashes_is_restarted_and_serves_again(
         def crash(token: Token) -> None:
             if token.index == 2:
                 ref.info(object(), control=True)
-                made[0]._stepped = None  # type: ignore[method-assign,assignment]
+                made[0].stepper.take = None  # type: ignore[method-assign,assignment]
 
         with pytest.raises(Unavailable):
             await ref.call(Generate(GenerateRequest(prompt="x", max_tokens=50), crash), timeout=None)
@@ -400,17 +408,17 @@ async def test_a12_a_batcher_that_crashes_is_restarted_and_serves_again(
 
 @pytest.mark.trio
 async def test_h01_a_request_goes_through_the_four_phases_in_order(tiny_model: TinyModel) -> None:
-    async with batcher(tiny_model("llama"), max_batch_tokens=8) as bench:
+    async with batcher(tiny_model("llama"), max_batch_tokens=8, async_batching=False) as bench:
         phases: list[Phase] = []
         actor = bench.actor
-        commit = actor._commit
+        book = actor.commit.book
 
         def watch(planned: Any, evaluated: Any) -> None:
             phases.append(planned.owner.phase)
-            commit(planned, evaluated)
+            book(planned, evaluated)
             phases.append(planned.owner.phase)
 
-        actor._commit = watch  # type: ignore[method-assign]
+        actor.commit.book = watch  # type: ignore[method-assign]
         await bench.generate(token_ids=prompt_of(20, 1), max_tokens=3, ignore_eos=True)
     names = [phase.name for phase in dict.fromkeys(phases)]
     assert names == ["PREFILLING", "DECODING", "FINISHED"]
@@ -420,7 +428,7 @@ async def test_h01_a_request_goes_through_the_four_phases_in_order(tiny_model: T
 async def test_h02_decodes_go_on_between_the_chunks_of_a_long_prompt(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama"), max_batch_tokens=8, n_ctx=1024) as bench:
         actor, mixed = bench.actor, 0
-        evaluate = actor._evaluate
+        evaluate = actor.stepper.evaluate
 
         def watch(batch: Any, copies: Any) -> Any:
             nonlocal mixed
@@ -429,7 +437,7 @@ async def test_h02_decodes_go_on_between_the_chunks_of_a_long_prompt(tiny_model:
             mixed += len(sizes) == 2 and sizes == [1, 7]
             return evaluate(batch, copies)
 
-        actor._evaluate = watch  # type: ignore[method-assign]
+        actor.stepper.evaluate = watch  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:
 
             def first(token: Token) -> None:

@@ -68,7 +68,7 @@ async def batcher(
             return result
 
         yield actor, generate
-        assert actor.seq_pool == set(range(chosen.n_parallel))
+        assert actor.slots.seq_pool == set(range(chosen.n_parallel))
         actor.ctx.kv.check_integrity()
         assert actor.ctx.kv.counts().used == 0
         await ref.stop()
@@ -161,7 +161,7 @@ async def test_b16_beams_survive_a_cache_too_small_for_all(
 async def test_b16_beams_share_the_blocks_of_their_prompt(tiny_model: TinyModel) -> None:
     prompt, most, prefilled = prompt_of(40, 7), 0, 0
     async with batcher(tiny_model("llama")) as (actor, generate):
-        evaluate = actor._evaluate
+        evaluate = actor.stepper.evaluate
 
         def watch(*args: Any) -> Any:
             nonlocal most, prefilled
@@ -169,7 +169,7 @@ async def test_b16_beams_share_the_blocks_of_their_prompt(tiny_model: TinyModel)
             prefilled += sum(len(one.entry.tokens) for one in args[0] if len(one.entry.tokens) > 1)
             return evaluate(*args)
 
-        actor._evaluate = watch  # type: ignore[method-assign]
+        actor.stepper.evaluate = watch  # type: ignore[method-assign]
         await generate(prompt, 4, max_tokens=4, ignore_eos=True)
     assert prefilled == 40, "the prompt is evaluated once for all beams"
     assert 10 < most <= 10 + 4, "ten blocks of prompt once, and a tail a beam"
@@ -202,12 +202,12 @@ async def test_b16_a_cancelled_search_frees_every_beam(tiny_model: TinyModel) ->
             async def leave() -> None:
                 while actor.stats.steps < 4:
                     await trio.lowlevel.checkpoint()
-                assert len(actor.seq_pool) == 12 - 5
+                assert len(actor.slots.seq_pool) == 12 - 5
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(leave)
             await generate(prompt_of(5, 5), 5, max_tokens=200, ignore_eos=True)
-        while actor.sequences:
+        while actor.slots.sequences:
             await trio.lowlevel.checkpoint()
 
 
@@ -289,13 +289,13 @@ def test_b16_a_search_ends_when_no_running_beam_can_beat_the_ended_ones() -> Non
 async def test_b16_beams_count_one_token_each_in_the_budget_of_a_step(tiny_model: TinyModel, oracle: OracleOf) -> None:
     sizes: list[int] = []
     async with batcher(tiny_model("llama"), max_batch_tokens=8) as (actor, generate):
-        evaluate = actor._evaluate
+        evaluate = actor.stepper.evaluate
 
         def watch(*args: Any) -> Any:
             sizes.append(sum(len(one.entry.tokens) for one in args[0]))
             return evaluate(*args)
 
-        actor._evaluate = watch  # type: ignore[method-assign]
+        actor.stepper.evaluate = watch  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:
             for seed in range(3):
                 nursery.start_soon(generate, prompt_of(6, seed), 4)

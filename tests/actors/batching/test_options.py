@@ -4,7 +4,7 @@ import pytest
 
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler import SchedulerError
-from genbatch.nif.engine import EngineOptions
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 
 

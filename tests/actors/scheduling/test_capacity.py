@@ -127,6 +127,15 @@ def test_b17_a_full_pool_pauses_the_newest_and_never_the_oldest() -> None:
     assert (ids(fitting), ids(paused)) == ([1, 2], [3])
 
 
+def test_a_request_that_was_paused_twice_is_spared_while_there_is_another() -> None:
+    kv = CountedBlocks(6, 4)
+    active = held(kv, decoding(1), decoding(2), decoding(3))
+    active[2].num_pauses = 2
+    assert ids(MaxUtilizationScheduler(8, kv).schedule_request(active).paused_requests) == [2]
+    active[1].num_pauses = 2
+    assert ids(MaxUtilizationScheduler(8, kv).schedule_request(active).paused_requests) == [3]
+
+
 def test_b17_a_prefill_that_has_begun_keeps_the_blocks_it_still_needs() -> None:
     kv = CountedBlocks(8, 4)
     active = [*held(kv, prefilling(1, 24, 4)), request(2, 12), request(3, 4)]

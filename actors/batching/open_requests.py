@@ -1,0 +1,176 @@
+"""OpenRequests: the requests that are not answered yet, and the ways in which one ends."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Set
+
+import trio
+
+from genbatch.actors.batching.fair_share import FairShare
+from genbatch.actors.batching.journal import Journal
+from genbatch.actors.batching.request import Request
+from genbatch.actors.batching.sequence import Sequence
+from genbatch.actors.batching.slots import Slots
+from genbatch.actors.runtime.genserver import Monitor
+from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
+from genbatch.proto.messages import FinishReason
+
+
+class OpenRequests:
+    """Every request from its acceptance to its one reply.
+
+    Sequences are freed before the reply, so that a caller who reads it finds the room already there. What frees
+    a sequence is for between two steps.
+
+    Args:
+        slots: what the requests' sequences hold.
+        fair: who is charged for them.
+        journal: where ends are booked.
+        on_end: called with each request that was answered, once it is forgotten.
+        now: the time that decides.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        fair: FairShare,
+        journal: Journal,
+        on_end: Callable[[Request], None],
+        now: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self._slots = slots
+        self._fair = fair
+        self._journal = journal
+        self._on_end = on_end
+        self._now = now
+        self._requests: dict[Monitor, Request] = {}
+        self._deferred: list[Callable[[], None]] | None = None  # what ends while the context is in use
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.monitor in self._requests
+
+    def add(self, request: Request) -> None:
+        """Takes a request in; its monitor names it."""
+        self._requests[request.monitor] = request
+        self._fair.enter(request.account)
+
+    def find(self, monitor: Monitor) -> Request | None:
+        """The request of a caller that has gone; None if it was answered before."""
+        return self._requests.get(monitor)
+
+    def open_of(self) -> Counter[str]:
+        """Sequences that have not ended, by account."""
+        counts: Counter[str] = Counter()
+        for request in self._requests.values():
+            ended = sum([sequence.phase is Phase.FINISHED for sequence in request.sequences])
+            counts[request.account] += request.wanted.n - ended
+        return counts
+
+    def waiting_of(self) -> Counter[str]:
+        """Sequences that wait for a slot, those still being tokenized included, by account."""
+        counts: Counter[str] = Counter()
+        for request in self._requests.values():
+            waiting = sum([sequence.phase is Phase.PENDING for sequence in request.sequences])
+            counts[request.account] += waiting if request.sequences else request.wanted.n
+        return counts
+
+    def interrupt(self, tags: Set[Hashable]) -> None:
+        """Marks the requests with these tags as wanted no more."""
+        for request in self._requests.values():
+            if request.tag in tags:
+                request.abandoned = "cancelled"
+
+    def end_abandoned(self) -> None:
+        """Ends what nobody waits for any more, and what has passed its deadline."""
+        now = self._now()
+        for request in self:
+            if request.abandoned is None and request.expires_at is not None and now >= request.expires_at:
+                request.abandoned = "deadline"
+            if request.abandoned is not None:
+                self._abandon(request, request.abandoned)
+
+    def overdue(self) -> bool:
+        """Whether something is to be ended before the next step."""
+        now = self._now()
+        return bool(self._deferred) or any(
+            request.abandoned is not None or (request.expires_at is not None and now >= request.expires_at)
+            for request in self._requests.values()
+        )
+
+    def defer(self) -> None:
+        """The context is in use: from now on what ends is noted, and ended by `settle`."""
+        self._deferred = []
+
+    def settle(self) -> None:
+        """The context is free again: ends what was noted."""
+        deferred, self._deferred = self._deferred or [], None
+        for end in deferred:
+            end()
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence, and its request if that was the last one."""
+        sequence.ended = True
+        if self._deferred is not None:
+            self._deferred.append(lambda: self._finish(sequence, reason))
+        else:
+            self._finish(sequence, reason)
+
+    def fail(self, request: Request, error: GenbatchError) -> None:
+        """Ends a request and all its sequences with an error."""
+        for sequence in request.sequences:
+            sequence.ended = True
+        if self._deferred is not None:
+            self._deferred.append(lambda: self._fail(request, error))
+        else:
+            self._fail(request, error)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        request = sequence.request
+        self._slots.release(sequence)
+        if request.finish(sequence, reason):
+            self._journal.ended(request, reason)
+            self.end(request, None)
+
+    def _fail(self, request: Request, error: GenbatchError) -> None:
+        for sequence in request.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._slots.release(sequence)
+        self._journal.ended(request, "error", error)
+        self.end(request, error)
+
+    def end(self, request: Request, error: GenbatchError | None) -> None:
+        """The one place where a request is forgotten and its caller answered."""
+        del self._requests[request.monitor]
+        self._fair.leave(request.account, output_tokens=request.num_generated)
+        request.monitor.cancel()
+        if error is not None:
+            request.fail(error)
+        else:
+            request.reply()
+        self._on_end(request)
+
+    def end_all(self, error: GenbatchError) -> None:
+        """Answers every caller; the context is about to go, so nothing is freed."""
+        for request in self:
+            self._journal.ended(request, "error", error)
+            request.fail(error)
+        self._requests.clear()
+
+    def _abandon(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request early: to a caller that is still there with what was generated so far."""
+        for sequence in request.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._slots.release(sequence)
+                request.finish(sequence, reason)
+        self._journal.ended(request, reason)
+        error: GenbatchError | None = None
+        if not request.choices:  # its prompt was still being tokenized
+            left = reason == "cancelled"
+            error = Cancelled("cancelled") if left else DeadlineExceeded("the deadline passed before the first step")
+        self.end(request, error)

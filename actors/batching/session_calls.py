@@ -1,0 +1,151 @@
+"""SessionCalls: the KV of a conversation as bytes, and back into the context, between two steps."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import outcome
+import trio
+
+from genbatch.actors.batching.batcher_messages import LoadSession, SaveSession
+from genbatch.actors.batching.held_prompts import HeldPrompts
+from genbatch.actors.batching.intake import Intake
+from genbatch.actors.batching.sequence import HeldPrompt
+from genbatch.actors.runtime.genserver import From, reply, reply_error
+from genbatch.nif.context import Context
+from genbatch.nif.errors import BatchError, OutOfBlocks
+from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, Unavailable
+
+Work: TypeAlias = Callable[[], Any]
+End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A call's work is done; `end` books it and replies."""
+
+    end: Callable[[], None]
+
+
+class SessionCalls:
+    """Calls that wait for the context to be free. `next` runs on the event loop, the work that it returns elsewhere.
+
+    A loaded conversation is held like a shared prompt: the next request that begins with it does not evaluate it.
+
+    Args:
+        ctx: whose sequences.
+        held: where a loaded conversation lives, and whose slots are used meanwhile.
+        intake: renders conversations.
+    """
+
+    def __init__(self, ctx: Context, held: HeldPrompts, intake: Intake) -> None:
+        self._ctx = ctx
+        self._held = held
+        self._intake = intake
+        self._calls: deque[tuple[SaveSession | LoadSession, From[Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def ask(self, message: SaveSession | LoadSession, from_: "From[Any]") -> None:
+        """Takes a call; it is answered once `next` has come to it."""
+        try:
+            if isinstance(message, SaveSession):
+                self._intake.check_tokenize(message.request)
+        except GenbatchError as error:
+            reply_error(from_, error)
+        else:
+            self._calls.append((message, from_))
+
+    def next(self) -> tuple[Work, End]:
+        """The next call's work, and what is to be done with its outcome."""
+        message, from_ = self._calls.popleft()
+        try:
+            if isinstance(message, SaveSession):
+                work, end = self._saving(message)
+            else:
+                work, end = self._loading(message)
+        except GenbatchError as error:
+            failed = outcome.Error(error)
+            return lambda: None, lambda _: _reply(from_, failed)
+
+        def finish(result: "outcome.Outcome[Any]") -> None:
+            end(result)
+            _reply(from_, result)
+
+        return work, finish
+
+    def end_all(self, error: GenbatchError) -> None:
+        """Answers every call."""
+        for _, from_ in self._calls:
+            reply_error(from_, error)
+        self._calls.clear()
+
+    def _saving(self, message: SaveSession) -> tuple[Work, End]:
+        key = prefix_key(message.tenant)
+        tokens = self._intake.tokenize(message.request)[: self._ctx.max_positions]
+        donor = self._held.find(tokens, key)
+        slot = self._slot(donor)
+        ctx = self._ctx
+
+        def save() -> bytes:
+            if donor is not None and donor.ready and donor.seq_id is not None:
+                ctx.seq_cp(donor.seq_id, slot)
+            ctx.attach_prefix(slot, tokens, key)
+            return ctx.seq_save(slot) if ctx.kv.length(slot) else b""
+
+        def end(_: "outcome.Outcome[Any]") -> None:
+            ctx.seq_rm(slot)
+            self._held.return_slot(slot)
+
+        return save, end
+
+    def _loading(self, message: LoadSession) -> tuple[Work, End]:
+        key = prefix_key(message.tenant)
+        slot = self._slot()
+        ctx = self._ctx
+
+        def load() -> int:
+            try:
+                return ctx.seq_load(slot, message.state, key)
+            except (BatchError, OutOfBlocks) as error:
+                raise InvalidRequest("state", str(error)) from error
+
+        def end(result: "outcome.Outcome[Any]") -> None:
+            if isinstance(result, outcome.Error):
+                ctx.seq_rm(slot)
+                self._held.return_slot(slot)
+                return
+            held = self._intake.held_prompt(list(ctx.kv.tokens(slot)), key)
+            held.last_used = trio.current_time()
+            self._held.adopt(held, slot)
+
+        return load, end
+
+    def _slot(self, needed: HeldPrompt | None = None) -> int:
+        """A free slot; the prompt that was not used for longest makes room.
+
+        Raises:
+            Unavailable: every slot holds something that has to stay.
+        """
+        slot = self._held.take_slot()
+        if slot is not None:
+            return slot
+        oldest = self._held.least_recent(besides=needed)
+        if oldest is not None:
+            self._ctx.seq_rm(self._held.drop(oldest))
+            slot = self._held.take_slot()
+        if slot is None:
+            raise Unavailable("no sequence is free to hold the session")
+        return slot
+
+
+def _reply(from_: "From[Any]", result: "outcome.Outcome[Any]") -> None:
+    try:
+        reply(from_, result.unwrap())
+    except GenbatchError as error:
+        reply_error(from_, error)
+    except Exception as error:  # a fault of this call ends this call only
+        reply_error(from_, EngineError(f"the session's KV cannot be copied: {error}"))

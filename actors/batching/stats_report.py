@@ -1,0 +1,64 @@
+"""What `GetStats` is answered with: counters, gauges and who holds which slot, as plain data without any text."""
+
+from typing import Any
+
+import trio
+
+from genbatch.actors.batching.batcher_stats import BatcherStats
+from genbatch.actors.batching.held_prompts import HeldPrompts
+from genbatch.actors.batching.sequence import Sequence
+from genbatch.actors.batching.slots import Slots
+from genbatch.actors.batching.swap import Swap
+from genbatch.nif.context import Context
+
+# Slots told of one by one; more than a screen shows.
+MAX_SLOTS = 64
+
+
+def stats_report(
+    stats: BatcherStats, ctx: Context, slots: Slots, held: HeldPrompts, swap: Swap, *, n_parallel: int, now: float
+) -> dict[str, Any]:
+    """Everything that is known at the time `now`, in seconds on the event loop's clock."""
+    kv, cache = ctx.kv, ctx.kv.prefix_cache
+    counts = kv.counts()
+    running = list(slots.sequences.items())[:MAX_SLOTS]
+    return {
+        **stats.snapshot(now),
+        "model": ctx.model.name,
+        "runner": ctx.runner.name,
+        "requests_running": len(slots.sequences),
+        "requests_waiting": len(slots.pending),
+        "n_parallel": n_parallel,
+        "slots": [_slot(seq_id, sequence, now) for seq_id, sequence in sorted(running)],
+        "held_prompts": len(held),
+        "prefix_cache_queries": cache.num_query_tokens if cache else 0,
+        "prefix_cache_hits": cache.num_hit_tokens if cache else 0,
+        "kv_blocks_max": counts.max,
+        "kv_blocks_free": counts.free,
+        "kv_blocks_used": counts.used,
+        "kv_block_size": kv.block_size,
+        "kv_bytes": sum(
+            count * ctx.runner.bytes_per_block(group, kv.block_size) for group, count in enumerate(kv.num_blocks)
+        ),
+        "swapped_bytes": swap.bytes_used,
+        "tasks": trio.lowlevel.current_statistics().tasks_living,  # of this process's event loop
+    }
+
+
+def _slot(seq_id: int, sequence: Sequence, now: float) -> dict[str, Any]:
+    request = sequence.request
+    first = request.first_token_at
+    seconds = 0.0 if first is None or sequence.last_token_at is None else sequence.last_token_at - first
+    return {
+        "slot": seq_id,
+        "request_id": request.request_id,
+        "client": request.client,
+        "tenant": request.wanted.tenant,
+        "phase": sequence.phase.value,
+        "prompt_tokens": sequence.num_prompt_tokens,
+        "computed_tokens": sequence.num_computed,
+        "generated_tokens": sequence.num_generated,
+        "max_tokens": sequence.max_new_tokens,
+        "seconds": now - request.accepted_at,
+        "tokens_per_s": (sequence.num_generated - 1) / seconds if seconds else None,
+    }
