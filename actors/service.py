@@ -1,32 +1,43 @@
 """The supervision tree: the Batcher, and behind it a gateway for every address it is reachable at.
 
-    async with open_service(EngineOptions(model_path="smollm2"), BatcherOptions(), bind="ipc://...") as service:
+    options = ServiceOptions(bind="ipc://...")
+    async with open_service(EngineOptions(model_path="smollm2"), BatcherOptions(), options) as service:
         await service.batcher.call(GetStats())
 
 rest_for_one: a Batcher that crashed is started anew over the model in memory, and the gateways after it; a gateway
-that crashed is started anew alone.
+that crashed is started anew alone. With an engine process the Batcher's place is an EngineLink's, and what crashes over
+there is started anew over there.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import trio
 
 from genbatch.actors.batching.batcher import Batcher
+from genbatch.actors.batching.batcher_messages import Drain, GetModels, GetStats
+from genbatch.actors.batching.context_factory import context_factory
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
+from genbatch.actors.engine.control_messages import StartEngine
+from genbatch.actors.engine.engine_runner import EngineRunner
+from genbatch.actors.engine.joint import Joint
+from genbatch.actors.engine.linked_gateways import LinkedGateways
+from genbatch.actors.engine.service_processes import kept_running
+from genbatch.actors.engine.wire_options import encode_options
+from genbatch.actors.gateways.listeners import LAST_WORDS_S, Listeners, check_listeners
 from genbatch.actors.runtime.background import background
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.ref import ActorRef
 from genbatch.actors.runtime.registry import Registry
-from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor, Task
+from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.nif.context import Context
-from genbatch.nif.engine import Engine, EngineOptions, load_engine
+from genbatch.actors.service_options import ServiceOptions
+from genbatch.nif.engine import Engine, load_engine
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.quiet_transformers import Progress
+from genbatch.proto.service_messages import Models
 
 # The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.
 BATCHER_SHUTDOWN_S = 30.0
@@ -39,34 +50,53 @@ class Service:
     """A running tree.
 
     Args:
-        batcher: a ref that survives restarts.
-        engine: the loaded model.
+        batcher: answers the Batcher's calls, here or in an engine process; a ref that survives restarts.
         addresses: where the gateways are reachable.
+        engine: the loaded model; None if another process has it.
     """
 
     batcher: ActorRef
-    engine: Engine
     telemetry: Telemetry
     addresses: tuple[str, ...] = ()
+    engine: Engine | None = None
+
+    async def describe(self) -> tuple[Models, dict[str, Any]]:
+        """What is served, and the stats."""
+        return await self.batcher.call(GetModels()), await self.batcher.call(GetStats())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
+        await self.batcher.call(Drain(timeout_s), timeout=None, control=True)
+        await trio.sleep(LAST_WORDS_S)
 
 
 @asynccontextmanager
 async def open_service(
     engine_options: EngineOptions,
     batcher_options: BatcherOptions,
+    options: ServiceOptions,
     *,
-    bind: str | None = None,
     progress: Progress | None = None,
 ) -> AsyncIterator[Service]:
     """Loads the model and runs the tree for as long as the body runs.
 
     Args:
-        bind: a ZeroMQ address to listen at; None for callers in this program only.
+        options: where it listens, and how its processes live.
         progress: called on another thread as progress(stage, done, total).
 
     Raises:
-        ModelError, OptionError, StartFailed: before any request is taken.
+        AddressError, KeyFileError, ModelError, OptionError, StartFailed: before any request is taken.
     """
+    check_listeners(options)
+    opened = _open_process if options.engine == "process" else _open_thread
+    async with opened(engine_options, batcher_options, options, progress) as service:
+        yield service
+
+
+@asynccontextmanager
+async def _open_thread(
+    engine_options: EngineOptions, batcher_options: BatcherOptions, options: ServiceOptions, progress: Progress | None
+) -> AsyncIterator[Service]:
     # Loading cannot be interrupted; who gives up waiting need not wait for its end.
     engine = await trio.to_thread.run_sync(load_engine, engine_options, progress, abandon_on_cancel=True)
     telemetry, registry = Telemetry(), Registry()
@@ -80,15 +110,8 @@ async def open_service(
             mailbox_size=MAILBOX_SIZE,
         )
     ]
-    gateways: list[ZeroMQGateway] = []
-
-    def new_gateway() -> Task:
-        assert bind is not None
-        gateways[:] = [ZeroMQGateway(Dispatcher(batcher), bind)]
-        return gateways[0].run
-
-    if bind is not None:
-        children.append(ChildSpec("zeromq", new_gateway))
+    listeners = Listeners(batcher, options)
+    children += listeners.children()
     supervisor = Supervisor(children, strategy="rest_for_one", name="service", registry=registry, telemetry=telemetry)
     async with background() as nursery:
         try:
@@ -96,14 +119,21 @@ async def open_service(
         except StartFailed as error:
             # An option that only showed to be wrong here is still the caller's own mistake.
             raise (error.__cause__ or error) from None
-        yield Service(batcher, engine, telemetry, tuple(gateway.address for gateway in gateways))
+        yield Service(batcher, telemetry, listeners.addresses, engine)
 
 
-def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:
-    """What a Batcher opens its context with, at its start and at each restart."""
-    return partial(
-        engine.open_context,
-        n_parallel=options.n_parallel,
-        n_held=options.max_held_prompts,
-        n_batch=options.max_batch_tokens,
-    )
+@asynccontextmanager
+async def _open_process(
+    engine_options: EngineOptions, batcher_options: BatcherOptions, options: ServiceOptions, progress: Progress | None
+) -> AsyncIterator[Service]:
+    joint = Joint()
+    start = StartEngine(encode_options(engine_options), encode_options(batcher_options))
+    runner = EngineRunner(start, joint, progress or (lambda stage, done, total: None))
+    gateways = LinkedGateways(batcher_options, options, on_hung=runner.kill)
+    async with kept_running("engine", lambda: runner.run, options, gateways.telemetry), background() as nursery:
+        try:
+            await nursery.start(gateways.supervisor.run)
+        except StartFailed as error:
+            raise (error.__cause__ or error) from None
+        await joint.gateway_is_ready(gateways.side)
+        yield Service(gateways.link, gateways.telemetry, gateways.addresses)

@@ -13,8 +13,9 @@ import trio
 from genbatch.actors.batching.batcher_messages import GetStats
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.service import Service, open_service
+from genbatch.actors.service_options import ServiceOptions
 from genbatch.clients import SyncZeroMQClient, ZeroMQClient
-from genbatch.nif.engine import EngineOptions
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import Result
 
@@ -30,7 +31,8 @@ def serve(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Any:
     async def running(**options: Any) -> AsyncIterator[Service]:
         engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
         address = f"ipc://{tmp_path}/zeromq.sock"
-        async with open_service(engine, BatcherOptions(batch_timeout=1.0, **options), bind=address) as service:
+        batcher = BatcherOptions(batch_timeout=1.0, **options)
+        async with open_service(engine, batcher, ServiceOptions(bind=address)) as service:
             yield service
 
     return running
