@@ -1,0 +1,135 @@
+"""Front: what every HTTP request passes before it reaches an endpoint.
+
+Who asks (host, origin, token) is settled by the headers; then the body is read whole, within bounds. An endpoint finds
+`caller` and `body` in the scope's state, and what it receives after that is only ever that the client has gone.
+"""
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import trio
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from genbatch.actors.gateways.bind_policy import is_loopback
+from genbatch.actors.gateways.token_file import bearer_token
+from genbatch.actors.http.api_error import Refusal, api_response
+from genbatch.actors.http.service_calls import HTTPCaller
+from genbatch.actors.runtime.background import background
+from genbatch.proto.errors import Forbidden, FrameTooLarge, GenbatchError, Unauthenticated
+from genbatch.proto.limits import REQUEST_LIMITS
+
+Authenticate = Callable[[str], str | None]
+
+# As on the other wires.
+MAX_BODY_BYTES = REQUEST_LIMITS.max_bytes
+# Seconds for a whole body to arrive.
+BODY_TIMEOUT_S = 30.0
+# A body that is not wanted is read all the same, so far: a client that still writes would not read why.
+MAX_UNWANTED_BYTES, MAX_UNWANTED_S = 16 * MAX_BODY_BYTES, 5.0
+# Paths that tell nothing and do nothing. A page cannot show a token before it is loaded.
+OPEN_PATHS = frozenset(("/", "/playground.css", "/playground.js", "/chart.js", "/column.js", "/health", "/favicon.svg"))
+
+
+class Front:
+    """Stands in front of `app`.
+
+    Args:
+        app: the endpoints.
+        authenticate: the name that goes with a token, or None; None lets everybody in.
+        only_loopback: the address is one of this machine's own, so that any other host's name in a request is a trick
+            of a web page, whose server has made its name mean this machine.
+    """
+
+    def __init__(self, app: ASGIApp, *, authenticate: Authenticate | None, only_loopback: bool) -> None:
+        self._app = app
+        self._authenticate = authenticate
+        self._only_loopback = only_loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through, or answers it."""
+        if scope["type"] != "http":
+            await receive()  # an attempt to open a web socket; nothing else is known to come
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            caller = self._caller(scope)
+            body = await _read(receive)
+        except GenbatchError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        scope["state"] = {"caller": caller, "body": body}
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> HTTPCaller:
+        """Raises:
+        Refusal, Forbidden, Unauthenticated: the headers say that this is not for us, or from a stranger.
+        """
+        headers = Headers(scope=scope)
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise Refusal(505, "http_version", "only HTTP/1.1 is spoken here")
+        host = headers.get("host", "")
+        if self._only_loopback and not is_loopback(_without_port(host)):
+            raise Forbidden(f"the service is reached as localhost, 127.0.0.1 or [::1], not as {host[:128]!r}")
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise Forbidden(f"pages of {origin[:128]!r} may not use this service")
+        client = f"http:{(scope.get('client') or ('',))[0]}"
+        if self._authenticate is None or scope["path"] in OPEN_PATHS:
+            return HTTPCaller(client)
+        token = bearer_token(headers.get("authorization"))
+        tenant = None if token is None else self._authenticate(token)
+        if tenant is None:
+            reason = "is missing" if token is None else "is not known"
+            raise Unauthenticated(f"the token {reason}; send the header Authorization: Bearer TOKEN")
+        return HTTPCaller(client, tenant)
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdecimal() else host
+
+
+async def _read(receive: Receive) -> bytes:
+    """The whole body.
+
+    Raises:
+        FrameTooLarge: it has too many bytes.
+        Refusal: it does not arrive.
+    """
+    parts: list[bytes] = []
+    size = 0
+    with trio.move_on_after(BODY_TIMEOUT_S):
+        while True:
+            message = await receive()
+            parts.append(_part(message))
+            size += len(parts[-1])
+            if size > MAX_BODY_BYTES:
+                raise FrameTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
+            if not message.get("more_body"):
+                return b"".join(parts)
+    raise Refusal(408, "timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
+
+
+def _part(message: Message) -> bytes:
+    body: bytes = message.get("body", b"")  # a client that went away has sent its last part
+    return body
+
+
+async def _refuse(error: GenbatchError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers without an endpoint, once the client is done writing, or has had its time."""
+    with trio.move_on_after(MAX_UNWANTED_S):
+        await _discard(receive, MAX_UNWANTED_BYTES)
+    async with background() as nursery:
+        # The server's queue of body parts must not fill up, or the answer would wait for it.
+        nursery.start_soon(_discard, receive, None)
+        await api_response(error)(scope, receive, send)
+
+
+async def _discard(receive: Receive, max_bytes: int | None) -> None:
+    size = 0
+    while max_bytes is None or size < max_bytes:
+        message = await receive()
+        size += len(_part(message))
+        if not message.get("more_body"):
+            return

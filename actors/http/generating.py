@@ -1,0 +1,184 @@
+"""Generating: the ASGI application behind the two endpoints that generate.
+
+A client that goes away is noticed while its request waits and while it runs, streamed or not, and cancels it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import trio
+from starlette.types import Receive, Scope, Send
+
+from genbatch.actors.http.api_error import describe, renamed
+from genbatch.actors.http.json_body import decode_json
+from genbatch.actors.http.json_response import JSON, to_json
+from genbatch.actors.http.open_calls import OpenCalls
+from genbatch.actors.http.openai_answer import OpenAIAnswer
+from genbatch.actors.http.openai_request import OpenAIRequest
+from genbatch.actors.http.service_calls import HTTPCaller, ServiceCalls
+from genbatch.actors.http.token_queue import TokenQueue
+from genbatch.actors.http.token_texts import TokenNames
+from genbatch.actors.runtime.background import background
+from genbatch.proto.errors import EngineError, GenbatchError, Unavailable
+from genbatch.proto.messages import Result, Token
+
+Read = Callable[[dict[str, Any]], OpenAIRequest]
+
+# With more tokens than this waiting for the socket, those of a choice share an event.
+MAX_EVENTS = 16
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-accel-buffering", b"no"),  # proxies that would collect events are told not to
+]
+
+
+class Generating:
+    """POST of a body, answered with its results.
+
+    Args:
+        read: what a body asks for.
+        calls: who generates.
+        open_calls: where running calls are kept.
+    """
+
+    def __init__(self, read: Read, calls: ServiceCalls, open_calls: OpenCalls) -> None:
+        self._read = read
+        self._calls = calls
+        self._open_calls = open_calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; errors before the first byte are raised."""
+        state = scope["state"]
+        request = self._read(decode_json(state["body"]))
+        caller: HTTPCaller = state["caller"]
+        card = await self._calls.model(request.model)
+        texts = TokenNames() if request.ids_for_text else self._calls.texts
+        answer = OpenAIAnswer(request, card.id, texts)
+        caller = replace(caller, request_id=answer.id)
+        if request.stream:
+            await self._stream(request, caller, answer, receive, send)
+            return
+        response: JSON | None = None
+        async with background() as nursery:
+            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            with self._open_calls.open():
+                results = await self._results(request, caller, None)
+                response = JSON(await answer.body(results), headers={"x-request-id": answer.id})
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _results(
+        self, request: OpenAIRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
+    ) -> Sequence[Result]:
+        """The results of all prompts; `put` gets their tokens. The first failure ends all of them."""
+        if request.echo and request.num_top is not None:
+            await self._tokenize(request, caller)
+        results: dict[int, Result] = {}
+        failures: list[GenbatchError] = []
+
+        async def one(index: int) -> None:
+            on_token = None if put is None else partial(_put, put, index * request.n)
+            try:
+                suffix = f"/{index}" if len(request.params) > 1 else ""
+                named = replace(caller, request_id=caller.request_id + suffix)
+                result = await self._calls.generate(request.params[index], named, on_token)
+                results[index] = _finished(result)
+            except GenbatchError as error:
+                failures.append(renamed(error, request.names))
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(request.params)):
+                nursery.start_soon(one, index)
+        if failures:
+            raise failures[0]
+        return [results[index] for index in sorted(results)]
+
+    async def _tokenize(self, request: OpenAIRequest, caller: HTTPCaller) -> None:
+        """Makes token ids of prompts: a table of log-probs begins with the first token's name."""
+        for params in request.params:
+            if "prompt" in params:
+                ids = await self._calls.tokenize({"prompt": params["prompt"]}, caller)
+                if ids:  # an empty prompt is refused like any other
+                    del params["prompt"]
+                    params["token_ids"] = ids
+
+    async def _stream(
+        self, request: OpenAIRequest, caller: HTTPCaller, answer: OpenAIAnswer, receive: Receive, send: Send
+    ) -> None:
+        async with background() as nursery:
+            queue = TokenQueue(nursery.cancel_scope.cancel)
+
+            async def produce() -> None:
+                try:
+                    with self._open_calls.open():
+                        queue.end(await self._results(request, caller, queue.put))
+                except GenbatchError as error:
+                    queue.fail(error)
+
+            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            nursery.start_soon(produce)
+            await _write(queue, answer, send)
+
+
+async def _write(queue: TokenQueue, answer: OpenAIAnswer, send: Send) -> None:
+    """Sends the events until the end; an error before the first of them is raised, a later one is the last event."""
+    taken = await queue.take()
+    if not taken and queue.error is not None:
+        raise queue.error
+    headers = [*_STREAM_HEADERS, (b"x-request-id", answer.id.encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    try:
+        while taken or not queue.has_ended:
+            events = [await answer.events(choice, tokens) for choice, tokens in _grouped(taken)]
+            await _send(send, b"".join(events))
+            taken = await queue.take()
+        if queue.error is not None:
+            raise queue.error
+        last = answer.ending(queue.results)
+    except GenbatchError as error:
+        last = b"data: " + to_json(describe(error)) + b"\n\n"
+    await send({"type": "http.response.body", "body": last})
+
+
+async def _send(send: Send, events: bytes) -> None:
+    if events:
+        await send({"type": "http.response.body", "body": events, "more_body": True})
+
+
+def _grouped(taken: Sequence[tuple[int, Token]]) -> list[tuple[int, list[Token]]]:
+    """One token an event; when there are many, those of a choice together, in the order they came in."""
+    if len(taken) <= MAX_EVENTS:
+        return [(choice, [token]) for choice, token in taken]
+    by_choice: dict[int, list[Token]] = {}
+    for choice, token in taken:
+        by_choice.setdefault(choice, []).append(token)
+    return list(by_choice.items())
+
+
+def _put(put: Callable[[int, Token], None], first_choice: int, token: Token) -> None:
+    put(first_choice + token.choice, token)
+
+
+def _finished(result: Result) -> Result:
+    """`result`, if its text is what was asked for.
+
+    Raises:
+        Unavailable, EngineError: the service ended it early.
+    """
+    reasons = {result.finish_reason, *(choice.finish_reason for choice in result.choices)}
+    if "cancelled" in reasons:
+        raise Unavailable("the service ended the request before it was done")
+    if "error" in reasons:
+        raise EngineError("the service failed at this request")
+    return result
+
+
+async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

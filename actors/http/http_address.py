@@ -1,0 +1,50 @@
+"""HTTPAddress: where the HTTP endpoint listens, as it is written after `--http`."""
+
+from dataclasses import dataclass
+
+from genbatch.actors.gateways.bind_policy import is_loopback
+from genbatch.actors.gateways.errors import AddressError
+
+LOOPBACK = "127.0.0.1"
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPAddress:
+    """A host and a port.
+
+    Args:
+        host: an IP address or a name; "0.0.0.0" and "::" are all interfaces.
+        port: 0 is one that is free.
+    """
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody but this machine can reach it."""
+        return is_loopback(self.host)
+
+    def url(self, *, tls: bool) -> str:
+        """The address as a browser takes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if tls else 'http'}://{host}:{self.port}"
+
+
+def parse_http_address(text: str) -> HTTPAddress:
+    """The address in PORT, :PORT, HOST:PORT or [HOST]:PORT; without a host it is 127.0.0.1, and so is localhost.
+
+    Raises:
+        AddressError: it is none of these.
+    """
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= MAX_PORT):
+        raise AddressError(text, "an HTTP address is :PORT or HOST:PORT")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host or "/" in host:
+        raise AddressError(text, "an HTTP address is :PORT or HOST:PORT; an IPv6 address stands in brackets")
+    if host == "*":
+        host = "0.0.0.0"
+    return HTTPAddress(LOOPBACK if host in ("", "localhost") else host, int(port))

@@ -1,0 +1,163 @@
+"""HTTPGateway: OpenAI's API and a page to try it, served by hypercorn over connections of our own.
+
+    gateway = HTTPGateway(Dispatcher(batcher), parse_http_address(":8000"))
+    await nursery.start(gateway.run)
+    print(gateway.address)
+
+hypercorn speaks HTTP on each connection; accepting them, bounding their number and their patience, and ending them
+when the service stops is done here.
+"""
+
+import logging
+import ssl
+from functools import partial
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+
+from genbatch.actors.gateways.bind_policy import check_bind
+from genbatch.actors.gateways.connection_limit import max_connections
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.errors import AddressError
+from genbatch.actors.gateways.security import Security
+from genbatch.actors.http.app import make_app
+from genbatch.actors.http.bounded_stream import BoundedStream
+from genbatch.actors.http.http_address import HTTPAddress
+from genbatch.actors.http.open_calls import OpenCalls
+from genbatch.actors.http.service_calls import ServiceCalls
+from genbatch.actors.runtime.background import background
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a connection may be idle, and take for a request's headers.
+IDLE_S = 15.0
+# Seconds to shake hands for TLS.
+HANDSHAKE_S = 10.0
+# Bytes of a request's headers.
+MAX_HEADER_BYTES = 16 * 1024
+# Seconds in which ended calls may still tell their clients so.
+GRACE_S = 1.0
+
+
+class HTTPGateway:
+    """Listens at one address; `run` is a child for a supervisor.
+
+    Args:
+        dispatcher: what the methods do.
+        address: where.
+        security: who is let in, and the certificate; nothing of it is needed on a loopback interface.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, address: HTTPAddress, security: Security | None = None) -> None:
+        security = security or Security()
+        check_bind("http", address.url(tls=False), address.host, lacking=security.lacking_for_tokens)
+        self._wanted = address
+        self._tls: ssl.SSLContext | None = security.tls
+        self.address = address.url(tls=self._tls is not None)
+        self._open_calls = OpenCalls()
+        self._streams: set[BoundedStream] = set()
+        self._max_connections = max_connections()
+        self._context = WorkerContext(None)
+        self._config = _config()
+        app = make_app(
+            ServiceCalls(dispatcher),
+            self._open_calls,
+            authenticate=security.tokens.tenant if security.tokens else None,
+            only_loopback=address.is_loopback,
+        )
+        self._app = ASGIWrapper(app)  # type: ignore[arg-type]  # Starlette types its messages more loosely
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._streams)
+
+    async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
+
+        Raises:
+            AddressError: it cannot listen there.
+        """
+        listeners = await self._listen()
+        async with trio.open_nursery() as nursery:
+            stopping = trio.Event()
+            connections: trio.Nursery = await nursery.start(self._host_connections, stopping)
+            serve = partial(trio.serve_listeners, self._serve, listeners, handler_nursery=connections)
+            try:
+                task_status.started(self.address)
+                await serve()
+            finally:
+                self._open_calls.stop()
+                await self._context.terminated.set()
+                stopping.set()
+
+    async def _listen(self) -> list[trio.SocketListener]:
+        wanted = self._wanted
+        try:
+            listeners = await trio.open_tcp_listeners(wanted.port, host=wanted.host)
+        except OSError as error:  # a name that nobody knows is one too
+            raise AddressError(self.address, str(error)) from error
+        port = listeners[0].socket.getsockname()[1]
+        self.address = HTTPAddress(wanted.host, port).url(tls=self._tls is not None)
+        return listeners
+
+    async def _host_connections(self, stopping: trio.Event, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        """The nursery that connections live in. Shielded, because each has its last words when the gateway stops."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as late:
+                async with trio.open_nursery() as connections:
+                    task_status.started(connections)
+                    await stopping.wait()
+                    late.start_soon(self._close_late, connections.cancel_scope)
+                late.cancel_scope.cancel()
+
+    async def _close_late(self, connections: trio.CancelScope) -> None:
+        """Closes what is still open after a while; only that ends the task of a client that does not read."""
+        await trio.sleep(GRACE_S)
+        for stream in list(self._streams):
+            await trio.aclose_forcefully(stream)
+        connections.cancel()
+
+    async def _serve(self, connection: trio.SocketStream) -> None:
+        """One connection's life."""
+        if len(self._streams) >= self._max_connections:
+            return  # and it is closed
+        bounded = BoundedStream(connection)
+        self._streams.add(bounded)
+        try:
+            stream = bounded if self._tls is None else self._encrypted(bounded, self._tls)
+            state = ConnectionState({})
+            async with background() as nursery:
+                nursery.start_soon(_end_closed, bounded, nursery.cancel_scope)
+                await TCPServer(self._app, self._config, self._context, state, stream)  # type: ignore[arg-type]
+        except Exception:
+            # What one client brought about must not end the others.
+            logger.exception("a connection failed")
+        finally:
+            self._streams.discard(bounded)
+
+    def _encrypted(self, stream: BoundedStream, tls: ssl.SSLContext) -> "trio.SSLStream[BoundedStream]":
+        return trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
+
+
+async def _end_closed(stream: BoundedStream, connection: trio.CancelScope) -> None:
+    """Ends a connection's tasks some time after its end: hypercorn's reader waits for ever where the next request
+    came in just before the connection was closed."""
+    await stream.closed.wait()
+    await trio.sleep(GRACE_S)
+    connection.cancel()
+
+
+def _config() -> Config:
+    config = Config()
+    config.accesslog = None
+    config.errorlog = logger
+    config.include_server_header = False
+    config.h11_max_incomplete_size = MAX_HEADER_BYTES
+    config.keep_alive_timeout = IDLE_S
+    config.ssl_handshake_timeout = HANDSHAKE_S
+    return config

@@ -1,0 +1,157 @@
+"""OpenAIAnswer: results in the shapes of OpenAI's API, whole or as the events of a stream."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from genbatch.actors.http.json_response import to_json
+from genbatch.actors.http.openai_logprobs import LogprobTable, chat_logprobs
+from genbatch.actors.http.openai_request import OpenAIRequest
+from genbatch.actors.http.token_texts import TokenTexts
+from genbatch.proto.messages import Choice, Result, Token, TokenLogprob, Usage
+
+DONE = b"data: [DONE]\n\n"
+_OBJECTS = {"chat": ("chatcmpl-", "chat.completion"), "completion": ("cmpl-", "text_completion")}
+
+
+class OpenAIAnswer:
+    """One answer; its events are encoded around a head and a tail that are made once, for there is one a token.
+
+    Args:
+        request: what it answers.
+        model: the model's id.
+        texts: what tokens look like.
+    """
+
+    def __init__(self, request: OpenAIRequest, model: str, texts: TokenTexts) -> None:
+        prefix, name = _OBJECTS[request.kind]
+        self.id = prefix + secrets.token_hex(12)
+        self._request = request
+        self._texts = texts
+        self._is_chat = request.kind == "chat"
+        self._created = int(time.time())
+        self._model = model
+        self._object = name
+        self._tables: dict[int, LogprobTable] = {}  # by choice, of a stream
+        self._opened: set[int] = set()  # choices that have had an event
+        chunk = f"{name}.chunk" if self._is_chat else name
+        head = {"id": self.id, "object": chunk, "created": self._created, "model": model}
+        self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
+        self._tail = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
+
+    # Whole
+
+    async def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer at once; `results` are those of the request's `params`."""
+        choices: list[dict[str, Any]] = []
+        for result, params in zip(results, self._request.params, strict=True):
+            for choice in _choices(result):
+                choices.append(await self._choice(len(choices), choice, result, params))
+        return {
+            "id": self.id,
+            "object": self._object,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": _usage(results),
+        }
+
+    async def _choice(self, index: int, choice: Choice, result: Result, params: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None
+        if self._request.num_top is not None and choice.logprobs is not None:
+            await self._learn(choice.logprobs)
+            if self._is_chat:
+                logprobs = chat_logprobs(choice.logprobs, self._texts)
+            else:
+                logprobs = (await self._table(choice.logprobs, result, params)).to_dict()
+        shown = {"message": {"role": "assistant", "content": choice.text}} if self._is_chat else {"text": choice.text}
+        return {"index": index, **shown, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    async def _table(self, logprobs: list[TokenLogprob], result: Result, params: dict[str, Any]) -> LogprobTable:
+        table = LogprobTable(self._texts)
+        if self._request.echo and result.prompt_logprobs is not None:
+            scored = [entry for entry in result.prompt_logprobs if entry is not None]
+            first = params["token_ids"][0]
+            await self._texts.learn([first])
+            await self._learn(scored)
+            table.add_first(first)
+            table.add(scored)
+        table.add(logprobs)
+        return table
+
+    # Streamed
+
+    async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
+        """An event with these tokens of the choice, if they have anything to show; a first one with its role."""
+        text = tokens[0].text if len(tokens) == 1 else "".join(token.text for token in tokens)
+        logprobs = b"null" if self._request.num_top is None else await self._encode_logprobs(index, tokens)
+        opening = self.opening(index)
+        if not text and logprobs == b"null":
+            return opening
+        body = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
+        return opening + self._event(index, body % to_json(text), logprobs, b"null")
+
+    def opening(self, index: int) -> bytes:
+        """What comes before everything else of a choice."""
+        if not self._is_chat or index in self._opened:
+            return b""
+        self._opened.add(index)
+        return self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", b"null")
+
+    def ending(self, results: Sequence[Result]) -> bytes:
+        """The events after the last token."""
+        parts = []
+        index = 0
+        for result in results:
+            for choice in _choices(result):
+                body = b'"delta":{}' if self._is_chat else b'"text":""'
+                parts.append(self.opening(index))
+                parts.append(self._event(index, body, b"null", to_json(choice.finish_reason)))
+                index += 1
+        if self._request.include_usage:
+            parts.append(self._head + b'],"usage":' + to_json(_usage(results)) + b"}\n\n")
+        return b"".join([*parts, DONE])
+
+    def _event(self, index: int, body: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, body, logprobs, finish_reason)
+        return self._head + choice + self._tail
+
+    async def _encode_logprobs(self, index: int, tokens: Sequence[Token]) -> bytes:
+        entries = [
+            TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=token.top)
+            for token in tokens
+            if token.logprob is not None
+        ]
+        await self._learn(entries)
+        if self._is_chat:
+            return to_json(chat_logprobs(entries, self._texts))
+        before = self._tables.get(index)
+        table = self._tables[index] = LogprobTable(self._texts, before.offset if before else 0)
+        table.add(entries)
+        return to_json(table.to_dict())
+
+    async def _learn(self, entries: Sequence[TokenLogprob]) -> None:
+        for entry in entries:
+            await self._texts.learn((entry.token_id, *entry.top))
+
+
+def _choices(result: Result) -> Sequence[Choice]:
+    if result.choices:
+        return result.choices
+    only = Choice(
+        text=result.text, token_ids=result.token_ids, finish_reason=result.finish_reason, logprobs=result.logprobs
+    )
+    return (only,)
+
+
+def _usage(results: Sequence[Result]) -> dict[str, Any]:
+    """What all prompts together took."""
+    usages: list[Usage] = [result.usage for result in results]
+    prompt, completion = sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }

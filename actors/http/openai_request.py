@@ -1,0 +1,204 @@
+"""OpenAIRequest: what a body of OpenAI's API asks for, as requests of our own."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from genbatch.actors.http.openai_fields import ChatFields, CompletionFields, GenerationFields, given
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import check_type
+
+Kind = Literal["chat", "completion"]
+
+# OpenAI's documented defaults, where they are not ours.
+DEFAULT_TEMPERATURE = 1.0
+DEFAULT_COMPLETION_TOKENS = 16
+# Prompts of one body; each is a request of its own.
+MAX_PROMPTS = 128
+_SAME_NAME = (
+    *("n", "max_tokens", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty"),
+    *("ignore_eos", "min_tokens", "stop_token_ids", "priority", "deadline_s", "stop"),
+    *("grammar", "regex"),
+)
+_CONTENT = ("role", "content")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIRequest:
+    """One body.
+
+    Args:
+        kind: which endpoint's shapes the answer has.
+        model: as it was named; None for whichever there is.
+        params: for each prompt, the parameters of the method `generate`.
+        n: answers to each prompt.
+        stream: whether the answer comes token by token.
+        include_usage: whether a stream tells its usage.
+        num_top: how many of the likeliest tokens to show with each one; None shows no log-probs.
+        ids_for_text: whether log-probs name tokens by their ids.
+        echo: whether the prompts come back in front of the answers.
+        names: the caller's names of parameters, by ours, where they differ.
+    """
+
+    kind: Kind
+    model: str | None
+    params: list[dict[str, Any]]
+    n: int
+    stream: bool
+    include_usage: bool
+    num_top: int | None
+    ids_for_text: bool
+    echo: bool
+    names: dict[str, str]
+
+
+def read_chat(body: dict[str, Any]) -> OpenAIRequest:
+    """The request in a body for /v1/chat/completions.
+
+    Raises:
+        InvalidRequest: with the path of the first fault.
+    """
+    fields: ChatFields = check_type(given(body), ChatFields)
+    params = _shared(fields)
+    names = {}
+    if fields.max_completion_tokens is not None:
+        if fields.max_tokens not in (None, fields.max_completion_tokens):
+            raise InvalidRequest("max_tokens", "is the old name of max_completion_tokens, which says something else")
+        params["max_tokens"] = fields.max_completion_tokens
+        names["max_tokens"] = "max_completion_tokens"
+    num_top = None
+    if fields.logprobs:
+        num_top = fields.top_logprobs or 0
+        params["logprobs"] = num_top
+        names["logprobs"] = "top_logprobs"
+    elif fields.top_logprobs is not None:
+        raise InvalidRequest("top_logprobs", "needs logprobs to be true")
+    params["messages"] = read_messages(fields.messages)
+    return _request("chat", fields, [params], num_top, names)
+
+
+def read_completion(body: dict[str, Any]) -> OpenAIRequest:
+    """The request in a body for /v1/completions; raises as `read_chat`."""
+    fields: CompletionFields = check_type(given(body), CompletionFields)
+    params = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | _shared(fields)
+    if fields.best_of not in (None, fields.n or 1):
+        raise InvalidRequest("best_of", "all answers are returned: it must be the same as n")
+    if fields.logprobs is not None:
+        params["logprobs"] = fields.logprobs
+    if fields.echo:
+        params["echo"] = True
+        if fields.logprobs is not None:
+            if fields.stream:
+                raise InvalidRequest("echo", "log-probs of a prompt cannot be streamed")
+            params["prompt_logprobs"] = fields.logprobs
+    names = {"token_ids": "prompt", "prompt_logprobs": "logprobs"}
+    every = [params | prompt for prompt in _prompts(fields.prompt)]
+    return _request("completion", fields, every, fields.logprobs, names, echo=bool(fields.echo))
+
+
+def _request(
+    kind: Kind,
+    fields: GenerationFields,
+    params: list[dict[str, Any]],
+    num_top: int | None,
+    names: dict[str, str],
+    *,
+    echo: bool = False,
+) -> OpenAIRequest:
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("stream_options", "needs stream to be true")
+    return OpenAIRequest(
+        kind=kind,
+        model=fields.model,
+        params=params,
+        n=1 if fields.n is None else fields.n,
+        stream=bool(fields.stream),
+        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        num_top=num_top,
+        ids_for_text=bool(fields.return_tokens_as_token_ids),
+        echo=echo,
+        names=names | {"response_format.schema": "response_format.json_schema.schema"},
+    )
+
+
+def _shared(fields: GenerationFields) -> dict[str, Any]:
+    """The parameters that both endpoints have."""
+    params = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
+    if fields.top_k is not None:
+        params["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # vLLM's way to say "off"
+    if fields.seed is not None:
+        # OpenAI's are signed; the negative ones take the upper half of ours.
+        params["seed"] = fields.seed % 2**64 if -(2**63) <= fields.seed < 0 else fields.seed
+    if fields.response_format is not None:
+        shape: dict[str, Any] = {"type": fields.response_format.type}
+        if fields.response_format.json_schema is not None:
+            shape["schema"] = fields.response_format.json_schema.schema
+        params["response_format"] = shape
+    if fields.logit_bias:
+        params["logit_bias"] = {_token_id(name): bias for name, bias in fields.logit_bias.items()}
+    return params
+
+
+def _token_id(name: str) -> int:
+    if not (name.isascii() and name.isdecimal() and len(name) <= len(str(2**63))):
+        raise InvalidRequest("logit_bias", f"{name[:32]!r} is no token id")
+    return int(name)
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
+    """A prompt or several, each as text or as token ids."""
+    if isinstance(prompt, str):
+        return [{"prompt": prompt}]
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [{"token_ids": prompt}]
+    if kinds not in ({str}, {list}):
+        raise InvalidRequest("prompt", "must be texts, lists of token ids, or one list of token ids, not a mixture")
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest("prompt", f"has {len(prompt)} entries, {MAX_PROMPTS} are allowed")
+    name = "prompt" if kinds == {str} else "token_ids"
+    return [{name: each} for each in prompt]
+
+
+def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The turns of a conversation as roles and texts; raises as `read_chat`."""
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], path: str) -> dict[str, str]:
+    """A turn as role and text. An answer may be sent back as it was received, with its empty fields."""
+    said = {name: value for name, value in message.items() if value is not None and value != []}
+    said.pop("name", None)  # tells speakers of one role apart, for which templates have no place
+    for name in said:
+        if name not in _CONTENT:
+            raise InvalidRequest(f"{path}.{name}", "is not supported: a message has a role and text")
+    for name in _CONTENT:
+        if name not in message:
+            raise InvalidRequest(f"{path}.{name}", "is missing")
+    role = said.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequest(f"{path}.role", "must be a string")
+    if role in ("tool", "function"):
+        raise InvalidRequest(f"{path}.role", "tool calls are not supported")
+    # OpenAI's newer name for what templates call the system.
+    return {"role": "system" if role == "developer" else role, "content": _text(said.get("content"), path)}
+
+
+def _text(content: object, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path}.content", "must be a string or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        place = f"{path}.content[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            shown = f"{kind!r}"[:40]
+            raise InvalidRequest(f"{place}.type", f'only parts of type "text" are understood, not {shown}')
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{place}.text", "must be a string")
+        texts.append(part["text"])
+    return "".join(texts)

@@ -1,0 +1,121 @@
+"""ServiceCalls: the service's methods as the HTTP endpoint uses them, over the Dispatcher that all gateways share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.http.token_texts import TokenTexts
+from genbatch.proto.errors import ModelNotFound
+from genbatch.proto.messages import Result, Token
+from genbatch.proto.service_messages import Health, ModelCard, Models, Text, TokenIds
+
+# Seconds. Whoever asks for health asks again soon, and an answer that is late is one.
+HEALTH_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPCaller:
+    """Who calls.
+
+    Args:
+        client: the address of its machine, for fairness and logs: connections cost nothing.
+        tenant: the name that goes with its token; None where no tokens are wanted.
+        request_id: the answer's id, for logs and spans.
+    """
+
+    client: str
+    tenant: str | None = None
+    request_id: str = ""
+
+
+class ServiceCalls:
+    """Calls of the Dispatcher, typed.
+
+    Args:
+        dispatcher: what the methods do.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._models: tuple[ModelCard, ...] = ()
+        self.texts = TokenTexts(self._token_text)
+
+    async def generate(
+        self, params: dict[str, Any], caller: HTTPCaller, on_token: Callable[[Token], None] | None
+    ) -> Result:
+        """One request; cancelling the caller's scope frees its sequence."""
+        result = await self._call("generate" if on_token is None else "stream", params, caller, on_token)
+        assert isinstance(result, Result)
+        return result
+
+    async def tokenize(self, params: dict[str, Any], caller: HTTPCaller) -> list[int]:
+        """The token ids of a text or of messages."""
+        answer = await self._call("tokenize", params, caller)
+        assert isinstance(answer, TokenIds)
+        return answer.token_ids
+
+    async def detokenize(self, params: dict[str, Any], caller: HTTPCaller) -> str:
+        """The text of token ids."""
+        answer = await self._call("detokenize", params, caller)
+        assert isinstance(answer, Text)
+        return answer.text
+
+    async def model(self, name: str | None) -> ModelCard:
+        """The model of this name; the first one where none is named.
+
+        Raises:
+            ModelNotFound: there is none.
+        """
+        models = await self.models()
+        for card in models:
+            if name is None or card.id == name:
+                return card
+        served = ", ".join(card.id for card in models)
+        raise ModelNotFound(f"the model {str(name)[:128]!r} is not served here; there is {served}", field="model")
+
+    async def models(self) -> tuple[ModelCard, ...]:
+        """What is served; asked for once, since a service has its models for life."""
+        if not self._models:
+            answer = await self._call("models", {}, _OURSELVES)
+            assert isinstance(answer, Models)
+            self._models = answer.models
+        return self._models
+
+    async def stats(self, caller: HTTPCaller) -> dict[str, Any]:
+        """The counters."""
+        answer = await self._call("stats", {}, caller)
+        assert isinstance(answer, dict)
+        return answer
+
+    async def health(self) -> Health:
+        """How the service is; "down" if it does not say so in time."""
+        with trio.move_on_after(HEALTH_TIMEOUT_S):
+            answer = await self._call("health", {}, _OURSELVES)
+            assert isinstance(answer, Health)
+            return answer
+        return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
+
+    async def _token_text(self, token_id: int) -> str:
+        return await self.detokenize({"token_ids": [token_id]}, _OURSELVES)
+
+    async def _call(
+        self,
+        method: str,
+        params: dict[str, Any],
+        caller: HTTPCaller,
+        on_token: Callable[[Token], None] | None = None,
+    ) -> object:
+        return await self._dispatcher.call(
+            method,
+            params,
+            client=caller.client,
+            on_token=on_token,
+            tenant=caller.tenant,
+            request_id=caller.request_id,
+        )
+
+
+_OURSELVES = HTTPCaller("http")

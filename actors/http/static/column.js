@@ -1,0 +1,138 @@
+// One prompt with its answer, streamed. Text of the model is only ever set as text, never as markup.
+
+export class Column {
+  // settings(): what all columns share; onChange(): called when it starts, ends or is removed.
+  constructor(template, prompt, settings, onChange) {
+    this.element = template.content.firstElementChild.cloneNode(true);
+    this.settings = settings;
+    this.onChange = onChange;
+    this.stopper = null;
+    const find = (name) => this.element.querySelector(name);
+    this.prompt = find("textarea");
+    this.answer = find(".answer");
+    this.runButton = find(".run");
+    this.stopButton = find(".stop");
+    this.shown = { ttft: find(".ttft"), speed: find(".speed"), count: find(".count"), state: find(".state") };
+    this.prompt.value = prompt;
+    find("form").addEventListener("submit", (event) => (event.preventDefault(), this.run()));
+    this.prompt.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.run();
+    });
+    this.stopButton.addEventListener("click", () => this.stop());
+    find(".remove").addEventListener("click", () => (this.stop(), this.element.remove(), this.onChange(this)));
+  }
+
+  get isRunning() {
+    return this.stopper !== null;
+  }
+
+  stop() {
+    this.stopper?.abort();
+  }
+
+  async run() {
+    if (this.isRunning || !this.prompt.reportValidity()) return;
+    this.stopper = new AbortController();
+    this.begin();
+    try {
+      const response = await this.ask(this.stopper.signal);
+      for await (const event of events(response.body)) this.take(event);
+      this.shown.state.textContent = this.reason ?? "done";
+    } catch (error) {
+      if (error.name === "AbortError") this.shown.state.textContent = "stopped";
+      else this.fail(error);
+    } finally {
+      this.stopper = null;
+      this.mark(false);
+    }
+  }
+
+  begin() {
+    this.started = performance.now();
+    this.first = this.last = null;
+    this.count = 0;
+    this.reason = null;
+    this.answer.textContent = "";
+    this.answer.classList.remove("failed");
+    this.text = this.answer.appendChild(document.createTextNode(""));
+    for (const name of ["ttft", "speed", "count"]) this.shown[name].textContent = "–";
+    this.shown.state.textContent = "waiting";
+    this.mark(true);
+  }
+
+  mark(isRunning) {
+    this.element.setAttribute("aria-busy", String(isRunning));
+    this.runButton.disabled = isRunning;
+    this.stopButton.disabled = !isRunning;
+    this.onChange(this);
+  }
+
+  async ask(signal) {
+    const { system, temperature, maxTokens, headers } = this.settings();
+    const messages = [{ role: "user", content: this.prompt.value }];
+    if (system) messages.unshift({ role: "system", content: system });
+    const body = { messages, temperature, max_completion_tokens: maxTokens, stream: true, stream_options: { include_usage: true } };
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json", ...headers },
+      body: JSON.stringify(body),
+      signal,
+    });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    return response;
+  }
+
+  take(event) {
+    if (event.error) throw new Error(event.error.message);
+    if (event.usage) {
+      this.count = event.usage.completion_tokens;
+      this.shown.count.textContent = this.count;
+    }
+    const choice = event.choices[0];
+    if (!choice) return;
+    if (choice.finish_reason) this.reason = { stop: "done", length: "cut at most tokens" }[choice.finish_reason] ?? choice.finish_reason;
+    if (choice.delta.content) this.write(choice.delta.content);
+  }
+
+  write(piece) {
+    const follows = this.answer.scrollHeight - this.answer.scrollTop - this.answer.clientHeight < 40;
+    this.text.appendData(piece);
+    if (follows) this.answer.scrollTop = this.answer.scrollHeight;
+    this.last = performance.now();
+    if (this.first === null) {
+      this.first = this.last;
+      this.shown.ttft.textContent = duration(this.first - this.started);
+      this.shown.state.textContent = "streaming";
+    }
+    this.count += 1;
+    this.shown.count.textContent = this.count;
+    const seconds = (this.last - this.first) / 1000;
+    if (seconds > 0.2) this.shown.speed.textContent = ((this.count - 1) / seconds).toFixed(1);
+  }
+
+  fail(error) {
+    this.shown.state.textContent = "failed";
+    this.answer.classList.add("failed");
+    this.answer.append(document.createTextNode(`${this.text.data ? "\n\n" : ""}${error.message}`));
+  }
+}
+
+function duration(milliseconds) {
+  return milliseconds < 1000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(2)} s`;
+}
+
+// The events of a stream, until it says that it is done.
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("the connection was lost");
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part === "data: [DONE]") return;
+      yield JSON.parse(part.slice("data: ".length));
+    }
+  }
+}

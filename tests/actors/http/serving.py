@@ -1,0 +1,56 @@
+"""An HTTP gateway in front of a scripted Batcher, and a plain client of it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import trio
+
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.security import Security
+from genbatch.actors.http.http_address import parse_http_address
+from genbatch.actors.http.http_gateway import HTTPGateway
+from genbatch.actors.runtime.genserver import ActorRef, start
+from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+
+
+@dataclass(frozen=True)
+class ServedHTTP:
+    """A gateway, who answers behind it, and a client in front of it."""
+
+    batcher: ScriptedBatcher
+    ref: ActorRef
+    gateway: HTTPGateway
+    gateway_scope: trio.CancelScope
+    client: httpx2.AsyncClient
+
+    @property
+    def port(self) -> int:
+        return int(self.gateway.address.rpartition(":")[2])
+
+    async def complete(self, prompt: str, **params: Any) -> httpx2.Response:
+        return await self.client.post("/v1/completions", json={"prompt": prompt, **params})
+
+
+@asynccontextmanager
+async def served_http(
+    security: Security | None = None, batcher: ScriptedBatcher | None = None
+) -> AsyncIterator[ServedHTTP]:
+    """Runs all of them for as long as the body runs; half a minute at most, so that no test hangs."""
+    batcher = batcher or ScriptedBatcher()
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            ref = await start(nursery, batcher)
+            gateway = HTTPGateway(Dispatcher(ref), parse_http_address(":0"), security)
+            scope = trio.CancelScope()
+
+            async def run(task_status: trio.TaskStatus[str]) -> None:
+                with scope:
+                    await gateway.run(task_status=task_status)
+
+            address = await nursery.start(run)
+            async with httpx2.AsyncClient(base_url=address, trust_env=False, timeout=20) as client:
+                yield ServedHTTP(batcher, ref, gateway, scope, client)
+            nursery.cancel_scope.cancel()

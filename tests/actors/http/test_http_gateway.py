@@ -1,0 +1,428 @@
+"""What reaches an endpoint, what is refused on the way, and how connections end."""
+
+import json
+import shutil
+import ssl
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import trio
+import trio.testing
+
+from genbatch.actors.gateways.errors import InsecureBind
+from genbatch.actors.gateways.key_store import KeyStore
+from genbatch.actors.gateways.security import Security
+from genbatch.actors.gateways.tls import server_context
+from genbatch.actors.gateways.token_file import TokenFile
+from genbatch.actors.http import front, http_gateway, service_calls, token_queue
+from genbatch.actors.http.bounded_stream import BoundedStream
+from genbatch.actors.http.extra import check_http
+from genbatch.nif.errors import OptionError
+from genbatch.proto.service_messages import Health
+from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.actors.http.serving import served_http
+
+USER = [{"role": "user", "content": "x"}]
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (CHAT, b"{", None, "malformed_message"),
+        (CHAT, b"\xff", None, "malformed_message"),
+        (CHAT, b'{"messages":[],"messages":[]}', None, "malformed_message"),
+        (CHAT, b'{"temperature":NaN}', None, "malformed_message"),
+        (CHAT, b'{"seed":' + b"9" * 5000 + b"}", None, "malformed_message"),
+        (CHAT, b"[" * 50_000, None, "malformed_message"),
+        (CHAT, b'{"messages":' + b"[" * 100 + b"]" * 100 + b"}", None, "malformed_message"),
+        (CHAT, b"[]", None, "invalid_request"),
+        (CHAT, b"{}", "messages", "invalid_request"),
+        (CHAT, {"messages": []}, "messages", "invalid_request"),
+        (CHAT, {"messages": USER, "n": True}, "n", "invalid_request"),
+        (CHAT, {"messages": USER, "n": 0}, "n", "invalid_request"),
+        (CHAT, {"messages": USER, "temperature": "hot"}, "temperature", "invalid_request"),
+        (CHAT, {"messages": USER, "temprature": 1}, "temprature", "invalid_request"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "invalid_request"),
+        (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "invalid_request"),
+        (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 99}, "top_logprobs", "invalid_request"),
+        (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_request"),
+        (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", "invalid_request"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_request"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "invalid_request"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "invalid_request",
+        ),
+        (COMPLETION, {"prompt": ""}, "prompt", "invalid_request"),
+        (COMPLETION, {"prompt": []}, "prompt", "invalid_request"),
+        (COMPLETION, {"prompt": [1, -2]}, "prompt[1]", "invalid_request"),
+        (COMPLETION, {"prompt": ["a", 1]}, "prompt", "invalid_request"),
+        (COMPLETION, {"prompt": "a", "stop": [""]}, "stop[0]", "invalid_request"),
+        (COMPLETION, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_request"),
+        (COMPLETION, b'{"prompt":"a","logit_bias":{"1":1e999}}', "logit_bias[1]", "invalid_request"),
+        (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of", "invalid_request"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]", "invalid_request"),
+        ("/tokenize", {"prompt": 7}, "prompt", "invalid_request"),
+    ],
+)
+async def test_a_bad_body_is_answered_with_the_name_of_its_fault_and_the_connection_lives(
+    path: str, body: bytes | dict[str, Any], param: str | None, code: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with served_http() as served:
+        for stream in (False, True):
+            if stream and isinstance(body, dict) and path.startswith("/v1") and "stream_options" not in body:
+                content = json.dumps(body | {"stream": True}).encode()
+            response = await served.client.post(path, content=content)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+            assert error["message"]
+        assert (await served.complete("still there")).json()["choices"][0]["text"] == "stillthere"
+        assert served.gateway.num_connections == 1
+
+
+@pytest.mark.trio
+async def test_what_is_not_here_is_said_in_the_same_shape() -> None:
+    async with served_http() as served:
+        for method, path, status, code in (
+            ("GET", "/v1/chat", 404, "not_found"),
+            ("GET", "/health/", 404, "not_found"),
+            ("GET", CHAT, 405, "method_not_allowed"),
+            ("POST", "/v1/embeddings", 404, "no_embeddings"),
+            ("GET", "/v1/models/gpt-9", 404, "model_not_found"),
+            ("GET", "/../pyproject.toml", 404, "not_found"),
+        ):
+            response = await served.client.request(method, path)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.trio
+async def test_a_body_that_is_too_large_is_refused_even_where_no_endpoint_is() -> None:
+    async with served_http() as served:
+        for path in (COMPLETION, "/nowhere"):
+            response = await served.client.post(path, content=b" " * (front.MAX_BODY_BYTES + 1))
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "frame_too_large")
+        # Several times what the server's queue of body parts holds.
+        response = await served.client.post("/nowhere", content=b" " * front.MAX_BODY_BYTES)
+        assert response.status_code == 404
+
+
+@pytest.mark.trio
+async def test_a_body_without_end_does_not_keep_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "MAX_UNWANTED_BYTES", 1)
+    async with served_http() as served, await trio.open_tcp_stream("127.0.0.1", served.port) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**9}\r\n\r\n"
+        with pytest.raises(trio.BrokenResourceError):
+            await connection.send_all(head.encode())
+            while True:
+                await connection.send_all(b" " * 2**16)
+        while served.gateway.num_connections:
+            await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.trio
+async def test_a_refused_body_is_read_while_the_refusal_is_sent(autojump_clock: trio.testing.MockClock) -> None:
+    """The server's queue of parts is bounded, and its end of a response waits for room in it."""
+    received = 0
+    has_room = trio.Event()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal received
+        await trio.lowlevel.checkpoint()
+        received += 1
+        if received > front.MAX_UNWANTED_BYTES // 2**16 + 50:
+            has_room.set()
+        return {"type": "http.request", "body": b" " * 2**16, "more_body": True}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await has_room.wait()
+
+    app = front.Front(front.Front, authenticate=None, only_loopback=True)  # type: ignore[arg-type]  # never reached
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/", "headers": [(b"host", b"localhost")]}
+    with trio.fail_after(30):
+        await app(scope, receive, send)
+
+
+@pytest.mark.trio
+async def test_headers_that_are_too_large_end_the_connection() -> None:
+    async with served_http() as served:
+        stream = await trio.open_tcp_stream("127.0.0.1", served.port)
+        async with stream:
+            await stream.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (64 * 1024))
+            answer = b""
+            try:
+                while part := await stream.receive_some():
+                    answer += part
+            except trio.BrokenResourceError:
+                pass  # it was closed while we had sent more than was read
+            assert b" 200 " not in answer
+        assert (await served.client.get("/health")).status_code == 200
+
+
+@pytest.mark.trio
+async def test_a_page_of_another_site_reaches_nothing() -> None:
+    async with served_http() as served:
+        for headers in (
+            {"Host": "evil.example"},
+            {"Host": f"evil.example:{served.port}"},
+            {"Host": "127.0.0.1.evil.example"},
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+            {"Origin": f"http://localhost:{served.port + 1}"},
+        ):
+            response = await served.client.post(COMPLETION, json={"prompt": "a"}, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
+        assert not served.batcher.requests
+        for name in ("localhost", "127.0.0.1", "[::1]"):
+            same = f"{name}:{served.port}"
+            headers = {"Host": same, "Origin": f"http://{same}"}
+            assert (await served.client.post(COMPLETION, json={"prompt": "a"}, headers=headers)).status_code == 200
+        assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.trio
+async def test_a_web_socket_is_refused() -> None:
+    async with served_http() as served:
+        headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        headers["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+        assert (await served.client.get("/", headers=headers)).status_code == 403
+
+
+@pytest.mark.trio
+async def test_a_token_opens_the_service_in_the_name_it_goes_with(tmp_path: Path) -> None:
+    store = KeyStore(tmp_path)
+    token = store.new_token("alice")
+    async with served_http(Security(tokens=TokenFile(store.tokens))) as served:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {token}"}):
+            for path in (CHAT, "/v1/models", "/stats", "/metrics", "/tokenize"):
+                response = await served.client.request("POST", path, content=b"{", headers=headers)
+                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert response.headers["www-authenticate"] == "Bearer"
+        assert (await served.client.get("/health")).status_code == 200
+        assert (await served.client.get("/")).status_code == 200
+        served.client.headers["Authorization"] = f"Bearer {token}"
+        assert (await served.complete("a")).status_code == 200
+        assert served.batcher.requests[0].request.tenant == "alice"
+        assert served.batcher.requests[0].client == "tenant:alice"
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=genbatch", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*command, "-out", str(paths[0]), "-keyout", str(paths[1])], check=True, capture_output=True)
+    paths[1].chmod(0o600)
+    return paths
+
+
+@pytest.mark.trio
+async def test_a_certificate_makes_it_https(certificate: tuple[Path, Path]) -> None:
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    async with served_http(Security(tls=server_context(*certificate))) as served:
+        assert served.gateway.address.startswith("https://127.0.0.1:")
+        async with httpx2.AsyncClient(base_url=served.gateway.address, verify=trusting, trust_env=False) as client:
+            body = {"prompt": "over there", "stream": True}
+            response = await client.post(COMPLETION, json=body)
+            assert response.text.endswith("data: [DONE]\n\n")
+        plain = f"http://127.0.0.1:{served.port}/health"
+        with pytest.raises(httpx2.TransportError):
+            await served.client.get(plain)
+
+
+@pytest.mark.trio
+async def test_what_fails_behind_the_gateway_has_its_status_and_says_whether_to_come_again() -> None:
+    async with served_http() as served:
+        response = await served.complete("fault")
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_error")
+        assert response.headers["retry-after-ms"] == "5"
+        assert response.headers["retry-after"] == "1"
+        response = await served.complete("bug")
+        assert response.status_code == 500
+        assert "secret" not in response.text
+        assert response.headers["x-should-retry"] == "false"
+        await served.ref.stop()
+        response = await served.complete("a")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert response.headers["retry-after-ms"] == "500"
+
+
+@pytest.mark.trio
+async def test_health_is_503_unless_new_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served_http() as served:
+        assert (await served.client.get("/health")).status_code == 200
+        answers = iter(("draining", "stuck"))
+
+        def answer(request: Any) -> Health:
+            return Health(status=next(answers), steps=1, requests_running=1, requests_waiting=0, stalled_s=40.0)
+
+        monkeypatch.setattr(served.batcher, "_answer", answer)
+        for status in ("draining", "stuck"):
+            response = await served.client.get("/health")
+            assert (response.status_code, response.json()["status"]) == (503, status)
+        await served.ref.stop()
+        response = await served.client.get("/health")
+        assert (response.status_code, response.json()["status"]) == (503, "down")
+
+
+@pytest.mark.trio
+async def test_a_service_that_says_nothing_is_down(autojump_clock: trio.testing.MockClock) -> None:
+    class Silent:
+        async def call(self, *args: object, **options: object) -> object:
+            await trio.sleep_forever()
+            raise AssertionError
+
+    health = await service_calls.ServiceCalls(Silent()).health()  # type: ignore[arg-type]
+    assert health.status == "down"
+    assert trio.current_time() == pytest.approx(service_calls.HEALTH_TIMEOUT_S)
+
+
+async def _emit_first(batcher: ScriptedBatcher) -> None:
+    (await batcher.arrival("hold")).emit("a")
+
+
+async def _read_text(lines: Any) -> str:
+    event = await _read_event(lines)
+    assert event is not None
+    text: str = event["choices"][0]["text"]
+    return text
+
+
+async def _read_event(lines: Any) -> dict[str, Any] | None:
+    async for line in lines:
+        if line.startswith("data: {"):
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            return event
+    return None
+
+
+@pytest.mark.trio
+async def test_tokens_are_sent_as_they_come() -> None:
+    async with served_http() as served, trio.open_nursery() as nursery:
+        nursery.start_soon(_emit_first, served.batcher)
+        body = {"prompt": "hold", "stream": True}
+        async with served.client.stream("POST", COMPLETION, json=body) as response:
+            lines = response.aiter_lines()
+            assert await _read_text(lines) == "a"
+            held = served.batcher.held["hold"]
+            held.emit("b")
+            assert await _read_text(lines) == "b"
+            for text in "cdefghijklmnopqrstuvwxyz":
+                held.emit(text)
+            # More than 16 that come at once share an event.
+            assert await _read_text(lines) == "cdefghijklmnopqrstuvwxyz"
+            held.finish()
+            event = await _read_event(lines)
+            assert event is not None
+            assert event["choices"][0]["finish_reason"] == "stop"
+            assert await _read_event(lines) is None
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_frees_its_sequence(stream: bool) -> None:
+    async with served_http() as served:
+        connection = await trio.open_tcp_stream("127.0.0.1", served.port)
+        body = json.dumps({"prompt": "hold", "stream": stream}).encode()
+        head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        await connection.send_all(head.encode() + body)
+        await served.batcher.arrival("hold")
+        await connection.aclose()
+        await served.batcher.release("hold")
+
+
+@pytest.mark.trio
+async def test_one_prompt_of_several_that_fails_ends_the_others() -> None:
+    async with served_http() as served:
+        response = await served.client.post(COMPLETION, json={"prompt": ["hold", "fault"]})
+        assert response.status_code == 500
+        await served.batcher.release("hold")
+
+
+@pytest.mark.trio
+async def test_a_stop_of_the_gateway_ends_streams_with_a_word() -> None:
+    async with served_http() as served:
+        body = {"prompt": "hold", "stream": True}
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_emit_first, served.batcher)
+            async with served.client.stream("POST", COMPLETION, json=body) as response:
+                lines = response.aiter_lines()
+                assert await _read_event(lines)
+                served.gateway_scope.cancel()
+                event = await _read_event(lines)
+                assert event is not None
+                assert event["error"]["code"] == "unavailable"
+                assert await _read_event(lines) is None
+        await served.batcher.release("hold")
+        with pytest.raises(httpx2.TransportError):
+            await served.client.get("/health")
+
+
+@pytest.mark.trio
+async def test_a_reader_that_falls_too_far_behind_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_queue, "MAX_WAITING", 64)
+    # Longer than the test: it is not the connection's own patience that ends this.
+    monkeypatch.setattr(http_gateway, "BoundedStream", partial(BoundedStream, stalled_s=60.0))
+    async with served_http() as served:
+        body = json.dumps({"prompt": "hold", "stream": True}).encode()
+        head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection = await trio.open_tcp_stream("127.0.0.1", served.port)
+        async with connection:
+            await connection.send_all(head.encode() + body)
+            held = await served.batcher.arrival("hold")
+            while "hold" in served.batcher.held:
+                held.emit("x" * 10_000)
+                await trio.lowlevel.checkpoint()
+            await served.batcher.release("hold")
+        assert (await served.complete("a")).status_code == 200
+
+
+@pytest.mark.trio
+async def test_a_peer_that_does_not_read_is_cut_off(autojump_clock: trio.testing.MockClock) -> None:
+    ours, theirs = trio.testing.lockstep_stream_pair()
+    stream = BoundedStream(ours, stalled_s=10.0)  # type: ignore[arg-type]
+    with pytest.raises(trio.BrokenResourceError):
+        await stream.send_all(b"never read")
+    assert trio.current_time() == pytest.approx(10.0)
+    with pytest.raises(trio.ClosedResourceError):
+        await stream.receive_some()
+    await theirs.aclose()
+
+
+@pytest.mark.trio
+async def test_more_connections_than_allowed_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_gateway, "max_connections", lambda: 1)
+    async with served_http() as served:
+        assert (await served.client.get("/health")).status_code == 200
+        async with await trio.open_tcp_stream("127.0.0.1", served.port) as second:
+            assert await second.receive_some() == b""
+        assert (await served.client.get("/health")).status_code == 200
+
+
+def test_other_machines_get_in_only_past_tokens_and_tls() -> None:
+    for address in ("0.0.0.0:8000", "[::]:8000", "*:8000", "example.org:8000"):
+        with pytest.raises(InsecureBind) as caught:
+            check_http(address, Security())
+        assert caught.value.lacking == ("tokens", "tls_cert", "tls_key")
+    assert check_http(":8000", Security()).is_loopback
+
+
+def test_a_missing_extra_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genbatch.actors.http.extra.find_spec", lambda name: None if name == "hypercorn" else name)
+    with pytest.raises(OptionError, match=r"hypercorn; run pip install 'genbatch\[http\]'"):
+        check_http(":8000", Security())

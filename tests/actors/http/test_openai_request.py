@@ -1,0 +1,141 @@
+"""What a body of OpenAI's API becomes."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genbatch.actors.gateways.errors import AddressError
+from genbatch.actors.http.api_error import renamed
+from genbatch.actors.http.http_address import HTTPAddress, parse_http_address
+from genbatch.actors.http.openai_fields import REFUSED, WITHOUT_MEANING
+from genbatch.actors.http.openai_request import MAX_PROMPTS, read_chat, read_completion
+from genbatch.proto.codec import to_generate_request
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import validate_request
+
+USER = {"role": "user", "content": "x"}
+
+
+def test_defaults_are_openais() -> None:
+    (chat,) = read_chat({"messages": [USER]}).params
+    assert chat == {"messages": [USER], "temperature": 1.0}
+    (completion,) = read_completion({"prompt": "x"}).params
+    assert completion == {"prompt": "x", "temperature": 1.0, "max_tokens": 16}
+
+
+def test_every_parameter_arrives_under_our_name() -> None:
+    body: dict[str, Any] = {
+        "prompt": [5, 6], "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "n": 2,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"7": -1.5},
+        "seed": -1, "stop": "END", "stop_token_ids": [3], "min_tokens": 2, "ignore_eos": True, "logprobs": 4,
+        "priority": 1, "deadline_s": 5.0, "echo": True, "user": "me", "suffix": None, "best_of": 2,
+    }  # fmt: skip
+    (params,) = read_completion(body).params
+    request = to_generate_request(params)
+    validate_request(request, RequestLimits())
+    assert request.token_ids == [5, 6]
+    assert (request.top_k, request.seed, request.stop, request.logit_bias) == (0, 2**64 - 1, ["END"], {7: -1.5})
+    assert (request.logprobs, request.prompt_logprobs, request.echo) == (4, 4, True)
+    taken = {"prompt", "top_k", "seed", "stop", "logit_bias", "logprobs", "echo", "user", "suffix", "best_of"}
+    for name in body.keys() - taken:
+        assert getattr(request, name) == body[name], name
+
+
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_every_seed_that_openai_takes_is_one_of_ours(seed: int) -> None:
+    (params,) = read_chat({"messages": [USER], "seed": seed}).params
+    assert 0 <= params["seed"] < 2**64
+    assert params["seed"] == seed or seed < 0
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_MEANING))
+def test_what_has_no_meaning_here_is_taken_and_changes_nothing(name: str) -> None:
+    plain = read_chat({"messages": [USER]})
+    assert read_chat({"messages": [USER], name: {"anything": ["at", "all"]}}) == plain
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_done_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
+    for nothing in (None, [], "none"):
+        read_chat({"messages": [USER], name: nothing})
+    with pytest.raises(InvalidRequest) as caught:
+        read_chat({"messages": [USER], name: {"type": "function"}})
+    assert caught.value.field == name
+
+
+def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
+    answer = {"role": "assistant", "content": "y", "refusal": None, "tool_calls": None, "annotations": []}
+    (params,) = read_chat({"messages": [USER, answer, USER]}).params
+    assert params["messages"][1] == {"role": "assistant", "content": "y"}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": 1, "content": "x"}, "messages[0].role"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0].type"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_a_message_that_is_more_than_text_is_refused(message: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_chat({"messages": [message]})
+    assert caught.value.field == field
+
+
+def test_old_and_new_name_of_the_same_limit_must_agree() -> None:
+    (params,) = read_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 5}).params
+    assert params["max_tokens"] == 5
+    with pytest.raises(InvalidRequest):
+        read_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 6})
+
+
+def test_a_shape_is_passed_on_and_its_faults_have_openais_names() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "A", "strict": True, "schema": schema}}
+    asked = read_chat({"messages": [USER], "response_format": wanted})
+    request = to_generate_request(asked.params[0])
+    validate_request(request, RequestLimits())
+    assert request.response_format is not None
+    assert request.response_format.schema == schema
+    incomplete = read_chat({"messages": [USER], "response_format": {"type": "json_schema"}})
+    with pytest.raises(InvalidRequest) as caught:
+        validate_request(to_generate_request(incomplete.params[0]), RequestLimits())
+    error = renamed(caught.value, incomplete.names)
+    assert error.field == "response_format.json_schema.schema"
+
+
+def test_there_are_only_so_many_prompts_in_a_body() -> None:
+    assert len(read_completion({"prompt": ["x"] * MAX_PROMPTS}).params) == MAX_PROMPTS
+    with pytest.raises(InvalidRequest):
+        read_completion({"prompt": ["x"] * (MAX_PROMPTS + 1)})
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "url"),
+    [
+        (":8000", "127.0.0.1", 8000, "http://127.0.0.1:8000"),
+        ("8000", "127.0.0.1", 8000, "http://127.0.0.1:8000"),
+        ("localhost:0", "127.0.0.1", 0, "http://127.0.0.1:0"),
+        ("[::1]:8000", "::1", 8000, "http://[::1]:8000"),
+        ("*:80", "0.0.0.0", 80, "http://0.0.0.0:80"),
+        ("genbatch.example:443", "genbatch.example", 443, "http://genbatch.example:443"),
+    ],
+)
+def test_an_address_is_a_port_with_or_without_a_host(text: str, host: str, port: int, url: str) -> None:
+    address = parse_http_address(text)
+    assert address == HTTPAddress(host, port)
+    assert address.url(tls=False) == url
+
+
+@pytest.mark.parametrize("text", ["", ":", ":x", ":65536", ":-1", "::1:80", "http://a:80", "a:80/b", ":٣"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(AddressError):
+        parse_http_address(text)

@@ -1,0 +1,108 @@
+"""The page in a real browser, over the whole tree with a tiny model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from genbatch.actors.batching.batcher_messages import Generate, GetStats
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.gateways.key_store import KeyStore
+from genbatch.actors.http.front import OPEN_PATHS
+from genbatch.actors.http.page import FILES
+from genbatch.actors.runtime.genserver import From
+from genbatch.actors.service import Service, open_service
+from genbatch.actors.service_options import ServiceOptions
+from genbatch.nif.engine import EngineOptions
+from tests.actors.gateways.scripted_batcher import Held, ScriptedBatcher
+from tests.actors.http.chromium import find_chromium, open_page
+from tests.actors.http.serving import served_http
+
+needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium or Chrome on the PATH")
+
+
+@pytest.mark.trio
+async def test_the_pages_files_come_with_a_policy_that_lets_nothing_else_run() -> None:
+    async with served_http() as served:
+        for path in FILES:
+            response = await served.client.get(path)
+            assert response.status_code == 200
+            assert "default-src 'none'" in response.headers["content-security-policy"]
+            for elsewhere in ("https://", "http://"):
+                text = response.text.replace("http://www.w3.org/2000/svg", "")
+                assert elsewhere not in text, path
+    assert FILES.keys() <= OPEN_PATHS
+
+
+async def _until(service: Service, key: str, value: int) -> None:
+    while (await service.batcher.call(GetStats()))[key] != value:
+        await trio.lowlevel.checkpoint()
+
+
+@needs_chromium
+@pytest.mark.trio
+async def test_the_page_streams_prompts_side_by_side_and_stops_them(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    store = KeyStore(tmp_path / "keys")
+    token = store.new_token("alice")
+    engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
+    options = ServiceOptions(http=":0", tokens=str(store.tokens))
+    batcher = BatcherOptions(batch_timeout=1.0, n_parallel=4)
+    with trio.fail_after(60):
+        async with (
+            open_service(engine, batcher, options) as service,
+            open_page(service.addresses[0], tmp_path) as page,
+        ):
+            await page.until("document.getElementById('health').textContent === 'ready'")
+            await page.until("!document.getElementById('token-field').hidden")
+            await page.evaluate(f"document.getElementById('token').value = {token!r}")
+            await page.until("document.getElementById('slots').textContent === '4'")
+            await page.evaluate("document.getElementById('max-tokens').value = 8")
+            await page.evaluate("document.querySelector('.remove').click()")
+            await page.evaluate("document.getElementById('run-all').click()")
+            counts = "[...document.querySelectorAll('.count')].map(each => each.textContent)"
+            await page.until(f"{counts}.every(count => Number(count) > 0)")
+            await page.until("!document.querySelector('[aria-busy=true]')")
+            assert len(await page.evaluate(counts)) == 3
+            times = "[...document.querySelectorAll('.ttft')].map(each => each.textContent)"
+            assert all(time.endswith("s") for time in await page.evaluate(times))
+            await page.until("Number(document.getElementById('tokens').textContent) > 0")
+            # An answer that goes on until it is stopped.
+            await page.evaluate("document.getElementById('max-tokens').value = 150")
+            await page.evaluate("document.querySelector('.run').click()")
+            await page.until("document.querySelector('.count').textContent > 0")
+            await page.evaluate("document.getElementById('stop-all').click()")
+            await page.until("!document.querySelector('[aria-busy=true]')")
+            await _until(service, "requests_running", 0)
+            # But for the refusals that made the field for the token appear.
+            assert [problem for problem in page.problems if "status of 401" not in problem] == []
+
+
+class Hostile(ScriptedBatcher):
+    """Says what would run if it were markup."""
+
+    async def handle_call(self, request: Any, from_: From[Any]) -> Any:
+        if not isinstance(request, Generate):
+            return await super().handle_call(request, from_)
+        held = Held(request, from_)
+        held.emit(HOSTILE)
+        return held.result()
+
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+@needs_chromium
+@pytest.mark.trio
+async def test_what_a_model_says_is_shown_and_never_run(tmp_path: Path) -> None:
+    async with served_http(batcher=Hostile()) as served, open_page(served.gateway.address, tmp_path) as page:
+        await page.evaluate("document.querySelector('.run').click()")
+        await page.until("document.querySelector('.state').textContent === 'done'")
+        assert await page.evaluate("document.querySelector('.answer').textContent") == HOSTILE
+        assert await page.evaluate("document.querySelector('.answer').children.length") == 0
+        assert await page.evaluate("document.title") == "genbatch playground"
