@@ -1,27 +1,27 @@
 """The flags that say how a service batches requests."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import DEFAULT_MARGIN, PauseOrder, SchedulerPolicy
+from genbatch.actors.scheduling.capacity import DEFAULT_MARGIN, DEFAULT_MAX_PAUSES, PauseOrder, SchedulerPolicy
 from genbatch.nif.errors import OptionError
-from genbatch.proto.messages import RequestLimits
+from genbatch.proto.request_limits import RequestLimits
 
 _BATCHING = "Batching"
 _SCHEDULING = "Scheduling"
 _REQUESTS = "Requests"
+_RECORDING = "Flight recorder"
 
 _LIMIT_NAMES = ", ".join(RequestLimits.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherFlags:
-    """The fields of BatcherOptions."""
+    """The fields of BatcherOptions, read by `settings_of`."""
 
     n_parallel: Annotated[int, typer.Option(help="Sequences decoded at once.", rich_help_panel=_BATCHING)] = 8
     batch_size: Annotated[
@@ -80,6 +80,21 @@ class BatcherFlags:
             rich_help_panel=_SCHEDULING,
         ),
     ] = None
+    max_pauses: Annotated[
+        int,
+        typer.Option(
+            help="How often max_utilization pauses a request while it can pause another instead.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = DEFAULT_MAX_PAUSES
+    no_async_batching: Annotated[
+        bool,
+        typer.Option(
+            "--no-async-batching",
+            help="Do not begin the next step while a step's tokens are handed out.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = False
     cpu_offload_space: Annotated[
         float,
         typer.Option(
@@ -89,8 +104,44 @@ class BatcherFlags:
         ),
     ] = 0.0
     max_queue: Annotated[
-        int, typer.Option(help="Most requests waiting; one more is refused with a hint.", rich_help_panel=_REQUESTS)
-    ] = 256
+        int | None,
+        typer.Option(
+            help="Most requests waiting; one more is refused with a hint. 4 a slot if not given.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None
+    max_client_queue_share: Annotated[
+        float,
+        typer.Option(help="Share of the queue that one client may take beside others.", rich_help_panel=_REQUESTS),
+    ] = 0.5
+    max_client_open: Annotated[
+        float,
+        typer.Option(help="Sequences per slot that one client may have open beside others.", rich_help_panel=_REQUESTS),
+    ] = 2.0
+    no_fair_share: Annotated[
+        bool,
+        typer.Option(
+            "--no-fair-share",
+            help="Let all clients wait in one line instead of taking turns by what each has had.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = False
+    priority_ageing_s: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Waiting time that one step of a request's priority is worth; 0: requests may not name one.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = 0.0
+    default_deadline_s: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Deadline of clients' requests that name none; 0: none.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = 60.0
     system_prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -102,6 +153,28 @@ class BatcherFlags:
     max_held_prompts: Annotated[
         int, typer.Option(help="Most system prompts whose KV is held to be shared.", rich_help_panel=_REQUESTS)
     ] = 4
+    stall_s: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Pending work without the end of a step for so long makes the service call itself stuck.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = 30.0
+    record: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record what arrives and what each tick plans, for `genbatch replay`. The file holds the token ids of "
+            "prompts and answers: only its owner may read it. Where FILE is there already, FILE.1 is made. While "
+            "recording, no step begins before the tokens of the last one are handed out.",
+            rich_help_panel=_RECORDING,
+        ),
+    ] = None
+    record_limit: Annotated[
+        int,
+        typer.Option(metavar="MIB", help="Size at which recording ends.", rich_help_panel=_RECORDING),
+    ] = 1024
     limit: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,33 +184,13 @@ class BatcherFlags:
         ),
     ] = None
 
-    def options(self) -> BatcherOptions:
-        """The Batcher's options.
 
-        Raises:
-            OptionError, SchedulerError: a value is out of range; the message names the option.
-        """
-        return BatcherOptions(
-            n_parallel=self.n_parallel,
-            batch_size=self.batch_size,
-            batch_timeout=self.batch_timeout,
-            max_batch_tokens=self.max_batch_tokens,
-            max_queue=self.max_queue,
-            scheduler=self.scheduler,
-            scheduler_policy=self.scheduler_policy,
-            batching_type=self.batching_type,
-            cache_budget=self.cache_budget,
-            enable_chunked_context=not self.no_chunked_context,
-            margin=self.margin,
-            pause_order=self.pause_order,
-            cpu_offload_space=self.cpu_offload_space,
-            system_prompts=tuple(self.system_prompt or ()),
-            max_held_prompts=self.max_held_prompts,
-            limits=_limits(self.limit or []),
-        )
+def limits_of(assignments: list[str]) -> dict[str, Any]:
+    """The limits of requests that NAME=VALUE says.
 
-
-def _limits(assignments: list[str]) -> RequestLimits:
+    Raises:
+        OptionError: an assignment is none, or its value of the wrong type.
+    """
     named: dict[str, str] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -147,6 +200,7 @@ def _limits(assignments: list[str]) -> RequestLimits:
             raise OptionError("limit", f"{name!r} is none of {_LIMIT_NAMES}")
         named[name] = value
     try:
-        return msgspec.convert(named, RequestLimits, strict=False)
+        limits = msgspec.convert(named, RequestLimits, strict=False)
     except msgspec.ValidationError as error:
         raise OptionError("limit", str(error)) from error
+    return {name: getattr(limits, name) for name in named}

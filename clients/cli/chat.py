@@ -1,10 +1,12 @@
 """`genbatch chat`: a conversation in the terminal."""
 
+import re
 import signal
 import sys
 import termios
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated
 
 import trio
@@ -12,41 +14,64 @@ import typer
 from rich.console import Console
 
 from genbatch.clients.cli.command import print_error, run_command
+from genbatch.clients.cli.conversation_store import ConversationStore
 from genbatch.clients.cli.engine_flags import ModelFlags
 from genbatch.clients.cli.flag_group import with_flag_groups
 from genbatch.clients.cli.sampling_flags import SamplingFlags
+from genbatch.clients.cli.session_file import Session, SessionFile
+from genbatch.clients.cli.terminal_text import printable
 from genbatch.clients.connection import ConnectionFlags, open_client
 from genbatch.clients.interface import Client
 from genbatch.clients.request import GenerateParams
 from genbatch.proto.errors import GenbatchError
+from genbatch.proto.messages import Message
 
 _PROMPT = "you> "
-_HINT = "Ctrl-C cancels an answer, Ctrl-D leaves; /new starts over."
+_HINT = "Ctrl-C cancels an answer, Ctrl-D leaves; /help lists the commands."
+_HELP = """/new    start over
+/help   this list
+/quit   leave, as Ctrl-D does"""
 
 
 @with_flag_groups
 def chat(
     *,
     system: Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            "--session", metavar="FILE", dir_okay=False, help="Keep the conversation here, and go on with it."
+        ),
+    ] = None,
     connection: ConnectionFlags,
     sampling: SamplingFlags,
     engine: ModelFlags,
 ) -> None:
     """Talk with the model.
 
-    Ctrl-C cancels the running answer only, Ctrl-D leaves, /new starts over.
+    Ctrl-C cancels the running answer only, Ctrl-D leaves, /new starts over, /help lists the commands.
+
+    A session's file holds what was said, and the model's state after it, so that the next run goes on at once; with
+    --connect what was said only.
 
     Examples:
 
       genbatch chat --system "You are terse."
 
+      genbatch chat --session notes.chat
+
       genbatch chat --connect tcp://127.0.0.1:5555 --temperature 0.7
     """
 
+    parameters = sampling.parameters()
+
     async def talk() -> None:
+        file = None if session is None else SessionFile(session)
+        saved = Session() if file is None else file.read()  # what is wrong with it shows before a model is loaded
         async with open_client(connection, engine) as client:
+            store = None if file is None else ConversationStore(file, saved, client)
             with _terminal_restored():
-                await Conversation(client, system, sampling.parameters()).run()
+                await Conversation(client, system, parameters, store).run()
 
     run_command(talk)
 
@@ -58,34 +83,63 @@ class Conversation:
         client: who answers.
         system: the system prompt.
         parameters: of every request.
+        store: where it is kept; what it holds already is gone on with.
     """
 
-    def __init__(self, client: Client, system: str | None, parameters: GenerateParams) -> None:
+    def __init__(
+        self,
+        client: Client,
+        system: str | None,
+        parameters: GenerateParams,
+        store: ConversationStore | None = None,
+    ) -> None:
         self._client = client
         self._parameters = parameters
-        self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._turns: list[dict[str, str]] = []
+        self._store = store
+        self._system = store.saved.system if system is None and store is not None else system
+        self._turns: list[Message] = [] if store is None else list(store.saved.turns)
         self._answering: trio.CancelScope | None = None
         self._console = Console(highlight=False)
         self._is_terminal = sys.stdin.isatty()
+        self._to_terminal = sys.stdout.isatty()
 
     async def run(self) -> None:
         """Asks and answers until the input ends."""
+        if self._store is not None:
+            await self._store.resume()
         if self._is_terminal:
             self._console.print(_HINT, style="dim")
+        await self._talk()
+        if self._store is not None:
+            await self._store.close(self._system, self._turns)
+
+    async def _talk(self) -> None:
         async with trio.open_nursery() as nursery:
             with trio.open_signal_receiver(signal.SIGINT) as interrupts:
                 nursery.start_soon(self._cancel_answers, interrupts)
                 async for text in self._inputs():
-                    if text == "/new":
-                        self._turns.clear()
-                        self._console.print("A new conversation.", style="dim")
+                    if re.fullmatch("/[a-z]*", text):
+                        self._command(text)
                     elif text:
                         await self._answer(text)
                 nursery.cancel_scope.cancel()
 
+    def _command(self, text: str) -> None:
+        if text == "/new":
+            self._turns.clear()
+            self._keep()
+            self._console.print("A new conversation.", style="dim")
+        elif text == "/help":
+            self._console.print(_HELP, style="dim")
+        else:
+            self._console.print(f"There is no command {text}.\n{_HELP}", style="dim")
+
+    def _keep(self) -> None:
+        if self._store is not None:
+            self._store.keep(self._system, self._turns)
+
     async def _inputs(self) -> AsyncIterator[str]:
-        """What the person enters, until the end of the input; read on a thread, since reading blocks."""
+        """What the person enters, until the end of it; read on a thread, since reading blocks."""
         while True:
             try:
                 line = await trio.to_thread.run_sync(_read_line, self._is_terminal, abandon_on_cancel=True)
@@ -93,18 +147,21 @@ class Conversation:
                 if self._is_terminal:
                     self._console.print()
                 return
+            if line.strip() == "/quit":
+                return
             yield line.strip()
 
     async def _answer(self, text: str) -> None:
         """Streams one answer; what was said of a cancelled one stays part of the conversation."""
-        asked = [*self._turns, {"role": "user", "content": text}]
+        asked = [*self._turns, Message(role="user", content=text)]
+        told = [] if self._system is None else [Message(role="system", content=self._system)]
         said: list[str] = []
         with trio.CancelScope() as self._answering:
             try:
-                async with self._client.stream(messages=[*self._system, *asked], **self._parameters) as stream:
+                async with self._client.stream(messages=[*told, *asked], **self._parameters) as stream:
                     async for token in stream:
                         said.append(token.text)
-                        sys.stdout.write(token.text)
+                        sys.stdout.write(printable(token.text, is_terminal=self._to_terminal))
                         sys.stdout.flush()
             except GenbatchError as error:
                 print_error(error)
@@ -113,7 +170,8 @@ class Conversation:
         self._answering = None
         if said:
             sys.stdout.write("\n\n" if self._is_terminal else "\n")
-            self._turns = [*asked, {"role": "assistant", "content": "".join(said)}]
+            self._turns = [*asked, Message(role="assistant", content="".join(said))]
+            self._keep()
 
     async def _cancel_answers(self, interrupts: AsyncIterator[int]) -> None:
         async for _ in interrupts:

@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 import trio
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from genbatch.actors.gateways.zeromq_address import AddressError
+from genbatch.actors.gateways.errors import AddressError, KeyFileError
 from genbatch.actors.runtime.errors import ActorError, StartFailed
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.clients.errors import ClientError
@@ -35,34 +36,49 @@ _CALLERS_MISTAKES = (
     OptionError,
     SchedulerError,
     AddressError,
+    KeyFileError,
 )
 _EXPECTED = (GenbatchError, NativeError, ActorError, SchedulerError, ClientError)
+
+_Command = TypeVar("_Command")
 
 
 class UsageError(Exception):
     """Flags that contradict one another; the message names them."""
 
 
-def run_command(command: Callable[[], Awaitable[None]], *, exit_on_sigterm: int | None = None) -> None:
-    """Runs `command` on trio.
-
-    Args:
-        exit_on_sigterm: the exit code where SIGTERM is the ordinary end; None is 128 + 15.
+def run_command(command: Callable[[], Awaitable[None]]) -> None:
+    """Runs `command` on trio; a signal cancels it.
 
     Raises:
         typer.Exit: with the exit code, unless it is 0.
     """
     run = _Run()
-    try:
-        trio.run(run.until_signalled, command)
-    except BaseException as error:
-        code = report(error)
-    else:
-        code = 0
+    code = _exit_code(run.until_signalled, command)
     if run.caught is not None and not code:
         code = 128 + run.caught
-        if run.caught == signal.SIGTERM and exit_on_sigterm is not None:
-            code = exit_on_sigterm
+    _exit(code, run)
+
+
+def run_service(command: Callable[[trio.Event], Awaitable[None]]) -> None:
+    """Runs on trio what ends by a signal: the first sets the event, and is success; the second ends the process.
+
+    Raises:
+        typer.Exit: with the exit code, unless it is 0.
+    """
+    run = _Run()
+    _exit(_exit_code(run.until_stopped, command), run)
+
+
+def _exit_code(run: Callable[[_Command], Awaitable[None]], command: _Command) -> int:
+    try:
+        trio.run(run, command)
+    except BaseException as error:
+        return report(error)
+    return 0
+
+
+def _exit(code: int, run: "_Run") -> None:
     if run.left_threads:
         # Loading a model or reading the terminal cannot be interrupted, and an interpreter that shuts down
         # under such a thread may crash.
@@ -119,6 +135,25 @@ class _Run:
         finally:
             # An abandoned thread keeps its token until it ends.
             self.left_threads = trio.to_thread.current_default_thread_limiter().borrowed_tokens > 0
+
+    async def until_stopped(self, command: Callable[[trio.Event], Awaitable[None]]) -> None:
+        """Runs `command` until it ends, told of the first signal."""
+        try:
+            with trio.open_signal_receiver(*_SIGNALS) as signals:
+                async with trio.open_nursery() as nursery:
+                    stopping = trio.Event()
+                    nursery.start_soon(self._stop_on_signal, signals, stopping)
+                    await command(stopping)
+                    nursery.cancel_scope.cancel()
+        finally:
+            self.left_threads = trio.to_thread.current_default_thread_limiter().borrowed_tokens > 0
+
+    async def _stop_on_signal(self, signals: AsyncIterator[int], stopping: trio.Event) -> None:
+        async for number in signals:
+            if stopping.is_set():
+                # Whoever asks twice does not want to wait for anything. Processes of ours end with this one.
+                os._exit(128 + number)
+            stopping.set()
 
     async def _cancel_on_signal(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
         async for number in signals:

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from genbatch.clients.cli.batcher_flags import BatcherFlags
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.service_options import ServiceOptions
 from genbatch.clients.cli.command import run_command
 from genbatch.clients.cli.demo_screen import Answer, answer_panels, answers_as_text, summary
 from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, engine_options
@@ -61,7 +62,7 @@ def demo(
 
 async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
     console = Console()
-    batcher = BatcherFlags(n_parallel=len(PROMPTS)).options()
+    batcher = BatcherOptions(n_parallel=len(PROMPTS))
     started_at = trio.current_time()
     async with AsyncExitStack() as stack:
         # Only this user can enter the directory, and it goes with the demo.
@@ -73,7 +74,7 @@ async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
             from genbatch.clients.zeromq import ZeroMQClient
 
             await stack.enter_async_context(
-                open_service(engine_options(model, engine), batcher, bind=address, progress=bars)
+                open_service(engine_options(model, engine), batcher, ServiceOptions(bind=address), progress=bars)
             )
         console.print(f"{model} is ready after {trio.current_time() - started_at:.1f} s, at {address}", style="dim")
         answers = [Answer(prompt) for prompt in PROMPTS]

@@ -1,12 +1,11 @@
 """The flags that say which model a service runs, how, and over how much memory."""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:  # imports torch, which takes seconds
-    from genbatch.nif.engine import EngineOptions
+from genbatch.nif.engine_options import EngineOptions
 
 DEFAULT_MODEL = "smollm2"
 
@@ -41,7 +40,9 @@ class ModelFlags:
     quantize: Annotated[
         str,
         typer.Option(
-            metavar="TYPE", help="none, or int8 weights and activations of the native runner.", rich_help_panel=_MODEL
+            metavar="TYPE",
+            help="none, int8 (weights and activations of the native runner), or auto: int8 unless --dtype names one.",
+            rich_help_panel=_MODEL,
         ),
     ] = "none"
     n_threads: Annotated[
@@ -114,12 +115,10 @@ class PoolFlags:
         return named
 
 
-def engine_options(model: str, flags: ModelFlags, pool: PoolFlags | None = None) -> "EngineOptions":
-    """The engine's options for `model`; imports torch.
+def engine_options(model: str, flags: ModelFlags, pool: PoolFlags | None = None) -> EngineOptions:
+    """The engine's options for `model`.
 
     Raises:
         OptionError: a value is out of range; the message names the option.
     """
-    from genbatch.nif.engine import EngineOptions
-
     return EngineOptions(model_path=model, **flags.by_name(), **(pool.by_name() if pool else {}))

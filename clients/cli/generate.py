@@ -12,6 +12,7 @@ from genbatch.clients.cli.command import UsageError, run_command
 from genbatch.clients.cli.engine_flags import ModelFlags
 from genbatch.clients.cli.flag_group import with_flag_groups
 from genbatch.clients.cli.sampling_flags import SamplingFlags
+from genbatch.clients.cli.terminal_text import printable
 from genbatch.clients.connection import ConnectionFlags, open_client
 from genbatch.clients.interface import Client
 from genbatch.clients.request import GenerateParams
@@ -81,11 +82,11 @@ async def _stream(
     client: Client, prompt: str | None, messages: list[dict[str, str]] | None, parameters: GenerateParams
 ) -> None:
     started_at = trio.current_time()
-    written = False
+    written, is_terminal = False, sys.stdout.isatty()
     async with client.stream(prompt, messages=messages, **parameters) as stream:
         try:
             async for token in stream:
-                sys.stdout.write(token.text)
+                sys.stdout.write(printable(token.text, is_terminal=is_terminal))
                 sys.stdout.flush()
                 written = True
         finally:

@@ -9,11 +9,16 @@ from typing import Annotated
 import typer
 
 from genbatch.clients.cli.batch import batch
+from genbatch.clients.cli.bench import bench
 from genbatch.clients.cli.chat import chat
+from genbatch.clients.cli.config import config
 from genbatch.clients.cli.demo import demo
 from genbatch.clients.cli.generate import generate
+from genbatch.clients.cli.keys import keys
+from genbatch.clients.cli.replay import replay
 from genbatch.clients.cli.serve import serve
 from genbatch.clients.cli.stats import stats
+from genbatch.clients.cli.top import top
 
 app = typer.Typer(
     help="Many callers, one language model: continuous batching as an actor.",
@@ -22,8 +27,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, generate, chat, batch, stats):
+for command in (demo, serve, generate, chat, batch, bench, stats, config, top, replay):
     app.command()(command)
+app.add_typer(keys)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
 """The flags that say how an answer is drawn."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,6 +9,7 @@ import typer
 from genbatch.clients.request import GenerateParams
 
 _SAMPLING = "Sampling"
+_SHAPE = "Shape of the answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +57,38 @@ class SamplingFlags:
         float | None, typer.Option(help="Seconds after which the answer ends as it is.", rich_help_panel=_SAMPLING)
     ] = None
 
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="Answer in JSON of this schema.", rich_help_panel=_SHAPE
+        ),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="A Lark or GBNF grammar.", rich_help_panel=_SHAPE
+        ),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="A regular expression to match.", rich_help_panel=_SHAPE)
+    ] = None
+
     def parameters(self) -> GenerateParams:
-        """The parameters of a client's `generate` and `stream`."""
+        """The parameters of a client's `generate` and `stream`.
+
+        Raises:
+            typer.BadParameter: a file is not text.
+        """
+        shape: GenerateParams = {}
+        if self.json_schema is not None:
+            schema = _read(self.json_schema, "--json-schema")
+            shape["response_format"] = {"type": "json_schema", "schema": schema}
+        if self.grammar is not None:
+            shape["grammar"] = _read(self.grammar, "--grammar")
+        if self.regex is not None:
+            shape["regex"] = self.regex
         return {
+            **shape,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -72,3 +103,10 @@ class SamplingFlags:
             "ignore_eos": self.ignore_eos,
             "deadline_s": self.deadline_s,
         }
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{path} is not text in UTF-8", param_hint=flag) from None

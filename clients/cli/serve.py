@@ -1,51 +1,46 @@
 """`genbatch serve`: a service until a signal ends it."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Annotated, Any, Protocol
 
 import trio
 import typer
 from rich.console import Console
 
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.gateways.zeromq_address import default_address
+from genbatch.actors.log_lines import log_event, start_logging
+from genbatch.actors.observe import observe, start_tracing
+from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.service_options import ServiceOptions
 from genbatch.clients.cli.banner import banner
 from genbatch.clients.cli.batcher_flags import BatcherFlags
-from genbatch.clients.cli.command import run_command
-from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags, engine_options
+from genbatch.clients.cli.command import run_service
+from genbatch.clients.cli.config import ConfigFlags, settings_of
+from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
 from genbatch.clients.cli.flag_group import with_flag_groups
-from genbatch.clients.cli.log_lines import log_event, log_telemetry, start_logging
 from genbatch.clients.cli.progress import LoadingBars
+from genbatch.clients.cli.service_flags import ServiceFlags
 from genbatch.clients.connection import import_engine
-
-if TYPE_CHECKING:  # import torch, which takes seconds
-    from genbatch.actors.service import Service
-    from genbatch.nif.engine import EngineOptions
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.proto.service_messages import Models
 
 
 @with_flag_groups
 def serve(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A name, a Hugging Face directory or id, or a .gguf file.")
     ] = DEFAULT_MODEL,
     *,
-    bind: Annotated[
-        str | None,
-        typer.Option(
-            "--bind",
-            "-b",
-            metavar="ADDRESS",
-            help="Where to listen: ipc://PATH or tcp://127.0.0.1:PORT; "
-            "if not given, a socket in the user's runtime directory.",
-        ),
-    ] = None,
-    engine: ModelFlags,
+    file: ConfigFlags,
+    model_flags: ModelFlags,
     pool: PoolFlags,
     batcher: BatcherFlags,
+    service: ServiceFlags,
 ) -> None:
-    """Serve a model to many callers over ZeroMQ, until Ctrl-C or SIGTERM.
+    """Serve a model to many callers, until Ctrl-C or SIGTERM; a second one does not wait for open requests.
 
     Examples:
 
@@ -53,46 +48,79 @@ def serve(
 
       genbatch serve smollm2 --bind tcp://127.0.0.1:5555 --n-parallel 16
 
+      genbatch serve --config ./genbatch.toml
+
       genbatch serve ./my-model --dtype bfloat16 --system-prompt "You are terse."
     """
 
-    async def run() -> None:
-        options = batcher.options()  # before torch is imported: a mistake is told at once
-        await _serve(partial(engine_options, model, engine, pool), options, bind or default_address())
+    async def run(stopping: trio.Event) -> None:
+        # Before torch is imported anywhere: a mistake is told at once.
+        settings = settings_of(context, model, file, model_flags, pool, batcher, service)
+        await _serve(settings.engine(), settings.batcher(), settings.service(), stopping)
 
-    run_command(run, exit_on_sigterm=0)
+    run_service(run)
 
 
-async def _serve(engine: Callable[[], "EngineOptions"], batcher: BatcherOptions, address: str) -> None:
-    ready = False
-    try:
-        async with _open_service(engine, batcher, address) as service:
-            from genbatch.actors.batching.batcher_messages import GetStats
+class Running(Protocol):
+    """A service, in one process or several."""
 
-            stats = await service.batcher.call(GetStats())
-            Console().print(banner(service.engine, stats, service.addresses))
-            start_logging()
-            log_telemetry(service.telemetry)
-            log_event("ready", model=service.engine.model.name, addresses=",".join(service.addresses))
-            ready = True
-            try:
-                await trio.sleep_forever()
-            finally:
-                log_event("stopping")
-    finally:
-        if ready:
-            log_event("stopped")
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where clients can connect."""
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Its events."""
+
+    async def describe(self) -> tuple[Models, dict[str, Any]]:
+        """What is served, and the stats."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
+
+
+async def _serve(engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions, stopping: trio.Event) -> None:
+    ready = trio.Event()
+    start_logging(options.log_format, options.log_level)
+    if options.otel:
+        start_tracing()
+    async with background() as nursery:
+        nursery.start_soon(_give_up_start, stopping, ready, nursery.cancel_scope)
+        async with _open_service(engine, batcher, options) as service:
+            models, stats = await service.describe()
+            [card] = models.models
+            Console().print(banner(card, stats, service.addresses))
+            await nursery.start(observe, service.telemetry)
+            log_event("ready", model=card.id, addresses=",".join(service.addresses))
+            ready.set()
+            await stopping.wait()
+            log_event("stopping", timeout_s=options.shutdown_timeout_s)
+            await service.drain(options.shutdown_timeout_s)
+        log_event("stopped")
+
+
+async def _give_up_start(stopping: trio.Event, ready: trio.Event, scope: trio.CancelScope) -> None:
+    """There is nothing to drain yet."""
+    await stopping.wait()
+    if not ready.is_set():
+        scope.cancel()
 
 
 @asynccontextmanager
 async def _open_service(
-    engine: Callable[[], "EngineOptions"], batcher: BatcherOptions, address: str
-) -> AsyncIterator["Service"]:
+    engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions
+) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
         with LoadingBars(Console(stderr=True)) as bars:
-            await import_engine(bars)
-            from genbatch.actors.service import open_service
+            if options.engine == "process":
+                from genbatch.actors.engine.service_processes import open_processes
 
-            opening = open_service(engine(), batcher, bind=address, progress=bars)
+                bars("start", 0, 0)  # over there
+                opening: AbstractAsyncContextManager[Running] = open_processes(engine, batcher, options, progress=bars)
+            else:
+                await import_engine(bars)
+                from genbatch.actors.service import open_service
+
+                opening = open_service(engine, batcher, options, progress=bars)
             service = await stack.enter_async_context(opening)
         yield service

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from genbatch.clients.cli.command import run_command
+from genbatch.clients.cli.command import UsageError, run_command
 from genbatch.clients.cli.engine_flags import ModelFlags
 from genbatch.clients.cli.flag_group import with_flag_groups
 from genbatch.clients.connection import ConnectionFlags, open_client
@@ -23,8 +23,10 @@ _SECTIONS = {
         "requests_waiting": "waiting",
         "accepted": "accepted",
         "refused": "refused",
+        "refusals": "refused, by code",
         "finished": "finished",
-        "preemptions": "preemptions",
+        "preemptions": "paused",
+        "swaps": "paused, KV in host memory",
     },
     "Tokens": {
         "prompt_tokens": "of prompts",
@@ -37,8 +39,14 @@ _SECTIONS = {
         "steps": "steps",
         "mean_batch_size": "mean batch size",
         "step_seconds": "seconds in steps",
+        "decode_tokens_per_s": "tok/s decoded, lately",
+        "prefill_tokens_per_s": "tok/s prefilled, lately",
         "ttft_p50": "median TTFT, s",
+        "ttft_p99": "99th percentile, s",
         "latency_p50": "median latency, s",
+        "latency_p99": "99th percentile, s",
+        "service_p50": "median time with a slot, s",
+        "service_p99": "99th percentile, s",
     },
     "KV cache": {
         "kv_block_size": "positions a block",
@@ -46,18 +54,23 @@ _SECTIONS = {
         "kv_blocks_used": "used",
         "kv_blocks_free": "free",
         "kv_bytes": "bytes",
+        "prefix_cache_queries": "prompt tokens looked up",
+        "prefix_cache_hits": "of those, found",
         "swapped_bytes": "bytes swapped out",
         "held_prompts": "system prompts held",
     },
 }
-# Said by another row already.
-_LEFT_OUT = {"scheduled_entries"}
+# Said by another row already, or for programs and `genbatch top`.
+_LEFT_OUT = {"scheduled_entries", "histograms", "slots", "tenants"}
 
 
 @with_flag_groups
 def stats(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print them as /metrics does; needs the extra genbatch[http].")
+    ] = False,
     connection: ConnectionFlags,
     engine: ModelFlags,
 ) -> None:
@@ -67,16 +80,26 @@ def stats(
 
       genbatch stats --connect tcp://127.0.0.1:5555
     """
-    run_command(partial(_stats, json, connection, engine))
+    run_command(partial(_stats, json, prometheus, connection, engine))
 
 
-async def _stats(json: bool, connection: ConnectionFlags, engine: ModelFlags) -> None:
+async def _stats(json: bool, prometheus: bool, connection: ConnectionFlags, engine: ModelFlags) -> None:
     async with open_client(connection, engine) as client:
         counted = await client.stats()
-    if json:
+    if prometheus:
+        sys.stdout.write(_exposition(counted))
+    elif json:
         sys.stdout.write(msgspec.json.encode(counted).decode() + "\n")
     else:
         Console().print(stats_table(counted))
+
+
+def _exposition(counted: Mapping[str, Any]) -> str:
+    try:
+        from genbatch.actors.metrics import render
+    except ImportError as error:
+        raise UsageError(f'prometheus: {error.name} is not installed: pip install "genbatch[http]"') from error
+    return render(counted)[0].decode()
 
 
 def stats_table(counted: Mapping[str, Any]) -> Table:

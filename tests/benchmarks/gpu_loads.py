@@ -12,7 +12,7 @@ import torch
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
-from genbatch.nif.runners.cuda_graphs import GraphOptions
+from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams

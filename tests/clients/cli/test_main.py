@@ -16,15 +16,15 @@ import torch
 from typer.testing import CliRunner, Result
 
 from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.gateways.zeromq_address import default_address
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
-from genbatch.clients import SyncZeroMQClient
-from genbatch.clients.cli.batcher_flags import BatcherFlags
-from genbatch.clients.cli.engine_flags import ModelFlags, PoolFlags, engine_options
+from genbatch.actors.service_options import ServiceOptions
 from genbatch.clients.cli.main import app
-from genbatch.nif.engine import EngineOptions
+from genbatch.clients.cli.settings import read_settings
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
-from genbatch.proto.messages import RequestLimits
+from genbatch.proto.request_limits import RequestLimits
 
 GENBATCH = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()"]
 # Longer than any of them takes, so that a hanging one fails instead of holding up the rest.
@@ -64,8 +64,11 @@ def test_version_is_printed() -> None:
 
 
 def test_the_flags_defaults_are_the_options_defaults() -> None:
-    assert engine_options("some", ModelFlags(), PoolFlags()) == EngineOptions(model_path="some")
-    assert BatcherFlags().options() == BatcherOptions()
+    settings = read_settings({})
+    assert settings.engine() == EngineOptions()
+    assert settings.batcher() == BatcherOptions()
+    # What only a program of its own has: an address, and an engine that it outlives.
+    assert settings.service() == ServiceOptions(bind=default_address(), engine="process")
 
 
 def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +97,11 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         batch_timeout=7.5,
         max_batch_tokens=99,
         max_queue=5,
+        max_client_queue_share=0.25,
+        max_client_open=1.5,
+        fair_share=False,
+        priority_ageing_s=12.0,
+        default_deadline_s=33.0,
         scheduler="prefill_first",
         scheduler_policy=SchedulerPolicy.MAX_UTILIZATION,
         batching_type=BatchingType.INFLIGHT_BATCHING,
@@ -101,16 +109,45 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         enable_chunked_context=False,
         margin=0.3,
         pause_order=PauseOrder.OLDEST,
+        max_pauses=5,
+        async_batching=False,
         cpu_offload_space=1.5,
         system_prompts=("Be brief.", "Be kind."),
         max_held_prompts=6,
+        stall_s=4.5,
         limits=RequestLimits(max_n=2, max_deadline_s=9.0),
     )
-    for chosen, plain in ((engine, EngineOptions()), (batcher, BatcherOptions())):
+    service = ServiceOptions(
+        bind="ipc:///tmp/x",
+        rpc_bind="unix:///tmp/y",
+        engine="process",
+        keys="the/keys",
+        tokens="the/tokens",
+        tls_cert="cert.pem",
+        tls_key="key.pem",
+        shutdown_timeout_s=2.0,
+        max_restarts=7,
+        restart_window_s=60.0,
+        log_format="json",
+        log_level="error",
+        otel=True,
+    )
+    for chosen, plain in ((engine, EngineOptions()), (batcher, BatcherOptions()), (service, ServiceOptions())):
         same = {field.name for field in fields(chosen) if getattr(chosen, field.name) == getattr(plain, field.name)}
         assert same <= {"scheduler_policy"}, "an option without a flag, or one that is not tried here"
     flags = {
         "bind": "ipc:///tmp/x",
+        "rpc-bind": "unix:///tmp/y",
+        "engine": "process",
+        "keys": "the/keys",
+        "tokens": "the/tokens",
+        "tls-cert": "cert.pem",
+        "tls-key": "key.pem",
+        "shutdown-timeout-s": 2.0,
+        "max-restarts": 7,
+        "restart-window-s": 60.0,
+        "log-format": "json",
+        "log-level": "error",
         "dtype": "bfloat16",
         "n-gpu-layers": 0,
         "runner": "torch",
@@ -129,22 +166,29 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "batch-timeout": 7.5,
         "max-batch-tokens": 99,
         "max-queue": 5,
+        "max-client-queue-share": 0.25,
+        "max-client-open": 1.5,
+        "priority-ageing-s": 12,
+        "default-deadline-s": 33,
         "scheduler": "prefill_first",
         "scheduler-policy": "max_utilization",
         "batching-type": "inflightbatching",
         "cache-budget": 11,
         "margin": 0.3,
         "pause-order": "oldest",
+        "max-pauses": 5,
         "cpu-offload-space": 1.5,
         "max-held-prompts": 6,
+        "stall-s": 4.5,
     }
     given = [f"--{name}={value}" for name, value in flags.items()]
-    given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context"]
+    given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]
+    given += ["--no-async-batching", "--otel"]
     given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)
     result = run("serve", "some", *given)
     assert "the end" in result.stderr
-    assert opened == [(engine, batcher, "ipc:///tmp/x")]
+    assert opened == [(engine, batcher, service)]
 
 
 def test_the_other_policy_has_a_flag_value_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +201,13 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces the service by one that notes what it is opened with, and fails."""
     opened: list[Any] = []
 
-    def open_service(engine: EngineOptions, batcher: BatcherOptions, *, bind: str, progress: object) -> None:
-        opened.append((engine, batcher, bind))
+    def open_service(
+        engine: EngineOptions, batcher: BatcherOptions, service: ServiceOptions, *, progress: object
+    ) -> None:
+        opened.append((engine, batcher, service))
         raise ModelError("some", "the end")
 
-    monkeypatch.setattr("genbatch.actors.service.open_service", open_service)
+    monkeypatch.setattr("genbatch.actors.engine.service_processes.open_processes", open_service)
     return opened
 
 
@@ -178,6 +224,7 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (["serve", "--limit", "nothing=1"], "limit", 2),
         (["serve", "--limit", "max_n=many"], "limit", 2),
         (["serve", "--runner", "none"], "runner", 2),
+        (["serve", "--max-restarts", "-1"], "max_restarts", 2),
         (["serve", "--dtype", "int3"], "dtype", 2),
         (["serve", "/no/such/model"], "/no/such/model", 2),
         (["demo", "/no/such/model"], "/no/such/model", 2),
@@ -283,24 +330,6 @@ def lines_until(process: subprocess.Popen[str], wanted: str) -> str:
 def rest_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.read()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_serve_and_removes_the_socket(
-    number: signal.Signals, code: int, tiny_model_dir: Callable[[str], Path], tmp_path: Path
-) -> None:
-    socket = tmp_path / "s.sock"
-    model = str(tiny_model_dir("llama"))
-    with started("serve", model, "--bind", f"ipc://{socket}", "--dtype", "float32", "--n-gpu-layers", "0") as process:
-        banner = lines_until(process, " ready ")
-        assert f"ipc://{socket}" in banner and "float32" in banner
-        with SyncZeroMQClient(f"ipc://{socket}") as client:
-            assert client.generate("Hello", max_tokens=2, ignore_eos=True).finish_reason == "length"
-        process.send_signal(number)
-        log = rest_of(process)
-    assert process.returncode == code
-    assert "stopping" in log and "stopped" in log and "Traceback" not in log
-    assert not socket.exists()
 
 
 @pytest.mark.parametrize("moment", ["Starting PyTorch", "Loading the model", "is ready"])

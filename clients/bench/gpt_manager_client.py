@@ -1,0 +1,169 @@
+"""GptManagerClient: the batch manager's callbacks as a client's streams, with the logits counted that come back.
+
+async with open_gpt_manager(model, [load], n_parallel=8, gather_context_logits=True) as client:
+    async with client.stream([5, 6, 7], max_tokens=4, ignore_eos=True) as stream: ...
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import trio
+
+from genbatch.actors.batch_manager.gpt_manager import GptManager
+from genbatch.actors.batch_manager.gpt_manager_params import BuildConfig, TrtGptModelType
+from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.clients.bench.load import Load
+from genbatch.clients.token_stream import TokenStream
+from genbatch.nif.models.model import Model
+from genbatch.proto.errors import EngineError
+from genbatch.proto.inference_request import InferenceRequest, Tensor
+from genbatch.proto.messages import Result, Token, Usage
+
+_NO_END = -1
+
+
+@dataclass(slots=True)
+class LogitsSeen:
+    """What the responses brought; a dummy tensor brings nothing.
+
+    Args:
+        context_rows, generation_rows: rows of logits, each as wide as the vocabulary.
+        num_bytes: of both.
+    """
+
+    context_rows: int = 0
+    generation_rows: int = 0
+    num_bytes: int = 0
+
+
+class GptManagerClient:
+    """Streams over a GptManager; used on the event loop it was made on."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.seen = LogitsSeen()
+        self._trio = trio.lowlevel.current_trio_token()
+        self._ids = count(1)
+        self._waiting: list[InferenceRequest] = []
+        self._stopped: set[int] = set()
+        self._streams: dict[int, tuple[TokenStream, int]] = {}  # with the prompt's length
+
+    @asynccontextmanager
+    async def stream(
+        self, prompt: Sequence[int], *, max_tokens: int, ignore_eos: bool = True
+    ) -> AsyncIterator[TokenStream]:
+        """As `Client.stream`, of token ids and to the end of `max_tokens`."""
+        assert ignore_eos, "the batch manager is asked for scripted lengths"
+        request_id, stream = next(self._ids), TokenStream()
+        tensors = {
+            "input_ids": np.array([prompt], np.int32),
+            "request_output_len": np.array([[max_tokens]], np.int32),
+            "end_id": np.array([[_NO_END]], np.int32),
+            "streaming": np.array([[True]]),
+        }
+        self._streams[request_id] = stream, len(prompt)
+        self._waiting.append(InferenceRequest(request_id, tensors))
+        try:
+            yield stream
+        finally:
+            if self._streams.pop(request_id, None) is not None and stream.final is None:
+                self._stopped.add(request_id)
+
+    def take_logits(self) -> LogitsSeen:
+        """What has come since this was asked last."""
+        seen, self.seen = self.seen, LogitsSeen()
+        return seen
+
+    def stop_all(self) -> None:
+        """Nothing more is wanted of any request."""
+        self._waiting.clear()
+        self._stopped.update(self._streams)
+
+    # The callbacks, on the manager's thread: a list's append, pop and a set's copy are atomic.
+
+    def get_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        """GetInferenceRequestsCallback."""
+        room = len(self._waiting) if max_num_requests < 0 else max_num_requests
+        return [self._waiting.pop(0) for _ in range(min(room, len(self._waiting)))]
+
+    def send_response(self, request_id: int, tensors: Sequence[Tensor], final: bool, error: str) -> None:
+        """SendResponseCallback."""
+        self._trio.run_sync_soon(self._receive, request_id, tensors, final, error)
+
+    def poll_stop(self) -> set[int]:
+        """PollStopSignalCallback."""
+        return self._stopped.copy()
+
+    def _receive(self, request_id: int, tensors: Any, final: bool, error: str) -> None:
+        stream, prompt_tokens = self._streams.get(request_id, (None, 0))
+        if final:
+            self._stopped.discard(request_id)
+        if stream is None:
+            return
+        if error:
+            stream.fail(EngineError(error))
+            return
+        self._count(tensors)
+        received = int(tensors.sequence_length[0, 0]) - prompt_tokens
+        for token_id in tensors.output_ids[0, 0].tolist():
+            stream.push(Token(text="", token_id=token_id, index=received - 1))
+        if final:
+            usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=received)
+            stream.finish(Result(text="", token_ids=[], finish_reason="length", usage=usage))
+
+    def _count(self, tensors: Any) -> None:
+        context, generation = tensors.context_logits, tensors.generation_logits
+        for logits in (context, generation):
+            if logits.shape[-1] == self.vocab_size:
+                self.seen.num_bytes += logits.nbytes
+        if context.shape[-1] == self.vocab_size:
+            self.seen.context_rows += context.shape[1]
+        if generation.shape[-1] == self.vocab_size:
+            self.seen.generation_rows += generation.shape[2]
+
+
+@asynccontextmanager
+async def open_gpt_manager(
+    model: Model, loads: Sequence[Load], n_parallel: int, **build: bool
+) -> AsyncIterator[GptManagerClient]:
+    """A batch manager with room for the loads, for as long as the body runs.
+
+    Args:
+        n_parallel: requests in flight.
+        build: which logits to gather, fields of BuildConfig.
+
+    Raises:
+        OptionError: its KV does not fit into memory.
+    """
+    client = GptManagerClient(model.vocab_size)
+    requests = [request for load in loads for request in load.requests]
+    config = BuildConfig.named(
+        max_batch_size=n_parallel,
+        max_input_len=max(len(one.prompt) for one in requests),
+        max_output_len=max(one.max_tokens for one in requests),
+        **build,
+    )
+
+    def start() -> GptManager:
+        return GptManager(
+            model,
+            TrtGptModelType.INFLIGHT_FUSED_BATCHING,
+            1,
+            SchedulerPolicy.MAX_UTILIZATION,
+            client.get_requests,
+            client.send_response,
+            client.poll_stop,
+            build_config=config,
+        )
+
+    manager = await trio.to_thread.run_sync(start)
+    try:
+        yield client
+    finally:
+        client.stop_all()
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(manager.close)

@@ -1,0 +1,125 @@
+"""`genbatch keys`: who may use a service from other machines."""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from genbatch.actors.gateways.errors import KeyFileError
+from genbatch.clients.cli.command import report
+
+if TYPE_CHECKING:
+    from genbatch.actors.gateways.key_store import KeyStore
+
+keys = typer.Typer(
+    name="keys", help="Make keys and tokens, so that other machines may use a service.", no_args_is_help=True
+)
+
+
+def default_directory() -> Path:
+    """Where a user's keys are if nothing else is said."""
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "genbatch" / "keys"
+
+
+Directory = Annotated[
+    Path | None, typer.Option("--dir", "-d", metavar="DIR", help="The folder of keys; ~/.config/genbatch/keys.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="In whose name its requests are made.")]
+
+
+def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyFileError as error:
+            raise typer.Exit(report(error)) from None
+
+    return run
+
+
+@keys.command()
+@_reports_errors
+def new(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A new folder; ~/.config/genbatch/keys if not given.")
+    ] = None,
+) -> None:
+    """Make a service's keys.
+
+    Example:
+
+      genbatch keys new
+
+      genbatch keys client alice
+
+      genbatch serve --bind tcp://0.0.0.0:5555 --keys ~/.config/genbatch/keys
+    """
+    store = _store(directory)
+    typer.echo(f"server key: {store.new_server()}")
+    typer.echo(f"serve with: --keys {store.directory}")
+    typer.echo("let a client in: genbatch keys client NAME")
+
+
+@keys.command()
+@_reports_errors
+def client(name: Name, directory: Directory = None) -> None:
+    """Make a client's keys and let it in; give it the file that is printed, over a channel you trust."""
+    path = _store(directory).new_client(name)
+    typer.echo(f"client key: {path}")
+    typer.echo(f"use it with: --connect tcp://HOST:PORT --client-key {path.name}")
+
+
+@keys.command()
+@_reports_errors
+def authorise(
+    name: Name,
+    public_key: Annotated[str, typer.Argument(metavar="KEY", help="A public key of 40 characters, or its file.")],
+    directory: Directory = None,
+) -> None:
+    """Let a client in that made its keys itself."""
+    _store(directory).authorise(name, public_key)
+    typer.echo(f"{name} may connect; it needs the server key, {_store(directory).server_key}")
+
+
+@keys.command()
+@_reports_errors
+def token(name: Name, directory: Directory = None) -> None:
+    """Make a token for msgpack-RPC and HTTP; it is printed once, only its hash is kept."""
+    store = _store(directory)
+    typer.echo(store.new_token(name))
+    typer.echo(f"serve with: --tokens {store.tokens}", err=True)
+
+
+@keys.command()
+@_reports_errors
+def revoke(name: Name, directory: Directory = None) -> None:
+    """Take a name's key and token away; a running service turns it away at once."""
+    _store(directory).revoke(name)
+    typer.echo(f"{name} is let in no longer")
+
+
+@keys.command(name="list")
+@_reports_errors
+def list_tenants(directory: Directory = None) -> None:
+    """Show who is let in."""
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for heading in ("NAME", "KEY", "TOKEN"):
+        table.add_column(heading, no_wrap=True)
+    for tenant in _store(directory).tenants():
+        table.add_row(tenant.name, tenant.public_key or "-", "yes" if tenant.has_token else "-")
+    Console(soft_wrap=True).print(table)
+
+
+def _store(directory: Path | None) -> "KeyStore":
+    from genbatch.actors.gateways.key_store import (
+        KeyStore,  # imports zmq, which no other command needs to answer --help
+    )
+
+    return KeyStore(directory or default_directory())

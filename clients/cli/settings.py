@@ -1,0 +1,233 @@
+"""What a service is to run with: flags, then GENBATCH_ variables, then a TOML file, then the defaults.
+
+    settings = read_settings({"n_parallel": 16}, config=Path("genbatch.toml"))
+    settings.batcher()                       # BatcherOptions
+    settings.origin("n_parallel")            # "flag"
+
+The file has the options as keys and the limits of requests in the table [limits]. Nothing is read from the working
+directory unasked: a file there could name a scheduler, which is code.
+"""
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args
+
+import pydantic
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
+
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.gateways.zeromq_address import default_address
+from genbatch.actors.service_options import ServiceOptions
+from genbatch.clients.cli.option_fields import LIMITS, Option, options
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import OptionError
+from genbatch.proto.request_limits import RequestLimits
+
+FILE_VARIABLE = "GENBATCH_CONFIG"
+DEFAULT, FLAG = "default", "flag"
+# Variables of ours that are no options.
+_OTHER_VARIABLES = {FILE_VARIABLE, "GENBATCH_CACHE"}
+
+
+T = TypeVar("T")
+
+
+class Settings:
+    """Every option's value and where it is from.
+
+    Args:
+        given: (value, origin) of the options that something was said of, by name.
+    """
+
+    def __init__(self, given: Mapping[str, tuple[Any, str]]) -> None:
+        self._given = given
+
+    def value(self, name: str) -> Any:
+        """What is in force."""
+        return self._given[name][0] if name in self._given else options()[name].default
+
+    def origin(self, name: str) -> str:
+        """Where that is from: "flag", a variable, a line of a file, or "default"."""
+        return self._given[name][1] if name in self._given else DEFAULT
+
+    def engine(self) -> EngineOptions:
+        """Raises OptionError for a value out of range."""
+        return self._make(EngineOptions)
+
+    def batcher(self) -> BatcherOptions:
+        """Raises OptionError or SchedulerError for a value out of range."""
+        return self._make(BatcherOptions, limits=RequestLimits(**self._fields(RequestLimits)))
+
+    def service(self) -> ServiceOptions:
+        """Raises OptionError for a value out of range."""
+        return self._make(ServiceOptions, bind=self.value("bind") or default_address())
+
+    def _fields(self, owner: type[Any]) -> dict[str, Any]:
+        return {option.field: self.value(option.name) for option in options().values() if option.owner is owner}
+
+    def _make(self, owner: type[T], **others: Any) -> T:
+        try:
+            return owner(**{**self._fields(owner), **others})
+        except OptionError as error:
+            origin = self.origin(error.option)
+            if origin in (DEFAULT, FLAG):
+                raise
+            raise OptionError(error.option, f"{error.reason} ({origin})") from error
+
+
+def read_settings(flags: Mapping[str, Any], *, config: Path | None = None) -> Settings:
+    """Puts the layers over one another.
+
+    Args:
+        flags: options given on the command line.
+        config: the TOML file; None takes $GENBATCH_CONFIG, or genbatch/config.toml in $XDG_CONFIG_HOME if it is there.
+
+    Raises:
+        OptionError: a key is unknown, a value of the wrong type, or the file cannot be read; it says where.
+    """
+    given = {**_from_file(config or config_file()), **_from_environment()}
+    return Settings(given | {name: (value, FLAG) for name, value in flags.items()})
+
+
+def unknown_variables() -> list[str]:
+    """Variables that look like ours and are read by nobody; an error they are not, as orchestrators set such ones."""
+    known = {option.variable for option in options().values()} | _OTHER_VARIABLES
+    return sorted(name for name in os.environ if name.startswith("GENBATCH_") and name not in known)
+
+
+def config_file() -> Path | None:
+    """The file that is read when none is named; None if there is none."""
+    if FILE_VARIABLE in os.environ:
+        return Path(os.environ[FILE_VARIABLE])
+    home = os.environ.get("XDG_CONFIG_HOME")
+    path = (Path(home) if home else Path.home() / ".config") / "genbatch" / "config.toml"
+    return path if path.exists() else None
+
+
+# The environment
+
+
+def _from_environment() -> dict[str, tuple[Any, str]]:
+    kind = _settings_class()
+    try:
+        found = EnvSettingsSource(kind)()
+    except SettingsError as error:
+        raise OptionError(_named_in(str(error)), "is no JSON (in the environment)") from error
+    given = {}
+    for name, value in _flattened(found).items():
+        option = _known(name, "the environment")
+        given[name] = (_checked(option, value, option.variable), option.variable)
+    return given
+
+
+class _Environment(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="GENBATCH_", env_nested_delimiter="__", protected_namespaces=())
+
+
+def _settings_class() -> type[BaseSettings]:
+    """The options as pydantic-settings wants them: its environment source looks for their variables."""
+    limits: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
+    for option in options().values():
+        if option.owner is RequestLimits:
+            limits[option.field] = (option.kind, option.default)
+        else:
+            flat[option.name] = (option.kind, option.default)
+    table = pydantic.create_model("Limits", **limits)
+    flat[LIMITS] = (table, table())
+    return pydantic.create_model("Options", __base__=_Environment, **flat)
+
+
+def _named_in(text: str) -> str:
+    match = re.search(r'field "(\w+)"', text)
+    return match[1] if match else "GENBATCH_"
+
+
+# The file
+
+
+def _from_file(path: Path | None) -> dict[str, tuple[Any, str]]:
+    if path is None:
+        return {}
+    try:
+        text = path.read_text()
+        found = tomllib.loads(text)
+    except OSError as error:
+        raise OptionError("config", f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError("config", f"{path} is no TOML: {error}") from error
+    given = {}
+    for name, value in _flattened(found).items():
+        where = f"{path}, line {_line_of(name, text)}"
+        given[name] = (_checked(_known(name, where), value, where, strict=True), where)
+    return given
+
+
+def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys as the options' names: those of a table behind its own name."""
+    flat: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{name}.{key}": inner for key, inner in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def _line_of(name: str, text: str) -> int:
+    """Where the file says a key; tomllib does not tell."""
+    table, _, key = name.rpartition(".")
+    current = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([\w.\"'-]+)\s*\]", line):
+            current = header[1].strip("\"'")
+            if current == table and not key:
+                return number
+        said = re.match(r"\s*([\w.\"' -]+?)\s*=", line)
+        if said and ".".join(filter(None, (current, said[1].replace('"', "").replace(" ", "")))) in (name, table):
+            return number
+    return 1
+
+
+# Values
+
+
+def _known(name: str, where: str) -> Option:
+    option = options().get(name)
+    if option is None:
+        close = difflib.get_close_matches(name, options(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise OptionError(name, f"there is no such option ({where}){hint}")
+    return option
+
+
+def _checked(option: Option, value: Any, where: str, *, strict: bool = False) -> Any:
+    """The value as its type; strict: a number in quotes is no number."""
+    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_lenient_in_case(option.kind))
+    try:
+        if strict:
+            return adapter.validate_json(json.dumps(value, default=str), strict=True)
+        return adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        [fault, *_] = error.errors()
+        reason = fault["msg"][0].lower() + fault["msg"][1:]
+        raise OptionError(option.name, f"{reason} ({where})") from error
+
+
+def _lenient_in_case(kind: Any) -> Any:
+    """Enums by value whatever the case, as the flags take them."""
+    for member in (kind, *get_args(kind)):
+        if isinstance(member, type) and issubclass(member, Enum):
+            return Annotated[kind, pydantic.BeforeValidator(partial(_member, member))]
+    return kind
+
+
+def _member(kind: type[Enum], value: object) -> object:
+    return next((one for one in kind if str(value).casefold() == str(one.value).casefold()), value)

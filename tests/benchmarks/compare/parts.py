@@ -1,0 +1,37 @@
+"""Which function measures which part."""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tests.benchmarks.compare.batch_parts import LONG, SHORT, agreement, decode, prefill, prefix, variants
+from tests.benchmarks.compare.engines import Engines
+from tests.benchmarks.compare.load_parts import chats, long_prompt, poisson, transformers
+from tests.benchmarks.compare.measured import Results
+from tests.benchmarks.compare.plan import Plan
+from tests.benchmarks.compare.session import Session
+
+MEASURES: dict[str, Callable[[Session], None]] = {
+    "agreement": agreement,
+    "variants": variants,
+    "w5": partial(decode, context=SHORT, part="w5"),
+    "w5_long": partial(decode, context=LONG, part="w5_long"),
+    "prefill": prefill,
+    "prefix": prefix,
+    "w2": partial(chats, part="w2"),
+    "w3": partial(chats, part="w3"),
+    "w4": poisson,
+    "w6": long_prompt,
+    "transformers": transformers,
+}
+
+
+def run_parts(plan: Plan, engines: Engines, results: Results) -> None:
+    """Runs the plan's parts in their order, and says how long each took."""
+    session = Session(plan, engines, results)
+    for part in plan.parts:
+        started_at = time.monotonic()
+        print(part, file=sys.stderr, flush=True)
+        MEASURES[part](session)
+        print(f"  {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,168 @@
+"""What a decode step costs on the host when the forward costs nothing: CPU time a step, by thread.
+
+    python tests/benchmarks/host_cost.py --sequences 1 8 32
+
+Real are the tokenizer, the KV bookkeeping, the scheduler, the Batcher and its streams; the runner's forward returns
+logits that were made before. CPU time is per thread, so other programs on the machine matter little. "loop" is the
+event loop's thread: planning, booking, detokenizing, streams; "model" is the model's thread: laying out the batch and
+choosing the tokens.
+"""
+
+import argparse
+import cProfile
+import pstats
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import trio
+
+from genbatch.actors.batching.batcher import Batcher
+from genbatch.actors.batching.batcher_messages import Generate
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.clients.token_stream import TokenStream
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.context import Context
+from genbatch.nif.largest import Largest
+from genbatch.nif.models.model import Model, load_model
+from genbatch.proto.messages import GenerateRequest
+
+
+class IdleRunner:
+    """A runner without a model: the same logits at every step. Implements `Runner` and `ChoosingRunner`."""
+
+    name = "idle"
+    quantize = "none"
+    device = torch.device("cpu")
+
+    def __init__(self, model: Model, max_rows: int) -> None:
+        self.vocab_size = model.vocab_size
+        self.groups = model.groups
+        logits = torch.randn(max_rows, model.vocab_size, generator=torch.Generator().manual_seed(1))
+        values, token_ids = (tensor.numpy() for tensor in logits.max(dim=1))
+        self._logits = [logits[:rows] for rows in range(max_rows + 1)]
+        self._largest = [Largest(values[:rows], token_ids.astype("int32")[:rows]) for rows in range(max_rows + 1)]
+        self.decodes = 0  # forwards of single tokens, and the model thread's CPU time at the first and the last one
+        self.first = self.last = 0.0
+
+    def bytes_per_block(self, group: int, block_size: int) -> int:
+        """As much as anything: nothing is allocated."""
+        return block_size
+
+    def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
+        """Nothing to allocate."""
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """The prepared logits."""
+        if batch.max_query_len == 1:
+            self.decodes += 1
+            self.last = time.thread_time()
+            self.first = self.first if self.decodes > 1 else self.last
+        return self._logits[batch.logit_rows.numel()]
+
+    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+        """The prepared logits and what is largest in them."""
+        logits = self.forward(batch)
+        return logits if with_logits else None, self._largest[len(logits)]
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing to copy."""
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """Nothing is kept."""
+        return torch.empty(0)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+async def one_stream(ref: ActorRef, request: GenerateRequest, streamed: Callable[[int], None]) -> None:
+    """A caller that reads its tokens one by one."""
+    stream = TokenStream()
+
+    async def produce() -> None:
+        stream.finish(await ref.call(Generate(request, stream.push), timeout=None))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(produce)
+        async for token in stream:
+            streamed(token.index)
+
+
+async def run(model: Model, sequences: int, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Microseconds a decode step on the event loop's thread and on the model's."""
+    runner = IdleRunner(model, sequences)
+    blocks = [sequences * (arguments.prompt + arguments.new + 32) // 16 for _ in runner.groups]
+    options = BatcherOptions(n_parallel=sequences, batch_timeout=1000.0, max_batch_tokens=8192, max_held_prompts=0)
+    params = {"temperature": arguments.temperature, "repetition_penalty": arguments.repetition_penalty}
+    spent = {}
+
+    def streamed(index: int) -> None:
+        # All prompts are evaluated in the first step; from its tokens on there are decodes only.
+        if index == 1:
+            spent.setdefault("first", time.thread_time())
+        spent["last"] = time.thread_time() if index == arguments.new - 2 else spent.get("last", 0.0)
+
+    async with trio.open_nursery() as nursery:
+        open_context = lambda: Context(model, runner, num_blocks=blocks, n_parallel=sequences, n_batch=8192)  # noqa: E731
+        ref = await start(nursery, Batcher(open_context, options), name="batcher")
+        async with trio.open_nursery() as callers:
+            for index in range(sequences):
+                tokens = [(index * 7919 + 31 * i) % (model.vocab_size - 10) + 5 for i in range(arguments.prompt)]
+                request = GenerateRequest(
+                    token_ids=tokens, max_tokens=arguments.new, ignore_eos=True, seed=index, **params
+                )
+                callers.start_soon(one_stream, ref, request, streamed)
+        await ref.stop()
+    steps = arguments.new - 3
+    return 1e6 * (spent["last"] - spent["first"]) / steps, 1e6 * (runner.last - runner.first) / (runner.decodes - 1)
+
+
+def main() -> None:
+    """Prints a line for each number of sequences."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[1, 8, 16, 32])
+    parser.add_argument("--prompt", type=int, default=96)
+    parser.add_argument("--new", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", choices=("loop", "model"), help="show where one thread's time goes instead")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model = load_model(arguments.model, n_gpu_layers=0)
+    if arguments.profile:
+        show_profile(model, arguments)
+        return
+    print("| sequences | loop, us a step | model, us a step | together, us a token |\n|---|---|---|---|")
+    for sequences in arguments.sequences:
+        rounds = [trio.run(run, model, sequences, arguments) for _ in range(arguments.rounds)]
+        loop, evaluating = (median(times) for times in zip(*rounds, strict=True))
+        print(f"| {sequences} | {loop:.0f} | {evaluating:.0f} | {(loop + evaluating) / sequences:.1f} |", flush=True)
+
+
+def show_profile(model: Model, arguments: argparse.Namespace) -> None:
+    """The functions that take most of one thread's time at the largest number of sequences."""
+    profile = cProfile.Profile(time.thread_time)
+    if arguments.profile == "loop":
+        profile.runcall(trio.run, run, model, max(arguments.sequences), arguments)
+    else:
+        thread_run = threading.Thread.run
+
+        def profiled(thread: threading.Thread) -> None:
+            profile.runcall(thread_run, thread) if thread.name == "genbatch-model" else thread_run(thread)
+
+        threading.Thread.run = profiled  # type: ignore[method-assign]
+        trio.run(run, model, max(arguments.sequences), arguments)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+
+
+if __name__ == "__main__":
+    main()

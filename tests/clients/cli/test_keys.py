@@ -1,0 +1,80 @@
+"""`genbatch keys` as a user types it, down to a service that lets its clients in."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from genbatch.actors.gateways.curve_keys import ClientKeys, ServerKeys
+from genbatch.actors.gateways.token_file import TokenFile
+from genbatch.clients.cli.main import app
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["keys", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "genbatch" / "keys"
+
+
+def test_what_is_made_is_what_service_and_client_read(home: Path) -> None:
+    assert f"--keys {home}" in run("new").stdout
+    made = run("client", "alice").stdout
+    path = home / "clients" / "alice.key_secret"
+    assert str(path) in made
+    keys = ClientKeys.load(str(path))
+    assert ServerKeys(home).client_name(keys.pair.public.decode()) == "alice"
+    token = run("token", "alice").stdout.strip()
+    assert TokenFile(home / "tokens").tenant(token) == "alice"
+    listed = run("list").stdout
+    assert keys.pair.public.decode() in listed
+    assert token not in listed
+    assert run("revoke", "alice").exit_code == 0
+    assert ServerKeys(home).client_name(keys.pair.public.decode()) is None
+    assert TokenFile(home / "tokens").tenant(token) is None
+
+
+def test_another_folder_may_be_named(tmp_path: Path, home: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    assert run("new", str(folder)).exit_code == 0
+    assert run("authorise", "bob", str(folder / "server.key"), "--dir", str(folder)).exit_code == 0
+    assert "bob" in run("list", "--dir", str(folder)).stdout
+    assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["new"], "exists already"),
+        (["client", "../x"], "is no name"),
+        (["revoke", "nobody"], "no key or token"),
+        (["authorise", "bob", "nonsense"], "neither a file nor a key"),
+        (["list", "--dir", "/no/such/folder"], "genbatch keys new"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments: list[str], reason: str) -> None:
+    run("new")
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.split())
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["serve", "--bind", "tcp://0.0.0.0:5555"], "genbatch keys new"),
+        (["serve", "--bind", "ipc:///tmp/x", "--keys", "/no/such/folder"], "/no/such/folder"),
+        (["serve", "--tls-cert", "x.pem"], "tls_key"),
+        (["stats", "--connect", "tcp://127.0.0.1:1", "--server-key", "x"], "--client-key"),
+        (["stats", "--connect", "tcp://127.0.0.1:1", "--client-key", "/no/such/file"], "/no/such/file"),
+        (["stats", "--client-key", "x"], "--connect"),
+    ],
+)
+def test_an_unsafe_or_contradictory_start_is_refused_at_once(arguments: list[str], reason: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.split())

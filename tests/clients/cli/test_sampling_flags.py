@@ -1,0 +1,33 @@
+"""The flags that become parameters of a request."""
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from genbatch.clients.cli.sampling_flags import SamplingFlags
+from genbatch.clients.request import generate_request
+from genbatch.proto.grammar import Grammar, grammar_of
+
+
+def test_a_schema_a_grammar_and_a_regex_come_from_their_flags(tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "person.json", tmp_path / "answer.gbnf"
+    schema.write_text('{"const": "é"}', encoding="utf-8")
+    grammar.write_text('root ::= "yes"')
+
+    def asked(flags: SamplingFlags) -> Grammar | None:
+        return grammar_of(generate_request("x", **flags.parameters()))
+
+    assert asked(SamplingFlags()) is None
+    assert asked(SamplingFlags(json_schema=schema)) == Grammar(
+        "json_schema", '{"const": "é"}', "response_format.schema"
+    )
+    assert asked(SamplingFlags(grammar=grammar)) == Grammar("grammar", 'root ::= "yes"', "grammar")
+    assert asked(SamplingFlags(regex="[0-9]+")) == Grammar("regex", "[0-9]+", "regex")
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    schema = tmp_path / "person.json"
+    schema.write_bytes(b"\xff\xfe")
+    with pytest.raises(typer.BadParameter, match="UTF-8"):
+        SamplingFlags(json_schema=schema).parameters()
