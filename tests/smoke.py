@@ -2,9 +2,12 @@
 
 import importlib
 import pkgutil
+from importlib.resources import files
 
 import trio
 
+# What a GPU, HTTP, grammars and traces need.
+EXTRAS = {"triton", "starlette", "hypercorn", "prometheus_client", "llguidance", "opentelemetry"}
 for layer in ("nif", "proto", "actors", "clients"):
     package = importlib.import_module(f"genbatch.{layer}")
     assert "site-packages" in package.__path__[0], package.__path__
@@ -12,8 +15,10 @@ for layer in ("nif", "proto", "actors", "clients"):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            # What runs on a GPU needs triton, an extra; nothing else may be missing.
-            assert error.name == "triton", error
+            # Extras are not installed here; nothing else may be missing.
+            assert error.name is not None and error.name.partition(".")[0] in EXTRAS, error
+
+assert (files("genbatch.actors.http") / "static" / "index.html").is_file()
 
 from genbatch.clients import open_batcher  # noqa: E402
 

@@ -7,7 +7,8 @@ from genbatch.actors.batch_manager.gpt_manager_params import BuildConfig, TrtGpt
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
-from genbatch.nif.engine import Engine, EngineOptions
+from genbatch.nif.engine import Engine
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.runners.attention_window import with_attention_window

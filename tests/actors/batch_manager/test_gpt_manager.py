@@ -224,14 +224,14 @@ def test_b04_a_send_callback_that_raises_ends_its_own_request_only(
 def test_b04_a_forward_that_fails_for_one_request_fails_that_one(
     tiny_model: TinyModel, oracle: OracleOf, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = Context.eval
+    step = Context.step
 
-    def broken(context: Context, batch: Any) -> Any:
+    def broken(context: Context, batch: Any, *args: Any, **options: Any) -> Any:
         if any(entry.n_past + len(entry.tokens) == 21 for entry in batch):
             raise RuntimeError("illegal instruction")
-        return evaluate(context, batch)
+        return step(context, batch, *args, **options)
 
-    monkeypatch.setattr(Context, "eval", broken)
+    monkeypatch.setattr(Context, "step", broken)
     prompt = prompt_of(5, 2)
     client = BatchClient(
         inference_request(1, prompt_of(18, 1), 30, end_id=-1),
@@ -277,14 +277,14 @@ def test_b04_a_model_actor_that_crashes_leaves_one_final_each(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = BatchClient(*(inference_request(i, prompt_of(4, i), 90, end_id=-1) for i in range(3)))
-    commit = Batcher._commit
+    stepped = Batcher._stepped
 
     def crash(batcher: Batcher, *args: Any) -> None:
         if batcher.stats.steps == 5:
             raise ZeroDivisionError
-        commit(batcher, *args)
+        stepped(batcher, *args)
 
-    monkeypatch.setattr(Batcher, "_commit", crash)
+    monkeypatch.setattr(Batcher, "_stepped", crash)
     with pytest.raises(ZeroDivisionError), manager(tiny_model("llama"), client):
         client.wait(0, 1, 2)
     assert [len(client.finals(one)) for one in range(3)] == [1, 1, 1]
@@ -307,14 +307,14 @@ def test_b15_all_model_types_give_the_same_tokens_and_fused_runs_the_fewest_forw
 ) -> None:
     prompts = [prompt_of(length, length) for length in (3, 20, 7, 30, 5, 12)]
     lengths = [9, 4, 12, 6, 3, 8]
-    evaluate, forwards = Context.eval, 0
+    step, forwards = Context.step, 0
 
-    def count(context: Context, batch: Any) -> Any:
+    def count(context: Context, *args: Any, **options: Any) -> Any:
         nonlocal forwards
         forwards += 1
-        return evaluate(context, batch)
+        return step(context, *args, **options)
 
-    monkeypatch.setattr(Context, "eval", count)
+    monkeypatch.setattr(Context, "step", count)
     counted: dict[BatchingType, int] = {}
     joined: dict[BatchingType, bool] = {}
     for model_type in BatchingType:

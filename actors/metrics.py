@@ -1,0 +1,101 @@
+"""What the Batcher counts, in Prometheus' exposition format, under vLLM's metric names with our prefix.
+
+    body, content_type = render(await batcher.call(GetStats(), control=True))
+
+Needs prometheus-client, which comes with `genbatch[http]`. The stats may come from another process: everything here is
+computed from plain data, at the time of a scrape.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+PREFIX = "genbatch:"
+
+# Metric -> (name in the stats, what it is). Prometheus adds _total to counters.
+_GAUGES = {
+    "num_requests_running": ("requests_running", "Sequences that hold a slot."),
+    "num_requests_waiting": ("requests_waiting", "Sequences that wait for a slot."),
+    "kv_blocks_free": ("kv_blocks_free", "KV blocks that can be allocated."),
+    "swapped_bytes": ("swapped_bytes", "Bytes of host memory that hold the KV of paused sequences."),
+    "decode_tokens_per_second": ("decode_tokens_per_s", "Tokens generated a second, over the last 10 seconds."),
+    "prefill_tokens_per_second": ("prefill_tokens_per_s", "Prompt tokens evaluated a second, the same."),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of accepted prompts."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "num_preemptions": ("preemptions", "Sequences whose KV blocks were taken for others."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "shared_prompt_tokens": ("shared_tokens", "Prompt tokens shared with another sequence or a held prompt."),
+    "steps": ("steps", "Forward passes."),
+    "step_seconds": ("step_seconds", "Seconds in forward passes."),
+}
+_LABELLED_COUNTERS = {
+    "request_success": ("finished", "finished_reason", "Accepted requests that ended, by how they did."),
+    "admission_rejections": ("refusals", "code", "Requests that were not accepted, by error code."),
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From a request's arrival to its first token.",
+    "inter_token_latency_seconds": "From one token of a sequence to the next.",
+    "e2e_request_latency_seconds": "From a request's arrival to its end.",
+    "request_queue_time_seconds": "From a request's arrival to its slot.",
+    "request_prefill_time_seconds": "From a request's slot to its first token.",
+    "request_decode_time_seconds": "From a request's first token to its end.",
+    "request_prompt_tokens": "Tokens of an ended request's prompt.",
+    "request_generation_tokens": "Tokens that an ended request has generated.",
+    "iteration_tokens_total": "Tokens in a forward pass.",
+}
+_LABEL = "model_name"
+
+
+def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:
+    """The exposition of a `GetStats` reply, and its content type."""
+    registry = CollectorRegistry()
+    registry.register(_StatsCollector(stats))
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+class _StatsCollector(Collector):
+    """One scrape's metrics."""
+
+    def __init__(self, stats: Mapping[str, Any]) -> None:
+        self._stats = stats
+        self._model = str(stats["model"])
+
+    def collect(self) -> Iterator[Metric]:
+        stats, model = self._stats, self._model
+        usage = stats["kv_blocks_used"] / stats["kv_blocks_max"]
+        yield _gauge("kv_cache_usage_perc", "Share of the KV blocks that are held, 0 to 1.", model, usage)
+        for name, (key, text) in _GAUGES.items():
+            yield _gauge(name, text, model, stats[key])
+        for name, (key, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=[_LABEL])
+            counter.add_metric([model], stats[key])
+            yield counter
+        for name, (key, label, text) in _LABELLED_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=[_LABEL, label])
+            for value, count in stats[key].items():
+                counter.add_metric([model, value], count)
+            yield counter
+        for name, text in _HISTOGRAMS.items():
+            yield _histogram(name, text, model, stats["histograms"][name])
+
+
+def _gauge(name: str, text: str, model: str, value: float) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(PREFIX + name, text, labels=[_LABEL])
+    gauge.add_metric([model], value)
+    return gauge
+
+
+def _histogram(name: str, text: str, model: str, data: Mapping[str, Any]) -> HistogramMetricFamily:
+    histogram = HistogramMetricFamily(PREFIX + name, text, labels=[_LABEL])
+    ends = [*(str(float(end)) for end in data["le"]), "+Inf"]
+    cumulative = [float(count) for count in accumulate(data["counts"])]
+    histogram.add_metric([model], list(zip(ends, cumulative, strict=True)), data["sum"])
+    return histogram

@@ -1,0 +1,65 @@
+"""Flight: what the Batcher tells about itself while it works; this one keeps nothing of it."""
+
+from collections.abc import Sequence as ListOf
+from typing import TYPE_CHECKING
+
+import outcome
+import trio
+
+from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from genbatch.actors.batching.batcher_messages import Generate
+    from genbatch.actors.batching.intake import Intake
+    from genbatch.actors.batching.request import Request
+    from genbatch.actors.batching.step import Planned
+    from genbatch.actors.batching.stepper import StepMessage
+    from genbatch.nif.context import Context
+
+
+class Flight:
+    """A flight that nobody records. Between two calls of `began` one message is handled."""
+
+    def begin(self, context: "Context", system_prompts: ListOf[list[int]]) -> None:
+        """The Batcher has opened its context, and is about to evaluate the prompts that it holds from the start."""
+
+    def began(self) -> None:
+        """The Batcher turns to its next message."""
+
+    def now(self) -> float:
+        """The time that decides: seconds on the event loop's clock."""
+        return trio.current_time()
+
+    def arrived(self, request: "Request", message: "Generate", deadline_s: float | None) -> None:
+        """A request was accepted, with so many seconds to its deadline."""
+
+    def encoded(self, request: "Request", tokens: "outcome.Outcome[list[int]]", intake: "Intake") -> None:
+        """Its prompt was tokenized."""
+
+    def left(self, request: "Request") -> None:
+        """Its caller is gone."""
+
+    def stepped(self, message: "StepMessage") -> None:
+        """A step has ended, and was booked."""
+
+    def draining(self, timeout_s: float) -> None:
+        """New requests are refused from now on."""
+
+    def drain_over(self) -> None:
+        """The requests that are still open are cancelled."""
+
+    def prompted(self) -> None:
+        """Something else has become ready: a tick follows where none is under way."""
+
+    def sitting_out(self, ids: frozenset[int]) -> frozenset[int]:
+        """Who is not to be planned in the next tick."""
+        return ids
+
+    def ticked(self, plan: SchedulerOutput, groups: "ListOf[ListOf[Planned]]") -> None:
+        """A tick has planned, and made these forwards of it."""
+
+    def close(self, reason: str) -> None:
+        """Nothing that follows can be told; may be called again."""
+
+
+UNRECORDED = Flight()

@@ -1,0 +1,205 @@
+"""FlightRecorder: writes what the Batcher is told, and what it plans, to a file."""
+
+import logging
+from collections.abc import Sequence as ListOf
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+import msgspec
+import outcome
+import trio
+
+from genbatch.actors.batching.batcher_messages import Generate
+from genbatch.actors.batching.intake import Intake
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batching.request import Request
+from genbatch.actors.batching.sequence import Sequence
+from genbatch.actors.batching.step import Evaluated, Planned
+from genbatch.actors.batching.step_faults import is_out_of_memory
+from genbatch.actors.batching.stepper import StepMessage, Stepped
+from genbatch.actors.batching.swap import SwapFault
+from genbatch.actors.recording import records
+from genbatch.actors.recording.flight import UNRECORDED, Flight
+from genbatch.actors.recording.record_file import RecordWriter
+from genbatch.actors.recording.records import FORMAT, RAISED, Draw, Header, RecordedContext, RecordedOptions, Tick
+from genbatch.actors.recording.tick_of import tick_of
+from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
+from genbatch.nif.context import Context
+from genbatch.nif.errors import OptionError, OutOfBlocks
+from genbatch.nif.sampling.sampler import SampleFault
+
+log = logging.getLogger("genbatch")
+
+MIB = 2**20
+
+
+def open_flight(options: BatcherOptions) -> Flight:
+    """The recorder that the options ask for.
+
+    Raises:
+        OptionError: the file cannot be made, or the scheduler is an object, which a record cannot name.
+    """
+    if options.record is None:
+        return UNRECORDED
+    if not isinstance(options.scheduler, str):
+        raise OptionError("record", "the scheduler must be given by its name, for the record to say it")
+    try:
+        writer = RecordWriter(options.record, options.record_limit * MIB)
+    except OSError as error:
+        raise OptionError("record", f"{options.record!r} cannot be made: {error.strerror}") from error
+    log.info("recording to %s", writer.path)
+    return FlightRecorder(writer, options)
+
+
+class FlightRecorder(Flight):
+    """One recording. Time stands still while a message is handled: what decides is what the record says.
+
+    A disk that fails, or the file's limit, ends the recording and nothing else.
+    """
+
+    def __init__(self, writer: RecordWriter, options: BatcherOptions) -> None:
+        self._writer: RecordWriter | None = writer
+        self._options = options
+        self._now = trio.current_time()
+        self._sitting_out: list[int] = []
+
+    def begin(self, context: Context, system_prompts: ListOf[list[int]]) -> None:
+        options = {name: getattr(self._options, name) for name in RecordedOptions.__struct_fields__}
+        self._write(
+            Header(
+                format=FORMAT,
+                genbatch=version("genbatch"),
+                model=context.model.name,
+                began=datetime.now(UTC).isoformat(timespec="seconds"),
+                time=self._now,
+                options=RecordedOptions(**options),
+                context=_shape(context),
+                system_prompts=list(system_prompts),
+            )
+        )
+
+    def began(self) -> None:
+        self._now = trio.current_time()
+
+    def now(self) -> float:
+        return self._now
+
+    def arrived(self, request: Request, message: Generate, deadline_s: float | None) -> None:
+        self._write(
+            records.Arrived(
+                time=self._now,
+                request=request.number,
+                wanted=msgspec.structs.replace(
+                    message.request, prompt=None, messages=None, token_ids=None, deadline_s=deadline_s
+                ),
+                client=request.client,
+                request_id=request.request_id,
+                beam_width=request.beam_width,
+                scores_prompt=request.keep is not None and request.keep.context,
+            )
+        )
+
+    def encoded(self, request: Request, tokens: "outcome.Outcome[list[int]]", intake: Intake) -> None:
+        if not isinstance(tokens, outcome.Value):
+            refusal = str(tokens.error) if isinstance(tokens, outcome.Error) else ""
+            self._write(records.Encoded(time=self._now, request=request.number, refusal=refusal))
+            return
+        prefix = intake.first_message(request.wanted)
+        self._write(records.Encoded(time=self._now, request=request.number, tokens=tokens.value, prefix=list(prefix)))
+
+    def left(self, request: Request) -> None:
+        self._write(records.Left(time=self._now, request=request.number))
+
+    def stepped(self, message: StepMessage) -> None:
+        assert isinstance(message, Stepped), "nothing runs ahead while it is recorded"
+        if isinstance(message.result, outcome.Error):
+            error = message.result.error
+            self._write(records.Stepped(time=self._now, fault=_kind(error), reason=str(error)))
+        elif isinstance(message.result, outcome.Value):
+            pairs = zip(message.batch, message.result.value, strict=True)
+            self._write(records.Stepped(time=self._now, draws=[_draw(planned, given) for planned, given in pairs]))
+
+    def draining(self, timeout_s: float) -> None:
+        self._write(records.Draining(time=self._now, timeout_s=timeout_s))
+
+    def drain_over(self) -> None:
+        self._write(records.DrainOver(time=self._now))
+
+    def prompted(self) -> None:
+        self._write(records.Prompted(time=self._now))
+
+    def sitting_out(self, ids: frozenset[int]) -> frozenset[int]:
+        self._sitting_out = sorted(ids)
+        return ids
+
+    def ticked(self, plan: SchedulerOutput, groups: ListOf[ListOf[Planned]]) -> None:
+        self._write(tick_of(plan, groups, self._sitting_out), flush=True)
+
+    def close(self, reason: str) -> None:
+        self._write(records.Ended(time=trio.current_time(), reason=reason))
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                log.warning("the flight record is not complete: %s", error)
+
+    def _write(self, record: "records.Message | Header | Tick", *, flush: bool = False) -> None:
+        if self._writer is None:
+            return
+        try:
+            has_room = self._writer.write(record)
+            if flush:  # a process that is killed during the step leaves all that led to it
+                self._writer.flush()
+        except OSError as error:
+            log.warning("recording has ended: %s", error)
+            self._writer = None
+            return
+        if not has_room:
+            log.warning("recording has ended: %s has reached its limit", self._writer.path)
+            self._writer.close()
+            self._writer = None
+
+
+def _shape(context: Context) -> RecordedContext:
+    kv, runner, model = context.kv, context.runner, context.model
+    return RecordedContext(
+        num_blocks=list(kv.num_blocks),
+        windows=[group.window for group in kv.groups],
+        bytes_per_block=[runner.bytes_per_block(group, kv.block_size) for group in range(len(kv.groups))],
+        block_size=kv.block_size,
+        num_sequences=context.num_sequences,
+        n_batch=context.n_batch,
+        n_ctx=context.n_ctx,
+        max_per_sequence=kv.max_per_sequence,
+        allow_block_sharing=kv.prefix_cache is not None,
+        vocab_size=model.vocab_size,
+        eos_token_ids=sorted(model.eos_token_ids),
+        max_position=model.max_position,
+    )
+
+
+def _draw(planned: Planned, evaluated: Evaluated) -> Draw | None:
+    drawn, owner = evaluated.drawn, planned.owner
+    if drawn is None:
+        return None
+    if isinstance(drawn, SampleFault):
+        return Draw(fault=drawn.reason, by_constraint=drawn.by_constraint)
+    assert isinstance(owner, Sequence)
+    if owner.beams is not None:
+        return Draw(drawn.token_id, top=list(drawn.top), logprob=drawn.logprob)
+    end: str = owner.output.finish_reason or ""
+    if not end and owner.request.replied and owner.request.abandoned is None:
+        end = RAISED
+    return Draw(drawn.token_id, end)
+
+
+def _kind(error: BaseException) -> str:
+    """What the Batcher tells apart."""
+    if isinstance(error, OutOfBlocks):
+        return "out of blocks"
+    if is_out_of_memory(error):
+        return "out of memory"
+    if isinstance(error, SwapFault) or not isinstance(error, Exception):
+        return "swap"
+    return "fault"

@@ -1,0 +1,172 @@
+"""What a flight record is made of: a Header, then for each message one record, followed by the ticks it caused.
+
+Times are seconds on the event loop's clock. A request's number counts the accepted ones from 1.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.scheduling.batching_type import BatchingType
+from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
+from genbatch.proto.messages import GenerateRequest
+
+FORMAT = 1
+
+
+class RecordedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of BatcherOptions that plans depend on."""
+
+    n_parallel: int
+    batch_size: int
+    max_batch_tokens: int
+    fair_share: bool
+    priority_ageing_s: float
+    scheduler: str
+    scheduler_policy: SchedulerPolicy
+    batching_type: BatchingType
+    cache_budget: int | None
+    enable_chunked_context: bool
+    margin: float | None
+    pause_order: PauseOrder | None
+    max_pauses: int
+    cpu_offload_space: float
+    max_held_prompts: int
+
+    def options(self, system_prompts: Sequence[str], **others: Any) -> BatcherOptions:
+        """As they were; `others` are changed."""
+        return BatcherOptions(**{**msgspec.structs.asdict(self), "system_prompts": system_prompts, **others})
+
+
+class RecordedContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of the context: windows and sizes one a layer group, the other fields those of Context and Model."""
+
+    num_blocks: list[int]
+    windows: list[int | None]
+    bytes_per_block: list[int]
+    block_size: int
+    num_sequences: int
+    n_batch: int
+    n_ctx: int
+    max_per_sequence: int | None
+    allow_block_sharing: bool
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_position: int
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
+    """What the Batcher was; `system_prompts` are the tokens of those it held from the start, at `time`."""
+
+    format: int
+    genbatch: str
+    model: str
+    began: str
+    time: float
+    options: RecordedOptions
+    context: RecordedContext
+    system_prompts: list[list[int]]
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
+    """A request was accepted; `wanted` is without its prompt, and has the deadline that counts."""
+
+    time: float
+    request: int
+    wanted: GenerateRequest
+    client: str
+    request_id: str
+    beam_width: int
+    scores_prompt: bool
+
+
+class Encoded(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
+    """A prompt was tokenized, or refused by the tokenizer; `prefix` is what its first message makes."""
+
+    time: float
+    request: int
+    tokens: list[int] = []
+    prefix: list[int] = []
+    refusal: str | None = None
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
+    """A caller is gone."""
+
+    time: float
+    request: int
+
+
+class Draw(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What an entry of a step drew: a token and how it ended its sequence, or a fault.
+
+    `end` is "" where it did not, and RAISED where the caller's function raised; `top` is there for beams.
+    """
+
+    token: int = 0
+    end: str = ""
+    fault: str | None = None
+    by_constraint: bool = False
+    top: list[tuple[int, float]] = []
+    logprob: float | None = None
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
+    """A forward has ended: with a draw or none for each entry, or with a fault of a kind of `faults`."""
+
+    time: float
+    draws: list[Draw | None] = []
+    fault: str | None = None
+    reason: str = ""
+
+
+class Draining(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
+    """New requests are refused from here on."""
+
+    time: float
+    timeout_s: float
+
+
+class DrainOver(msgspec.Struct, frozen=True, kw_only=True, tag="drain_over"):
+    """What was open was cancelled."""
+
+    time: float
+
+
+class Prompted(msgspec.Struct, frozen=True, kw_only=True, tag="prompted"):
+    """A reason for a tick: the window for accumulation is over, or a constraint's mask is ready."""
+
+    time: float
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """An entry of a forward. Request 0 is a held prompt, whose `choice` tells it from others."""
+
+    request: int
+    choice: int
+    slot: int
+    start: int
+    num_tokens: int
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
+    """A plan: its forwards, who was paused, who was refused for good as (request, choice), who was left out (ids)."""
+
+    groups: list[list[Part]]
+    paused: list[tuple[int, int]] = []
+    refused: list[tuple[int, int]] = []
+    sitting_out: list[int] = []
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """Nothing more is recorded."""
+
+    time: float
+    reason: str
+
+
+Message: TypeAlias = Arrived | Encoded | Left | Stepped | Draining | DrainOver | Prompted | Ended
+Record: TypeAlias = Header | Message | Tick
+RAISED = "raised"

@@ -1,0 +1,193 @@
+"""What keeps a fault small: in a step, in an engine, in a stream."""
+
+from tests.mutations.mutation import Mutation
+
+LEDGER, LINK = "actors/engine/ledger.py", "actors/engine/engine_link.py"
+STALE = '        if epoch != self.epoch or not self.is_up:\n            self.counts["stale"] += 1\n            return '
+OLD_EPOCH = ("actors/engine/test_ledger.py::test_messages_of_an_engine_that_is_gone_are_dropped",)
+REPLAY = ("actors/engine/test_ledger.py::test_an_engines_death_ends_what_was_delivered_in_part_and_replays_the_rest",)
+SUSPECTS = (
+    "actors/engine/test_ledger.py::test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live",
+)
+POISON = ("actors/engine/test_ledger.py::test_poison_is_refused_for_a_while_and_nothing_else_is",)
+NAN_ROW = (
+    "nif/sampling/test_sampler.py::test_a_row_without_usable_logits_fails_alone",
+    "actors/batching/test_batcher.py::test_a_row_of_nan_fails_its_request_alone",
+)
+
+ENGINE_GUARDS = (
+    Mutation(
+        "epoch of tokens",
+        LEDGER,
+        STALE + "[]",
+        "        if False:\n            return []",
+        OLD_EPOCH,
+        "an engine that is gone goes on speaking",
+    ),
+    Mutation(
+        "epoch of finals",
+        LEDGER,
+        STALE + "None",
+        "        if False:\n            return None",
+        OLD_EPOCH,
+        "an engine that is gone ends a request that is replayed",
+    ),
+    Mutation(
+        "replay only once",
+        LEDGER,
+        "if entry.deaths > 1:",
+        "if False:",
+        (*SUSPECTS, *POISON),
+        "a deadly request kills one engine after another",
+    ),
+    Mutation(
+        "replay only what was not delivered",
+        LEDGER,
+        "if entry.num_delivered:",
+        "if False:",
+        REPLAY,
+        "a client gets the beginning twice",
+    ),
+    Mutation(
+        "replay only within the deadline",
+        LEDGER,
+        "if entry.expires_at is not None and now >= entry.expires_at:",
+        "if False:",
+        ("actors/engine/test_ledger.py::test_a_deadline_that_passed_is_not_replayed_and_one_that_remains_is",),
+        "an engine works for nobody",
+    ),
+    Mutation(
+        "suspects one at a time",
+        LEDGER,
+        "        if self._suspects and not any(",
+        "        while self._suspects and not all(",
+        SUSPECTS,
+        "innocents end with the poison",
+    ),
+    Mutation(
+        "poison",
+        LEDGER,
+        "if forgiven_at is not None:",
+        "if False:",
+        POISON,
+        "a client sends what kills engines again and again",
+    ),
+    Mutation(
+        "no gap in a stream",
+        LEDGER,
+        "if row.index != expected or entry.phase is Phase.WAITING:",
+        "if False:",
+        ("actors/engine/test_ledger.py::test_a_gap_or_a_repetition_in_a_stream_is_the_links_fault",),
+        "a text lacks a piece and nobody knows",
+    ),
+    Mutation(
+        "one final",
+        LEDGER,
+        "if self._entries.pop(entry.id, None) is None:",
+        "self._entries.pop(entry.id, None)\n        if False:",
+        ("actors/engine/test_ledger.py::test_a_request_ends_once_whatever_the_engine_says_again",),
+        "a request is counted as ended twice",
+    ),
+    Mutation(
+        "requests that wait for an engine",
+        LEDGER,
+        "if not self.is_up and len(self._entries) >= self._max_waiting:",
+        "if False:",
+        ("actors/engine/test_ledger.py::test_what_arrives_before_an_engine_waits_for_it_within_a_bound",),
+        "memory grows while there is no engine",
+    ),
+    Mutation(
+        "hung engine",
+        LINK,
+        "and self._watch.is_stuck(now):",
+        "and False:",
+        ("actors/engine/test_engine_link.py::test_an_engine_that_does_not_get_on_is_to_be_killed",),
+        "a service is there and does nothing",
+    ),
+    Mutation(
+        "deadline without an engine",
+        LINK,
+        "for entry in self.ledger.expired(now):",
+        "for entry in []:",
+        ("actors/engine/test_engine_link.py::test_a_deadline_is_kept_while_there_is_no_engine",),
+        "a caller waits longer than it said",
+    ),
+    Mutation(
+        "callers that leave, at the link",
+        LINK,
+        "if entry is not None:\n            self._forget(entry)",
+        "if False:\n            self._forget(entry)",
+        ("actors/engine/test_engine_link.py::test_a_caller_that_leaves_cancels_its_request_over_there",),
+        "the engine works for nobody",
+    ),
+    Mutation(
+        "draining takes nothing new, at the link",
+        LINK,
+        "        if self._draining is not None:\n            raise",
+        "        if False:\n            raise",
+        ("actors/engine/test_engine_link.py::test_a_drain_refuses_what_is_new_and_waits_for_what_is_open",),
+        "a service that is to stop never does",
+    ),
+    Mutation(
+        "a step that failed is undone",
+        "nif/context.py",
+        "            reservation.rollback()\n",
+        "            reservation.commit()\n",
+        ("nif/test_context.py::test_a_forward_that_fails_leaves_no_trace",),
+        "what was never computed counts as the past",
+    ),
+    Mutation(
+        "bisection of a step",
+        "actors/batching/step_faults.py",
+        "        if len(batch) > 1:\n            return _halves(batch)\n",
+        "",
+        (
+            "actors/batching/test_batcher.py::test_a_step_that_fails_for_one_request_fails_that_request_alone",
+            "actors/batching/test_step_faults.py::test_when_nobodys_step_succeeds_the_engine_is_started_anew",
+        ),
+        "the wrong request is blamed",
+    ),
+    Mutation(
+        "blame has an end",
+        "actors/batching/step_faults.py",
+        "if len(owners) > 1 or self._lone_faults >= MAX_LONE_FAULTS:",
+        "if False:",
+        (
+            "actors/batching/test_step_faults.py::test_when_nobodys_step_succeeds_the_engine_is_started_anew",
+            "actors/batching/test_step_faults.py::test_requests_that_fail_one_after_another_are_blamed_so_often_only",
+        ),
+        "a broken engine fails request after request",
+    ),
+    Mutation(
+        "rows that are no numbers",
+        "nif/sampling/sampler.py",
+        "finite = best.isfinite().tolist()",
+        "finite = [True] * len(states)",
+        NAN_ROW,
+        "a token is drawn from nothing",
+    ),
+    Mutation(
+        "rows that are no numbers, greedy",
+        "nif/sampling/sampler.py",
+        "finite = np.isfinite(largest.values)",
+        "finite = np.ones_like(largest.values, dtype=bool)",
+        NAN_ROW,
+        "a token is drawn from nothing",
+    ),
+    Mutation(
+        "a sampler's fault is its row's",
+        "nif/sampling/choose.py",
+        "        return _choose_each(logits, largest, states, positions)\n",
+        "        raise\n",
+        ("actors/batching/test_step_faults.py::test_a_sampler_that_raises_fails_its_own_request",),
+        "one bad row costs all others their token",
+    ),
+    Mutation(
+        "a caller's function",
+        "actors/batching/step_commit.py",
+        "            except Exception as error:  # the caller's own function",
+        "            except ZeroDivisionError as error:  # the caller's own function",
+        ("actors/batching/test_batcher.py::test_an_on_token_that_raises_ends_its_own_request_only",),
+        "a bug of one caller stops the Batcher",
+    ),
+)

@@ -1,0 +1,144 @@
+"""What keeps strangers out, and one tenant from another."""
+
+from tests.mutations.mutation import Mutation
+
+DISPATCHER = "actors/gateways/dispatcher.py"
+ZEROMQ_SECURITY = "actors/gateways/test_zeromq_security.py::"
+
+SECURITY_GUARDS = (
+    Mutation(
+        "list of keys",
+        "actors/gateways/zap_handler.py",
+        "if name is None:",
+        "if False:",
+        (ZEROMQ_SECURITY + "test_a_key_that_is_not_on_the_list_gets_nowhere",),
+        "whoever makes a key is let in",
+    ),
+    Mutation(
+        "keys taken off the list",
+        "actors/gateways/zeromq_gateway.py",
+        "        if self._guard.is_welcome(peer.key):\n",
+        "        if True:\n",
+        (ZEROMQ_SECURITY + "test_a_key_taken_off_the_list_counts_no_more_even_for_open_connections",),
+        "a revoked key is good for as long as it stays connected",
+    ),
+    Mutation(
+        "streams of keys taken off the list",
+        "actors/gateways/zeromq_gateway.py",
+        "        if not self._guard.is_welcome(peer.key):\n",
+        "        if False:\n",
+        (ZEROMQ_SECURITY + "test_a_revoked_clients_stream_ends_though_it_says_nothing",),
+        "a revoked key's stream goes on",
+    ),
+    Mutation(
+        "no identity handed over",
+        "actors/gateways/zeromq_gateway.py",
+        "zmq.ROUTER_HANDOVER, 0",
+        "zmq.ROUTER_HANDOVER, 1",
+        (
+            ZEROMQ_SECURITY + "test_a_taken_identity_is_not_handed_over",
+            "actors/gateways/test_zeromq_gateway.py::"
+            "test_a_second_connection_with_the_same_identity_takes_nothing_over",
+        ),
+        "a stranger gets another's tokens",
+    ),
+    Mutation(
+        "tenant is the key's",
+        DISPATCHER,
+        "return msgspec.structs.replace(request, tenant=caller.tenant)",
+        "return request",
+        (ZEROMQ_SECURITY + "test_a_client_with_a_key_on_the_list_is_served_in_its_own_name",),
+        "a tenant's prompts are shared with nobody's",
+    ),
+    Mutation(
+        "no other tenant's name",
+        DISPATCHER,
+        "    if request.tenant:\n",
+        "    if request.tenant:\n        return request\n    if False:\n",
+        (ZEROMQ_SECURITY + "test_a_client_cannot_speak_in_anothers_name",),
+        "a client uses another's share and prompts",
+    ),
+    Mutation(
+        "share is the key's",
+        DISPATCHER,
+        'return self.client if self.tenant is None else f"tenant:{self.tenant}"',
+        "return self.client",
+        ("actors/gateways/test_dispatcher.py::test_a_key_has_one_share_however_many_connections_it_has",),
+        "more connections are a larger share",
+    ),
+    Mutation(
+        "drain is the operator's",
+        DISPATCHER,
+        "if wanted.is_operators and tenant is not None:",
+        "if False:",
+        (ZEROMQ_SECURITY + "test_the_service_cannot_be_drained_by_its_clients",),
+        "a client stops the service",
+    ),
+    Mutation(
+        "token before anything, msgpack-RPC",
+        "actors/gateways/rpc_connection.py",
+        "if token is None or tenant is None:",
+        "if False:",
+        ("clients/test_rpc.py::test_a_client_without_the_right_token_is_told_so",),
+        "strangers are let in",
+    ),
+    Mutation(
+        "size before the token",
+        "actors/gateways/rpc_connection.py",
+        "MAX_TRANSPORT_BYTES if authenticate is None else MAX_HELLO_BYTES",
+        "MAX_TRANSPORT_BYTES",
+        ("clients/test_rpc.py::test_a_first_message_that_is_large_or_slow_is_not_read_on",),
+        "strangers take memory",
+    ),
+    Mutation(
+        "tokens taken off the list",
+        "actors/gateways/rpc_connection.py",
+        "if self._authenticate(self._token) != self.session.tenant:",
+        "if False:",
+        ("clients/test_rpc.py::test_a_token_that_is_taken_away_ends_the_connection",),
+        "a revoked token is good for as long as it stays connected",
+    ),
+    Mutation(
+        "token before anything, HTTP",
+        "actors/http/front.py",
+        'if self._authenticate is None or scope["path"] in OPEN_PATHS:',
+        "if True:",
+        ("actors/http/test_http_gateway.py::test_a_token_opens_the_service_in_the_name_it_goes_with",),
+        "strangers are let in",
+    ),
+    Mutation(
+        "tokens are compared in constant time",
+        "actors/gateways/token_file.py",
+        "if hmac.compare_digest(given, known):",
+        "if given == known:",
+        ("actors/gateways/test_token_file.py::test_all_hashes_are_compared_in_constant_time",),
+        "the time that a refusal takes tells of the hash",
+    ),
+    Mutation(
+        "bind policy",
+        "actors/gateways/bind_policy.py",
+        "if lacking and not is_loopback(host):",
+        "if False:",
+        (
+            "actors/gateways/test_bind_policy.py::"
+            "test_a_host_that_others_may_reach_is_refused_with_the_option_and_what_to_do",
+        ),
+        "everybody on the network is let in",
+    ),
+    Mutation(
+        "pages of other sites",
+        "actors/http/front.py",
+        "if origin is not None and urlsplit(origin).netloc != host:",
+        "if False:",
+        ("actors/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
+        "a page that this machine's user looks at uses the service",
+    ),
+    Mutation(
+        "names that lead to this machine",
+        "actors/http/front.py",
+        "if self._only_loopback and not is_loopback(_without_port(host)):",
+        "if False:",
+        ("actors/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
+        "a page gets in under a name of its own",
+    ),
+)
