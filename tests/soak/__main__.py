@@ -144,9 +144,7 @@ class Soak:
         leaked = stats["kv_blocks_used"]
         print(f"{self.options.minutes} minutes, {sum(tally.ends.values())} calls, {self.kills} engines killed")
         print("ends: " + ", ".join(f"{reason} {count}" for reason, count in tally.ends.most_common()))
-        print(
-            f"calls without a final: {tally.missing}; streams with a token or a final too many, or a gap: {tally.broken}"
-        )
+        print(f"calls without a final: {tally.missing}; streams with something too much or too little: {tally.broken}")
         print(f"greedy answers unlike those before: {tally.wrong}; unexpected errors: {dict(tally.unexpected)}")
         tasks = f"engine {stats.get('tasks')}, gateway {stats.get('gateway_tasks')}"
         print(f"leaked blocks: {leaked}; tasks at rest: {tasks}")
