@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -22,6 +23,9 @@ else:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from genbatch.nif.models.model import Model, load_model
+
+# For `make long`: a million steps of the state machines.
+hypothesis.settings.register_profile("long", max_examples=28_000)
 
 
 @pytest.fixture(scope="session")

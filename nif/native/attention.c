@@ -9,10 +9,7 @@
  * A tile is up to MAX_ROWS (token, head) rows that share a KV head. A row meets its keys in CHUNK_KEYS pieces
  * cut at absolute positions, each score is a sum over ascending dimensions and each output a sum over ascending
  * keys: tiles, chunked prefill and neighbours change nothing in a row's result. Keys that other rows of
- * the tile need and this one may not see get weight exactly 0, which leaves its sums as they are.
- *
- * Decoding sequences whose tables begin with the same blocks share those chunks: their rows make one tile as long as
- * the blocks are the same, so that a key is loaded and widened once for all, and go on alone behind them. */
+ * the tile need and this one may not see get weight exactly 0, which leaves its sums as they are. */
 #include "genbatch.h"
 #include "simd.h"
 #include "tiles.h"
@@ -20,7 +17,6 @@
 #define LANES 16 /* keys of one score vector */
 #define PARTS (LANES / VL)
 #define CHUNK_TILES (CHUNK_KEYS / LANES)
-#define ROW_LANES ((MAX_ROWS + VL - 1) / VL * VL) /* one float a row, in whole vectors */
 #define LOWEST (-1e30f) /* a running maximum to start from; finite, so that differences are numbers */
 
 /* 16 consecutive keys of one block. */
@@ -34,8 +30,7 @@ typedef struct {
     float queries[MAX_HEAD_DIM * MAX_ROWS]; /* [head_dim][R]: one pointer serves all rows */
     float outputs[MAX_ROWS * MAX_HEAD_DIM];
     float weights[MAX_ROWS * CHUNK_KEYS];
-    float maximum[ROW_LANES], rescale[ROW_LANES];
-    float total[MAX_ROWS][VL]; /* sums of weights, joined at the end */
+    float maximum[MAX_ROWS], total[MAX_ROWS], rescale[MAX_ROWS];
     int first_key[MAX_ROWS], last_key[MAX_ROWS]; /* positions that the row sees */
 } row_state;
 
@@ -95,52 +90,46 @@ ALWAYS_INLINE vi seen_lanes(const row_state *s, int row, const key_tile *tile, i
     return (within < tile->count) & (position >= s->first_key[row]) & (position <= s->last_key[row]);
 }
 
-/* Scores that the row may not see fall to minus infinity. */
-ALWAYS_INLINE void hide_unseen(row_state *s, int row, const key_tile *tiles)
-{
-    float *scores = s->weights + row * CHUNK_KEYS;
-    UNROLL for (int i = 0; i < CHUNK_TILES * PARTS; i++)
-        vf_store(scores + i * VL, vf_select(seen_lanes(s, row, &tiles[i / PARTS], i % PARTS), vf_load(scores + i * VL),
-                                            vf_set1(-__builtin_inff())));
-}
-
-ALWAYS_INLINE void raise_maximum(row_state *s, int row)
-{
-    const float *scores = s->weights + row * CHUNK_KEYS;
-    vf largest = vf_load(scores);
-    UNROLL for (int i = 1; i < CHUNK_TILES * PARTS; i++) largest = vf_max(largest, vf_load(scores + i * VL));
-    float maximum = vf_largest(largest);
-    s->maximum[row] = maximum > s->maximum[row] ? maximum : s->maximum[row];
-}
-
-/* Turns a chunk's scores into weights relative to the row's maximum so far. */
-ALWAYS_INLINE void weigh(row_state *s, int row)
+/* Turns a chunk's scores into weights relative to the row's maximum so far; `whole`: the row sees all its keys. */
+ALWAYS_INLINE void weigh(row_state *s, int row, const key_tile *tiles, const bool whole)
 {
     float *weights = s->weights + row * CHUNK_KEYS;
+    vf lane[CHUNK_TILES * PARTS];
+    UNROLL for (int i = 0; i < CHUNK_TILES * PARTS; i++) {
+        lane[i] = vf_load(weights + i * VL);
+        if (!whole)
+            lane[i] = vf_select(seen_lanes(s, row, &tiles[i / PARTS], i % PARTS), lane[i],
+                                vf_set1(-__builtin_inff()));
+    }
+    vf largest = lane[0];
+    UNROLL for (int i = 1; i < CHUNK_TILES * PARTS; i++) largest = vf_max(largest, lane[i]);
+    float maximum = vf_largest(largest);
+    maximum = maximum > s->maximum[row] ? maximum : s->maximum[row];
     vf sum = {0};
     UNROLL for (int i = 0; i < CHUNK_TILES * PARTS; i++) {
-        vf weight = vf_exp(vf_load(weights + i * VL) - s->maximum[row]);
+        vf weight = vf_exp(lane[i] - maximum);
         vf_store(weights + i * VL, weight);
         sum += weight;
     }
-    vf_store(s->total[row], vf_load(s->total[row]) * s->rescale[row] + sum);
+    float rescale = vf_exp(vf_set1(s->maximum[row] - maximum))[0];
+    s->total[row] = s->total[row] * rescale + vf_sum(sum);
+    s->maximum[row] = maximum;
+    s->rescale[row] = rescale;
 }
 
 static void weigh_rows(row_state *s, int used, const key_tile *tiles)
 {
     const key_tile *last = &tiles[CHUNK_TILES - 1];
-    float before[ROW_LANES];
     int keys = 0;
     for (int t = 0; t < CHUNK_TILES; t++) keys += tiles[t].count;
-    memcpy(before, s->maximum, sizeof(before));
     for (int r = 0; r < used; r++) {
         bool whole = keys == CHUNK_KEYS && s->first_key[r] <= tiles[0].position &&
                      s->last_key[r] >= last->position + LANES - 1;
-        if (!whole) hide_unseen(s, r, tiles);
-        raise_maximum(s, r);
+        if (whole)
+            weigh(s, r, tiles, true);
+        else
+            weigh(s, r, tiles, false);
     }
-    for (int r = 0; r < used; r += VL) vf_store(s->rescale + r, vf_exp(vf_load(before + r) - vf_load(s->maximum + r)));
-    for (int r = 0; r < used; r++) weigh(s, r);
 }
 
 /* outputs[R][C vectors of 16 dimensions] = outputs * rescale + weights x values of the chunk. */
@@ -261,148 +250,63 @@ static int64_t tile_of_position(const cache *c, int position)
     return (int64_t)(position / c->block_size) * (c->padded_keys / LANES) + position % c->block_size / LANES;
 }
 
-/* Row `r` of `size` becomes row `row` of the entry, before its first key. */
-static void start_row(const attention *a, const attention_entry *entry, int kv_head, int row, int r, int size,
-                      row_state *state)
+static void start_rows(const attention *a, const attention_entry *entry, int kv_head, int first, int used,
+                       row_state *state)
 {
-    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads;
-    int token = row / per_head, head = kv_head * per_head + row % per_head;
-    const float *query = a->queries + (entry->first_token + token) * a->query_stride + head * D;
-    for (int d = 0; d < D; d++) state->queries[d * size + r] = query[d];
-    state->last_key[r] = entry->kv_len - entry->query_len + token;
-    state->first_key[r] = state->last_key[r] >= a->window ? state->last_key[r] - a->window + 1 : 0;
-}
-
-/* Nothing seen yet; the rows from `used` on have zero queries. */
-static void clear_rows(const attention *a, int used, row_state *state)
-{
-    const int D = a->head_dim, size = padded_rows(used);
+    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads, size = padded_rows(used);
     memset(state->outputs, 0, sizeof(float) * (size_t)(size * D));
-    memset(state->total, 0, sizeof(state->total));
-    for (int r = 0; r < ROW_LANES; r++) {
+    for (int r = 0; r < size; r++) {
         state->maximum[r] = LOWEST;
+        state->total[r] = 0;
         state->rescale[r] = 1.0f;
-    }
-    for (int r = used; r < size; r++)
-        for (int d = 0; d < D; d++) state->queries[d * size + r] = 0;
-}
-
-/* Works through the chunks from tile `at` on that have tiles in [first, last]. */
-static void run_chunks(const attention *a, const uint8_t *layer, const int32_t *table, int64_t at, int64_t first,
-                       int64_t last, int end, bool ahead, int used, row_state *state)
-{
-    key_tile tiles[2][CHUNK_TILES];
-    if (at > last) return;
-    locate_chunk(a, layer, table, at, first, end, tiles[0]);
-    for (int turn = 0; at <= last; turn ^= 1, at += CHUNK_TILES) {
-        if (at + CHUNK_TILES <= last) {
-            locate_chunk(a, layer, table, at + CHUNK_TILES, first, end, tiles[turn ^ 1]);
-            if (ahead) fetch(a, tiles[turn ^ 1]);
+        if (r >= used) {
+            for (int d = 0; d < D; d++) state->queries[d * size + r] = 0;
+            continue;
         }
-        chunk_of_size(a, used, tiles[turn], state);
+        int token = (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
+        const float *query = a->queries + (entry->first_token + token) * a->query_stride + head * D;
+        for (int d = 0; d < D; d++) state->queries[d * size + r] = query[d];
+        state->last_key[r] = entry->kv_len - entry->query_len + token;
+        state->first_key[r] = state->last_key[r] >= a->window ? state->last_key[r] - a->window + 1 : 0;
     }
-}
-
-static void finish_rows(const attention *a, const attention_entry *entry, int kv_head, int first, int used,
-                        const row_state *state)
-{
-    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads;
-    for (int r = 0; r < used; r++) {
-        int64_t token = entry->first_token + (first + r) / per_head;
-        int head = kv_head * per_head + (first + r) % per_head;
-        float *out = a->out + token * a->num_heads * D + head * D;
-        float total = vf_sum(vf_load(state->total[r]));
-        for (int d = 0; d < D; d++) out[d] = state->outputs[r * D + d] / total;
-    }
-}
-
-static const uint8_t *layer_of(const attention *a, int kv_head)
-{
-    return a->cache->base + a->layer * a->cache->layer_stride + kv_head * a->cache->head_stride;
 }
 
 void attention_tile(const attention *a, const attention_entry *entry, int kv_head, int tile)
 {
-    const int per_head = a->num_heads / a->num_kv_heads, size = rows_in_tile(per_head);
-    const int first = tile * size, rows = entry->query_len * per_head;
-    const int used = rows - first < size ? rows - first : size;
-    row_state state;
-    clear_rows(a, used, &state);
-    for (int r = 0; r < used; r++) start_row(a, entry, kv_head, first + r, r, padded_rows(used), &state);
-    int end = state.last_key[used - 1] + 1;
-    int64_t first_tile = tile_of_position(a->cache, state.first_key[0]), last_tile = tile_of_position(a->cache, end - 1);
-    /* Other tiles of the entry will find its keys in L2. */
-    run_chunks(a, layer_of(a, kv_head), entry->table, first_tile / CHUNK_TILES * CHUNK_TILES, first_tile, last_tile, end,
-               rows == used, used, &state);
-    finish_rows(a, entry, kv_head, first, used, &state);
-}
-
-/* Whole chunks of keys that both entries read from the same blocks, every key of them seen by every row. */
-static int64_t common_chunks(const attention *a, const attention_entry *one, const attention_entry *other)
-{
     const cache *c = a->cache;
-    int end = one->kv_len < other->kv_len ? one->kv_len : other->kv_len;
-    if (one->query_len != 1 || other->query_len != 1 || one->kv_len > a->window || other->kv_len > a->window) return 0;
-    int64_t blocks = 0;
-    while (blocks < end / c->block_size && one->table[blocks] == other->table[blocks]) blocks++;
-    return blocks * (c->padded_keys / LANES) / CHUNK_TILES;
-}
-
-int attention_members(const attention *a, const attention_entry *entries, int count, int64_t *shared_chunks)
-{
-    const int per_head = a->num_heads / a->num_kv_heads;
-    int members = 1;
-    *shared_chunks = 0;
-    for (; members < count && (members + 1) * per_head <= MAX_ROWS; members++) {
-        int64_t chunks = common_chunks(a, &entries[0], &entries[members]);
-        if (!chunks) break;
-        if (members == 1 || chunks < *shared_chunks) *shared_chunks = chunks;
-    }
-    return members;
-}
-
-static void fetch_from(const attention *a, const attention_entry *entry, int kv_head, int64_t at)
-{
-    if (at > tile_of_position(a->cache, entry->kv_len - 1)) return;
-    key_tile tiles[CHUNK_TILES];
-    locate_chunk(a, layer_of(a, kv_head), entry->table, at, at, entry->kv_len, tiles);
-    fetch(a, tiles);
-}
-
-void attention_shared(const attention *a, const attention_entry *entries, int members, int64_t shared_chunks,
-                      int kv_head)
-{
-    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads, used = members * per_head;
-    const uint8_t *layer = layer_of(a, kv_head);
-    const int64_t own = shared_chunks * CHUNK_TILES; /* the first tile that is a member's own */
-    row_state together, alone;
-    clear_rows(a, used, &together);
-    for (int r = 0; r < used; r++)
-        start_row(a, &entries[r / per_head], kv_head, r % per_head, r, padded_rows(used), &together);
-    run_chunks(a, layer, entries[0].table, 0, 0, own - 1, entries[0].kv_len, true, used, &together);
-    fetch_from(a, &entries[0], kv_head, own);
-    for (int m = 0; m < members; m++) {
-        const attention_entry *entry = &entries[m];
-        if (m + 1 < members) fetch_from(a, &entries[m + 1], kv_head, own);
-        clear_rows(a, per_head, &alone);
-        for (int r = 0; r < per_head; r++) {
-            start_row(a, entry, kv_head, r, r, padded_rows(per_head), &alone);
-            alone.maximum[r] = together.maximum[m * per_head + r];
-            vf_store(alone.total[r], vf_load(together.total[m * per_head + r]));
+    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads;
+    const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
+    const int first = tile * rows_in_tile(per_head), rows = entry->query_len * per_head;
+    const int used = rows - first < rows_in_tile(per_head) ? rows - first : rows_in_tile(per_head);
+    row_state state;
+    start_rows(a, entry, kv_head, first, used, &state);
+    int end = state.last_key[used - 1] + 1;
+    int64_t first_tile = tile_of_position(c, state.first_key[0]), last_tile = tile_of_position(c, end - 1);
+    int64_t at = first_tile / CHUNK_TILES * CHUNK_TILES;
+    key_tile tiles[2][CHUNK_TILES];
+    locate_chunk(a, layer, entry->table, at, first_tile, end, tiles[0]);
+    for (int turn = 0; at <= last_tile; turn ^= 1, at += CHUNK_TILES) {
+        if (at + CHUNK_TILES <= last_tile) {
+            locate_chunk(a, layer, entry->table, at + CHUNK_TILES, first_tile, end, tiles[turn ^ 1]);
+            if (rows == used) fetch(a, tiles[turn ^ 1]); /* other tiles of the entry will find them in L2 */
         }
-        memcpy(alone.outputs, together.outputs + m * per_head * D, sizeof(float) * (size_t)(per_head * D));
-        run_chunks(a, layer, entry->table, own, own, tile_of_position(a->cache, entry->kv_len - 1), entry->kv_len, true,
-                   per_head, &alone);
-        finish_rows(a, entry, kv_head, 0, per_head, &alone);
+        chunk_of_size(a, used, tiles[turn], &state);
+    }
+    for (int r = 0; r < used; r++) {
+        int token = entry->first_token + (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
+        float *out = a->out + (int64_t)token * a->num_heads * D + head * D;
+        for (int d = 0; d < D; d++) out[d] = state.outputs[r * D + d] / state.total[r];
     }
 }
 
 void attention_fetch(const attention *a, const attention_entry *entry, int kv_head)
 {
+    const cache *c = a->cache;
+    const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
     int end = entry->kv_len, from = end - entry->query_len;
-    int64_t first = tile_of_position(a->cache, from >= a->window ? from - a->window + 1 : 0);
+    int64_t first = tile_of_position(c, from >= a->window ? from - a->window + 1 : 0);
     key_tile tiles[CHUNK_TILES];
-    locate_chunk(a, layer_of(a, kv_head), entry->table, first / CHUNK_TILES * CHUNK_TILES, first, end, tiles);
+    locate_chunk(a, layer, entry->table, first / CHUNK_TILES * CHUNK_TILES, first, end, tiles);
     fetch(a, tiles);
 }
 

@@ -173,10 +173,6 @@ typedef struct {
 } attention_entry;
 int attention_tiles(int query_len, int heads_per_kv_head);
 void attention_tile(const attention *, const attention_entry *, int kv_head, int tile);
-/* How many of the entries, from the first on, are worth working on together: they decode, their tables begin with the
- * same blocks, for at least one chunk, and their rows fill at most one tile. */
-int attention_members(const attention *, const attention_entry *, int count, int64_t *shared_chunks);
-void attention_shared(const attention *, const attention_entry *, int members, int64_t shared_chunks, int kv_head);
 void attention_fetch(const attention *, const attention_entry *, int kv_head); /* asks for the first chunk */
 
 #endif

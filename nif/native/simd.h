@@ -86,18 +86,6 @@ ALWAYS_INLINE vf vf_max(vf a, vf b)
 #endif
 }
 
-/* The second where one is no number, like vf_max. */
-ALWAYS_INLINE vf vf_min(vf a, vf b)
-{
-#if VL == 16
-    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif VL == 8
-    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return vf_select(a < b, a, b);
-#endif
-}
-
 ALWAYS_INLINE vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 /* Lanes are folded in halves: the order is the same for every caller. */
@@ -142,7 +130,8 @@ ALWAYS_INLINE vf vf_exp(vf x)
 {
     const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
     vi alive = x > -87.0f;
-    vf y = vf_max(vf_min(x, vf_set1(88.0f)), vf_set1(-87.0f));
+    vf y = vf_select(x < 88.0f, x, vf_set1(88.0f));
+    y = vf_select(alive, y, vf_set1(-87.0f));
     vf t = vf_fma(y, vf_set1(1.44269504f), vf_set1(shift));
     vi n = (vi)t - (vi)vf_set1(shift);
     vf f = t - shift;

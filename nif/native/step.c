@@ -150,27 +150,25 @@ static void rope_and_cache_phase(worker *w, const layer *l)
 
 /* Attention */
 
-/* A unit of attention among those of one KV head: a tile of one entry, or entries that share their first blocks. */
+/* A tile among those of all entries. */
 typedef struct {
-    attention_entry entries[MAX_ROWS];
-    int index; /* of the first entry */
-    int members; /* entries */
-    int tile, tiles; /* in the entry; 1 of several members */
-    int64_t shared_chunks; /* of several members */
+    attention_entry entry;
+    int index; /* of the entry */
+    int tile, tiles; /* in the entry */
 } attention_place;
 
-/* `limit`: members at most. */
-static attention_place place_at(const step *s, const attention *a, int group, int limit, int index)
+static attention_place place_at(const step *s, int group, int per_head, int index)
 {
-    attention_place at = {.index = index};
-    int count = (int)smaller(limit, s->num_entries - index);
-    for (int i = 0; i < count; i++) {
-        int b = index + i, first = s->query_starts[b];
-        const int32_t *table = s->block_tables[group] + (int64_t)b * s->table_width[group];
-        at.entries[i] = (attention_entry){first, s->query_starts[b + 1] - first, s->kv_lens[b], table};
-    }
-    at.members = attention_members(a, at.entries, count, &at.shared_chunks);
-    at.tiles = attention_tiles(at.entries[0].query_len, a->num_heads / a->num_kv_heads);
+    int first = s->query_starts[index], size = s->query_starts[index + 1] - first;
+    const int32_t *table = s->block_tables[group] + (int64_t)index * s->table_width[group];
+    return (attention_place){{first, size, s->kv_lens[index], table}, index, 0, attention_tiles(size, per_head)};
+}
+
+static attention_place place_of(const step *s, int group, int per_head, int64_t tile)
+{
+    attention_place at = place_at(s, group, per_head, 0);
+    for (; tile >= at.tiles; at = place_at(s, group, per_head, at.index + 1)) tile -= at.tiles;
+    at.tile = (int)tile;
     return at;
 }
 
@@ -188,34 +186,20 @@ static void attention_phase(worker *w, const layer *l)
                    .num_kv_heads = m->num_kv_heads,
                    .head_dim = m->head_dim,
                    .window = l->window};
-    /* Sharing saves less than half, so it is not worth leaving threads without a unit. */
-    int64_t fair = (int64_t)s->num_entries * m->num_kv_heads / (2 * pool_size(e->pool));
-    int limit = (int)smaller(fair < 1 ? 1 : fair, MAX_ROWS);
+    int per_head = m->num_heads / m->num_kv_heads;
     int64_t tiles = 0, from, to;
-    for (int b = 0; b < s->num_entries;) {
-        attention_place at = place_at(s, &a, l->group, limit, b);
-        tiles += at.tiles;
-        b += at.members;
-    }
+    for (int b = 0; b < s->num_entries; b++)
+        tiles += attention_tiles(s->query_starts[b + 1] - s->query_starts[b], per_head);
     /* KV head outermost: sequences that share a prefix read its blocks one after another, out of L2. */
     int64_t count = tiles * m->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
-        attention_place at = place_at(s, &a, l->group, limit, 0);
-        int64_t before = from % tiles;
-        for (; before >= at.tiles; at = place_at(s, &a, l->group, limit, at.index + at.members)) before -= at.tiles;
-        at.tile = (int)before;
+        attention_place at = place_of(s, l->group, per_head, from % tiles);
         for (int64_t unit = from; unit < to; unit++) {
-            attention_place now = at;
-            if (++at.tile == at.tiles) {
-                int next = at.index + at.members;
-                at = place_at(s, &a, l->group, limit, next < s->num_entries ? next : 0);
-            }
-            if (unit + 1 < to && at.tiles == 1) attention_fetch(&a, &at.entries[0], (int)((unit + 1) / tiles));
-            int kv_head = (int)(unit / tiles);
-            if (now.members > 1)
-                attention_shared(&a, now.entries, now.members, now.shared_chunks, kv_head);
-            else
-                attention_tile(&a, &now.entries[0], kv_head, now.tile);
+            attention_entry now = at.entry;
+            int tile = at.tile;
+            if (++at.tile == at.tiles) at = place_at(s, l->group, per_head, at.index + 1 < s->num_entries ? at.index + 1 : 0);
+            if (unit + 1 < to && at.tiles == 1) attention_fetch(&a, &at.entry, (int)((unit + 1) / tiles));
+            attention_tile(&a, &now, (int)(unit / tiles), tile);
         }
     }
     phase_end(w);

@@ -12,7 +12,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 # What takes long to import and is none of ours; each run begins with it there.
-HEAVY = ["torch", "transformers", "trio", "zmq", "pytest"]
+HEAVY = [
+    "torch._dynamo",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "jinja2",
+    "trio",
+    "zmq",
+    "hypothesis",
+    "pytest",
+]
 PASSED, FAILED = 0, 1  # pytest's exit codes
 NOT_THE_COPY = 100
 

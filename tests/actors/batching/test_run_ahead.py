@@ -243,13 +243,17 @@ async def test_a_caller_that_leaves_during_a_run_frees_its_sequence_and_harms_no
 
 @pytest.mark.trio
 async def test_a_deadline_ends_a_request_during_a_run(tiny_model: TinyModel, mock_clock: MockClock) -> None:
+    handed_out = [threading.Event() for _ in range(60)]
+
+    def watch(token: Token) -> None:
+        if token.index == 8:
+            mock_clock.jump(60.0)
+        handed_out[token.index].set()
+
     async with batcher(tiny_model("llama"), batch_size=1) as bench:
-        result = await bench.generate(
-            lambda token: mock_clock.jump(60.0) if token.index == 8 else None,
-            token_ids=prompt_of(8, 4),
-            max_tokens=60,
-            deadline_s=50.0,
-        )
+        # The model is never ahead of the tokens, which would end the run, too.
+        bench.runner.gate = lambda forward: forward < 2 or handed_out[forward - 2].wait(timeout=30)
+        result = await bench.generate(watch, token_ids=prompt_of(8, 4), max_tokens=60, deadline_s=50.0)
     assert result.finish_reason == "deadline"
     assert len(result.token_ids) < 15  # the token of the step under way may be the last
 

@@ -244,7 +244,9 @@ async def test_the_tokens_that_wait_for_credit_are_bounded(tmp_path: Path, monke
         for _ in range(7):
             held.emit("x")
         assert await socket.hear() == [2, "token", [1, 0, 100, "x"]]
-        assert (await socket.hear())[2]["code"] == "cancelled"
+        error = (await socket.hear())[2]
+        assert error["code"] == "cancelled"
+        assert "more than 5 tokens" in error["message"]  # and not only after a stalled stream's time
 
 
 async def test_tokens_that_wait_for_the_socket_share_messages_if_the_client_said_so(tmp_path: Path) -> None:

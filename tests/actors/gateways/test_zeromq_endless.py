@@ -15,6 +15,8 @@ from tests.actors.gateways.guarded import ask, dealer, listening, until_closed, 
 pytestmark = pytest.mark.trio
 
 PART = b"\x03" + (2**16).to_bytes(8, "big") + b"x" * 2**16  # one of a message that goes on
+# It is cut off long before that, whatever the machine is busy with.
+MOST = 2**29
 
 
 def resident_bytes() -> int:
@@ -28,10 +30,11 @@ async def test_a_message_of_parts_without_an_end_is_cut_off_alone(monkeypatch: p
         assert (await ask(honest, [0, 1, "generate", [{"prompt": "a b"}]]))[2] is None
         before, sent = resident_bytes(), 0
         async with await zmtp_stream(port) as stream:
-            with suppress(trio.BrokenResourceError), trio.fail_after(60):
-                while True:
+            with suppress(trio.BrokenResourceError):
+                while sent < MOST:
                     await stream.send_all(PART)
                     sent += len(PART)
+        assert sent < MOST
         assert resident_bytes() - before < 100 * MAX_TRANSPORT_BYTES
         assert sent > MAX_TRANSPORT_BYTES
         assert (await ask(honest, [0, 2, "generate", [{"prompt": "a b"}]]))[2] is None

@@ -70,7 +70,7 @@ class Load:
     def run(self) -> Batcher:
         self.rng = random.Random(self.seed)
         # As the simulation does: trio's order of tasks is the seed's, too.
-        trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True
+        trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
         trio._core._run._r.seed(self.seed)
         trio.run(self._run, clock=MockClock(autojump_threshold=0))
         return self.batcher
@@ -135,6 +135,7 @@ class Load:
             "logprobs": rng.choice((None, 2)),
             "tenant": rng.choice(("", "a", "b")),
             "priority": rng.choice((0, 1)),
+            "seed": rng.randrange(100),
         }
         if width == 1:
             wanted |= {"n": rng.choice((1, 1, 2)), "temperature": rng.choice((0.0, 1.5)), "stop": ["a", "e"]}
@@ -201,8 +202,12 @@ def test_a_sliding_window_and_another_scheduler_replay_too(tiny_model: TinyModel
     assert report.difference is None and report.num_ticks > 50
 
 
-def test_the_first_tick_that_another_scheduler_plans_differently_is_shown(recorded: Path) -> None:
-    report, shown = played(recorded, scheduler="prefill_first")
+def test_the_first_tick_that_another_scheduler_plans_differently_is_shown(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "load.flight"
+    Load(tiny_model("llama"), 2, path, {"max_batch_tokens": 4}).run()
+    report, shown = played(path, scheduler="prefill_first")
     assert report.difference is not None and report.message is not None
     tick, planned = report.difference
     ticks = [record for record in shown if isinstance(record, records.Tick)]

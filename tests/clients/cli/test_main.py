@@ -115,11 +115,14 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         system_prompts=("Be brief.", "Be kind."),
         max_held_prompts=6,
         stall_s=4.5,
+        record="the.flight",
+        record_limit=77,
         limits=RequestLimits(max_n=2, max_deadline_s=9.0),
     )
     service = ServiceOptions(
         bind="ipc:///tmp/x",
         rpc_bind="unix:///tmp/y",
+        http="127.0.0.1:9",
         engine="process",
         keys="the/keys",
         tokens="the/tokens",
@@ -138,6 +141,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     flags = {
         "bind": "ipc:///tmp/x",
         "rpc-bind": "unix:///tmp/y",
+        "http": "127.0.0.1:9",
         "engine": "process",
         "keys": "the/keys",
         "tokens": "the/tokens",
@@ -180,6 +184,8 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "cpu-offload-space": 1.5,
         "max-held-prompts": 6,
         "stall-s": 4.5,
+        "record": "the.flight",
+        "record-limit": 77,
     }
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]

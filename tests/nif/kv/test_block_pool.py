@@ -4,6 +4,7 @@ import pytest
 
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.kv.block_pool import BlockPool
+from tests.nif.kv.allocator_run import AllocatorRun
 
 
 def test_allocation_is_all_or_nothing() -> None:
@@ -89,3 +90,8 @@ def test_integrity_names_a_lost_block() -> None:
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(OptionError, match="num_blocks"):
         BlockPool(0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_block_is_lost_in_any_order_of_operations(seed: int) -> None:
+    AllocatorRun(seed).run(10_000)

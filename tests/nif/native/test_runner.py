@@ -116,12 +116,12 @@ def test_logits_are_the_same_to_the_bit_in_every_batch_and_chunking(
     assert torch.equal(torch.cat(rows), want)
 
 
-SHARED = 131  # a common beginning: two whole chunks of 64 keys and the start of a third
+SHARED = 131  # a common beginning: two chunks of 64 keys and the start of a third
 
 
-@pytest.mark.parametrize("block_size", [4, 5, 16, 64])
+@pytest.mark.parametrize("block_size", [5, 16])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "llama_odd", "qwen2"])
 def test_a_shared_beginning_changes_no_bit(native_model: Models, name: str, mode: str, block_size: int) -> None:
     """Members of different lengths, one alone among them, that read one copy of their first blocks or each its own."""
     model = model_for(native_model, name, mode)
