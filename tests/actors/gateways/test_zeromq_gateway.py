@@ -175,7 +175,8 @@ async def test_a_frame_beyond_the_transports_limit_ends_that_connection_only(tmp
         trio.lowlevel.spawn_system_task(monitor.pump)
         hostile.connect(service.address)
         await hostile.send([b"x" * (MAX_TRANSPORT_BYTES + 1)])
-        await monitor.recv()
+        with trio.fail_after(30):
+            await monitor.recv()
         monitor.close()
         assert (await ask(honest, [0, 1, "generate", [{"prompt": "ok"}]]))[3]["text"] == "ok"
 
