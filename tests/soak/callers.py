@@ -121,7 +121,9 @@ async def dier(address: str, tally: Tally, rng: random.Random) -> None:
     while True:
         command = [sys.executable, "-c", _DIES, address]
         with trio.move_on_after(1 + rng.random() * 3):  # which kills it
-            await trio.run_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, deliver_cancel=kill)
+            await trio.run_process(
+                command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, deliver_cancel=kill
+            )
         tally.ends["killed"] += 1
         await trio.sleep(2)
 

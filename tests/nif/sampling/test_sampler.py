@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import (
@@ -15,8 +16,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from genbatch.nif.largest import Largest
 from genbatch.nif.sampling.logprobs import token_logprobs
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, sample
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy, sample
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.sampling.uniform_draw import uniform
 
@@ -222,6 +224,14 @@ def test_a_row_without_usable_logits_fails_alone(params: dict[str, float], poiso
     together = sample(logits, [state(seed=i, **params) for i in range(3)], [5, 6, 7])
     assert isinstance(together[1], SampleFault)
     assert (together[0], together[2]) == (alone[0], alone[2])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_row_whose_largest_is_no_number_fails_alone(poison: float) -> None:
+    found = Largest(np.array([2.0, poison, 3.0], np.float32), np.array([7, 0, 9], np.int32))
+    first, second, third = greedy(found)
+    assert (first, third) == (Sampled(7), Sampled(9))
+    assert isinstance(second, SampleFault)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
