@@ -175,10 +175,8 @@ async def test_a_frame_beyond_the_transports_limit_ends_that_connection_only(tmp
         trio.lowlevel.spawn_system_task(monitor.pump)
         hostile.connect(service.address)
         await hostile.send([b"x" * (MAX_TRANSPORT_BYTES + 1)])
-        with trio.move_on_after(30) as waited:
-            await monitor.recv()
+        await monitor.recv()
         monitor.close()
-        assert not waited.cancelled_caught
         assert (await ask(honest, [0, 1, "generate", [{"prompt": "ok"}]]))[3]["text"] == "ok"
 
 
