@@ -54,6 +54,7 @@ class SimClient:
         self._protocol = ClientConnection()
         self._end: End
         self._sending = trio.Lock()
+        self._has_vanished = False  # by its own will: what it was sending is lost
 
     async def run(self, num_requests: int) -> None:
         """Asks so many times, and now and then loses its connection."""
@@ -64,7 +65,7 @@ class SimClient:
             vanishes = self.rng.random() < 0.2
             async with trio.open_nursery() as nursery:
                 self._end = self.world.connect(self.name)
-                self._calls, self._protocol = {}, ClientConnection()
+                self._calls, self._protocol, self._has_vanished = {}, ClientConnection(), False
                 reader = trio.CancelScope()
                 nursery.start_soon(self._read, reader)
                 async with trio.open_nursery() as asking:
@@ -73,6 +74,7 @@ class SimClient:
                     if vanishes:
                         await trio.sleep(self.rng.random() * 2)
                         self.world.trace(self.name, "vanishes")
+                        self._has_vanished = True
                         self._end.cut()
                         asking.cancel_scope.cancel()
                 reader.cancel()
@@ -133,7 +135,7 @@ class SimClient:
             async with self._sending:
                 await self._end.send_all(data)
         except trio.BrokenResourceError:
-            raise AssertionError(f"{self.name}: the gateway closed a connection that did nothing wrong") from None
+            assert self._has_vanished, f"{self.name}: the gateway closed a connection that did nothing wrong"
 
     # What comes back
 
