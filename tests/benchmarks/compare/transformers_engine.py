@@ -83,7 +83,7 @@ class Commands:
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
+                eos_token_id=_NO_END,  # min_new_tokens would forbid the end's token, not ignore it
                 do_sample=False,
                 pad_token_id=0,
             )
