@@ -22,8 +22,9 @@ from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.sequence_state import fingerprint, pack, unpack
 from genbatch.nif.largest import Largest
 from genbatch.nif.models.model import Model
+from genbatch.nif.overlapped_run import OverlappedRun, can_overlap
 from genbatch.nif.ragged_layout import lay_out
-from genbatch.nif.runner import ChoosingRunner, Runner
+from genbatch.nif.runner import BackgroundCopies, ChoosingRunner, LaunchingRunner, Runner
 from genbatch.nif.sampling.choose import choose
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
@@ -91,6 +92,7 @@ class Context:
         )
         runner.allocate(num_blocks, block_size)
         self._chooser = runner if isinstance(runner, ChoosingRunner) else None
+        self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._samplers: dict[int, SamplerState] = {}
         self._texts: dict[int, Detokenizer] = {}
 
@@ -149,14 +151,20 @@ class Context:
                 drawn[i] = draw
         return list(torch.split(rows, counts)) if with_logits and rows is not None else [], drawn
 
-    def decode_run(self, batch: Sequence[Entry], samplers: Sequence[SamplerState], *, max_steps: int) -> DecodeRun:
+    def decode_run(
+        self, batch: Sequence[Entry], samplers: Sequence[SamplerState], *, max_steps: int
+    ) -> DecodeRun | OverlappedRun:
         """Step after step over the same sequences, whose draws become the next step's tokens.
+
+        The steps overlap where the runner can launch them and the samplers let it (`can_overlap`).
 
         Args:
             batch: an entry of one token for each sequence.
             max_steps: most steps that will be made.
         """
         self._check(batch)
+        if self._launcher is not None and can_overlap(samplers):
+            return OverlappedRun(self.kv, self._launcher, batch, samplers, max_steps)
         return DecodeRun(self.kv, self.runner.device, batch, samplers, self._forward, max_steps)
 
     def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> torch.Tensor:
@@ -259,6 +267,8 @@ class Context:
         if not tokens:
             raise BatchError(f"sequence {seq_id} is empty")
         contents = [self.runner.read_blocks(group, ids) for group, ids in enumerate(blocks)]
+        if isinstance(self.runner, BackgroundCopies):
+            self.runner.finish_copies()
         return pack(tokens, contents, self._identity())
 
     def seq_load(self, seq_id: int, data: bytes, key: bytes | None = None) -> int:

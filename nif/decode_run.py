@@ -12,7 +12,7 @@ import torch
 from genbatch.nif.batch import Entry, RaggedBatch
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.largest import Largest
-from genbatch.nif.ragged_layout import DecodeLayout, lay_out
+from genbatch.nif.ragged_layout import run_layout
 from genbatch.nif.sampling.choose import choose
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
@@ -28,7 +28,9 @@ class Forward(Protocol):
 
 
 class DecodeRun:
-    """Nobody else may change these sequences while a run goes on; between two steps it may be dropped.
+    """Each step waits for the one before; `OverlappedRun` is used in the same way, and does not.
+
+    Nobody else may change these sequences while a run goes on.
 
     Args:
         kv: holds the sequences.
@@ -49,20 +51,23 @@ class DecodeRun:
         max_steps: int,
     ) -> None:
         assert all(len(entry.tokens) == 1 for entry in batch)
-        self._kv = kv
-        self._device = device
         self._states = states
         self._forward = forward
         self._seq_ids = [entry.seq_id for entry in batch]
         self._tokens = [entry.tokens[0] for entry in batch]
         self._n_past = [entry.n_past for entry in batch]
-        self._layout: DecodeLayout | None = None
-        # A window moves on by whole blocks, and a GPU's tensors are not this process's memory: laid out anew each step.
-        if device.type == "cpu" and all(group.window is None for group in kv.groups):
-            self._layout = DecodeLayout(kv, self._seq_ids, self._n_past, max_steps)
+        self._layout = run_layout(kv, device, self._seq_ids, self._n_past, max_steps)
 
-    def step(self) -> list[Sampled | SampleFault]:
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is under way between two calls of `step`."""
+        return False
+
+    def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault]:
         """Evaluates every sequence's newest token and draws the next.
+
+        Args:
+            ahead: whether the step after this one may begin, too; here none ever does.
 
         Raises:
             BatchError, OutOfBlocks: as `Context.eval`; nothing was changed, and the run is over.
@@ -78,8 +83,8 @@ class DecodeRun:
         self._tokens = [draw.token_id if isinstance(draw, Sampled) else 0 for draw in drawn]
         return drawn
 
+    def close(self) -> None:
+        """Ends the run; to be called before anybody else changes the sequences."""
+
     def _lay_out(self) -> RaggedBatch:
-        if self._layout is not None:
-            return self._layout.next(self._tokens)
-        steps = zip(self._seq_ids, self._tokens, self._n_past, strict=True)
-        return lay_out([Entry(seq_id, (token,), n_past) for seq_id, token, n_past in steps], self._kv, self._device)
+        return self._layout.next(self._tokens)

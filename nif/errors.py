@@ -34,3 +34,7 @@ class OutOfBlocks(NativeError):
         super().__init__(f"{needed} KV blocks needed, {free} free")
         self.needed = needed
         self.free = free
+
+
+class DeviceFault(NativeError):
+    """The device failed in a step that it had begun: what the pool holds is not known any more."""

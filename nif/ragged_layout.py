@@ -1,6 +1,7 @@
 """Lays the entries of a step end to end, as runners read them."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,6 +49,45 @@ def block_tables(kv: KVCache, group: int, seq_ids: Sequence[int], width: int) ->
         blocks = kv.block_table(group, seq_id)
         table[row, : len(blocks)] = np.frombuffer(blocks, np.int32)
     return table
+
+
+class RunLayout(Protocol):
+    """Lays out the steps of a run, one after another."""
+
+    def next(self, tokens: Sequence[int]) -> RaggedBatch:
+        """The next step's batch; its blocks are reserved already. The one before may be changed by it.
+
+        Args:
+            tokens: each sequence's.
+        """
+        ...
+
+
+def run_layout(
+    kv: KVCache, device: torch.device, seq_ids: Sequence[int], n_past: Sequence[int], max_steps: int
+) -> RunLayout:
+    """The layout of a run of decode steps; arguments as `DecodeLayout`'s."""
+    # A window moves on by whole blocks, and a GPU's tensors are not this process's memory: laid out anew each step.
+    if device.type == "cpu" and all(group.window is None for group in kv.groups):
+        return DecodeLayout(kv, seq_ids, n_past, max_steps)
+    return FreshLayout(kv, device, seq_ids, n_past)
+
+
+class FreshLayout:
+    """Lays each step of a run out anew; arguments as `DecodeLayout`'s."""
+
+    def __init__(self, kv: KVCache, device: torch.device, seq_ids: Sequence[int], n_past: Sequence[int]) -> None:
+        self._kv = kv
+        self._device = device
+        self._seq_ids = seq_ids
+        self._n_past = list(n_past)
+
+    def next(self, tokens: Sequence[int]) -> RaggedBatch:
+        """The next step's batch; its blocks are reserved already."""
+        steps = zip(self._seq_ids, tokens, self._n_past, strict=True)
+        batch = [Entry(seq_id, (token,), n_past) for seq_id, token, n_past in steps]
+        self._n_past = [n + 1 for n in self._n_past]
+        return lay_out(batch, self._kv, self._device)
 
 
 class DecodeLayout:

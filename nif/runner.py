@@ -39,7 +39,7 @@ class Runner(Protocol):
         ...
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8."""
+        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8; see `BackgroundCopies`."""
         ...
 
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
@@ -57,4 +57,44 @@ class ChoosingRunner(Protocol):
 
     def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
         """As `forward`: the logits, None if they are not wanted, and each row's largest."""
+        ...
+
+
+class Launched(Protocol):
+    """A decode step that the device has been told to make."""
+
+    def wait(self) -> list[int | None]:
+        """The token drawn in each row, None where the row's logits are not finite; to be called once.
+
+        Raises:
+            Exception: the device failed.
+        """
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(Runner, Protocol):
+    """A runner that begins a decode step, draws included, without waiting for the device."""
+
+    def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> Launched:
+        """Begins a step; at most one other may be under way.
+
+        Args:
+            batch: one token an entry, each with its row of logits. It may be changed once this returns.
+            draws: [R, 5] float64 on the CPU, how each row's next token is drawn; see `DrawTable`.
+            after: the step launched before this one, over the same rows: its tokens are this step's input, and
+                those in `batch` are not read. None takes those in `batch`.
+
+        Raises:
+            BatchError: an index leads outside the pool or the model; nothing was written.
+        """
+        ...
+
+
+@runtime_checkable
+class BackgroundCopies(Protocol):
+    """A runner whose `read_blocks` returns before the content has arrived; `write_blocks` may be given it at once."""
+
+    def finish_copies(self) -> None:
+        """Waits until all that `read_blocks` returned holds its content."""
         ...

@@ -5,6 +5,9 @@ model's thread goes on by itself with the tokens it drew and tells of each step 
 ahead of what the event loop has handed out; a sequence that turns out to have ended is computed once more in vain, and
 its blocks are freed when the run has ended. A run ends at the first end of a sequence that is known beforehand, when
 it is asked to, when the pool has no block for its next step, and when a constraint takes long to follow.
+
+Where the device takes steps without being waited for, one more is under way by then (`OverlappedRun`): it is the run's
+last, or waited for and undone before anything is freed.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,10 @@ from genbatch.actors.batching.sequence import Sequence
 from genbatch.actors.batching.step import Planned
 from genbatch.actors.batching.swap import run_copies
 from genbatch.nif.context import Context
-from genbatch.nif.sampling.sampler import Sampled, SampleFault
+from genbatch.nif.decode_run import DecodeRun
+from genbatch.nif.errors import DeviceFault
+from genbatch.nif.overlapped_run import OverlappedRun
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 # Most steps of a run: then a plan is made all the same.
 MAX_STEPS = 64
@@ -49,7 +55,7 @@ class RunAhead:
         self._booked = 0
 
     def stop(self) -> None:
-        """Asks for a plan: the run ends with the step that is under way."""
+        """Asks for a plan: the run ends with the step that is under way, or has begun after it by then."""
         self._stopping = True
 
     def booked(self) -> None:
@@ -60,15 +66,24 @@ class RunAhead:
         """Runs to the end and returns what the last step drew; None if that was told already.
 
         Raises:
+            DeviceFault: the device failed, and the context with it.
             Exception: what the first step raised; it left no trace.
         """
         run_copies(copies)
         samplers = [planned.owner.sampler for planned in self.batch if isinstance(planned.owner, Sequence)]
         run = context.decode_run([planned.entry for planned in self.batch], samplers, max_steps=self._max_steps)
-        steps = 0
+        try:
+            return self._decode(run, samplers)
+        finally:
+            run.close()
+
+    def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState]) -> Drawn | None:
+        steps, ends = 0, False
         while True:
             try:
-                drawn = run.step()
+                drawn = run.step(ahead=not ends)
+            except DeviceFault:
+                raise
             except Exception:
                 if steps == 0:
                     raise
@@ -81,7 +96,8 @@ class RunAhead:
                     whole = whole and not sampler.is_slow
                 else:
                     whole = False
-            if self._stopping or not whole or steps == self._max_steps or self._booked < steps - 1:
+            ends = ends or self._stopping or self._booked < steps - 1
+            if not whole or steps == self._max_steps or (ends and not run.is_ahead):
                 return drawn
             self._tell(Decoded(self, drawn))
 

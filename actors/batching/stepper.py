@@ -20,11 +20,11 @@ from genbatch.actors.batching.slots import Slots, waiting_key
 from genbatch.actors.batching.stall_watch import StallWatch
 from genbatch.actors.batching.step import Evaluated, Planned, evaluate
 from genbatch.actors.batching.step_commit import StepCommit
-from genbatch.actors.batching.step_faults import StepFaults, free_memory
+from genbatch.actors.batching.step_faults import EngineFault, StepFaults, free_memory
 from genbatch.actors.batching.swap import Swap, run_copies
 from genbatch.actors.runtime.worker import Worker
 from genbatch.nif.context import Context
-from genbatch.nif.errors import OutOfBlocks
+from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.proto.errors import EngineError
 
 
@@ -134,10 +134,10 @@ class Stepper:
 
     def _stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
         now = trio.current_time()
-        self._watch.restart(now)
         if isinstance(result, outcome.Error):
             self._split(batch, result.error)
         else:
+            self._watch.restart(now)
             self._faults.succeeded()
             self._journal.stepped(batch, now - self._began)
             for planned, evaluated in zip(batch, result.unwrap(), strict=True):
@@ -153,6 +153,8 @@ class Stepper:
 
     def _split(self, batch: list[Planned], error: BaseException) -> None:
         """A step failed and left no trace: its parts are tried, until what is at fault stands alone."""
+        if isinstance(error, DeviceFault):
+            raise EngineFault(f"the engine cannot go on after {error!r}") from error
         if isinstance(error, OutOfBlocks) and len(self._slots.sequences) > 1:
             # The newest gives way, as a plan would have it; the rest is planned anew.
             self._groups.clear()

@@ -116,6 +116,11 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     pool[pairs[:, 1]] = pool[pairs[:, 0]]
 
 
+def next_tokens(given: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Arguments and result as in `next_tokens.next_tokens`."""
+    return torch.where(given < 0, drawn[: len(given)], given).clamp_min(0)
+
+
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Arguments and result as in `logprob.gather_logprobs`."""
     known = (tokens >= 0) & (tokens < logits.shape[1])

@@ -212,19 +212,20 @@ def _sample_kernel(
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
-def draw_tokens(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+def draw_tokens(logits: torch.Tensor, params: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """One token a row, -1 where a row holds NaN, +inf or nothing but -inf.
 
     Args:
         logits: [R, vocab_size] float32, the last dimension contiguous.
         params: [R, 5] float64, contiguous: temperature (0 is greedy), top_k (0 off), top_p (1 off), min_p (0 off),
             and the row's uniform number in [0, 1).
+        out: [R or more] int64, contiguous, whose first R are filled; None makes a new one.
 
     Returns:
-        [R] int64 on the logits' device.
+        [R] int64 on the logits' device, or `out`.
     """
     rows, vocab_size = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     _sample_kernel[(rows,)](
         tokens,
         logits,

@@ -39,9 +39,16 @@ class Reservation:
             for sequence, _ in growing:
                 sequence.writable = len(sequence.tables[0]) * tables.block_size
 
-    def commit(self) -> None:
-        """The step succeeded: the sequences hold the new positions."""
+    def commit(self, told: Sequence[Sequence[int]] | None = None) -> None:
+        """The step succeeded: the sequences hold the new positions.
+
+        Args:
+            told: each entry's tokens, where those it was reserved with only said how many there would be.
+        """
         self._on_end()
+        if told is not None:
+            entries = zip(self._entries, told, strict=True)
+            self._entries = [(seq_id, tokens, n_past) for (seq_id, _, n_past), tokens in entries]
         sequences, settle = self._tables.sequences, self._tables.settle
         for seq_id, tokens, _ in self._entries:
             sequence = sequences[seq_id]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.runners.decode_step import DecodeStep
 
 _ALIGNMENT = 16  # bytes; lets kernels use their widest loads
 _NUM_STAGES = 2  # one is filled while the copy from the other may still be under way
@@ -30,15 +31,22 @@ class BatchUpload:
         self._stages = [_Stage(self._new_host(4096)) for _ in range(_NUM_STAGES)]
         self._next = 0
 
-    def upload(self, batch: RaggedBatch, into: torch.Tensor | None = None) -> RaggedBatch:
-        """Returns the batch with its tensors on the device.
+    def upload(self, batch: RaggedBatch) -> RaggedBatch:
+        """Returns a batch of tensors on the CPU with its tensors on the device."""
+        return _rebuilt(batch, self._send(_tensors(batch), None))
+
+    def upload_step(self, step: DecodeStep, into: torch.Tensor) -> DecodeStep:
+        """Returns a step of tensors on the CPU with its tensors on the device; copied on the current stream.
 
         Args:
-            batch: with tensors on the CPU.
-            into: [bytes] uint8 on the device, at least `packed_size(batch)`; None allocates. Batches of equal
-                shapes land at equal addresses in it, which is what a captured graph reads.
+            into: [bytes] uint8 on the device, at least `packed_size(step)`. Steps of equal shapes land at equal
+                addresses in it, which is what a captured graph reads.
         """
-        parts = _tensors(batch)
+        draws, *parts = self._send(_step_tensors(step), into)
+        return DecodeStep(_rebuilt(step.batch, parts), draws)
+
+    def _send(self, parts: Sequence[torch.Tensor], into: torch.Tensor | None) -> list[torch.Tensor]:
+        """The tensors on the device, `into` one buffer; None allocates it."""
         offsets, size = _offsets(parts)
         stage = self._stages[self._next]
         self._next = (self._next + 1) % _NUM_STAGES
@@ -53,15 +61,19 @@ class BatchUpload:
         if self._on_gpu:
             stage.copied = stage.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             stage.copied.record()
-        return _rebuilt(batch, [_view(buffer, offset, part) for part, offset in zip(parts, offsets, strict=True)])
+        return [_view(buffer, offset, part) for part, offset in zip(parts, offsets, strict=True)]
 
     def _new_host(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
 
 
-def packed_size(batch: RaggedBatch) -> int:
-    """Bytes that `BatchUpload.upload` takes for the batch."""
-    return _offsets(_tensors(batch))[1]
+def packed_size(step: DecodeStep) -> int:
+    """Bytes that `BatchUpload.upload_step` takes for the step."""
+    return _offsets(_step_tensors(step))[1]
+
+
+def _step_tensors(step: DecodeStep) -> list[torch.Tensor]:
+    return [step.draws, *_tensors(step.batch)]
 
 
 def _tensors(batch: RaggedBatch) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: sizes are padded to buckets, each bucket's step is captured once and replayed.
 
-Padding rows have slot -1 and length 0: they write nothing and attend to nothing.
+All of a step is in its graph: where its tokens come from, the forward, the head, the draws. Padding rows have slot -1
+and length 0: they write nothing and attend to nothing, and what is drawn in them is read by nobody.
 """
 
 from collections import OrderedDict
@@ -13,7 +14,9 @@ import torch
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.batch_check import BatchLimits
 from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
+from genbatch.nif.runners.decode_step import DecodeStep
 from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.sampling.draw_table import NUM_PARAMS
 
 _DEFAULT_KV_INTERVAL = 1024  # positions; the length decides how decodes are split, so steps of one graph share it
 _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
@@ -76,31 +79,44 @@ def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBat
     )
 
 
-def empty_decodes(key: GraphKey, num_groups: int, block_size: int) -> RaggedBatch:
-    """A batch of nothing but padding rows, to capture with."""
+def pad_step(step: DecodeStep, key: GraphKey, block_size: int) -> DecodeStep:
+    """As `pad_decodes`; padding rows draw greedily."""
+    missing = key.num_tokens - len(step.draws)
+    return DecodeStep(pad_decodes(step.batch, key, block_size), torch.nn.functional.pad(step.draws, (0, 0, 0, missing)))
+
+
+def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
+    """A step of nothing but padding rows, to capture with."""
     nothing = torch.empty(0, dtype=torch.int64)
-    return pad_decodes(
-        RaggedBatch(
-            input_ids=nothing,
-            positions=nothing,
-            query_starts=torch.zeros(1, dtype=torch.int32),
-            kv_lens=nothing.int(),
-            slots=(nothing,) * num_groups,
-            block_tables=(torch.empty((0, 1), dtype=torch.int32),) * num_groups,
-            logit_rows=nothing,
-            max_query_len=1,
-            max_kv_len=key.kv_len,
-        ),
-        key,
-        block_size,
+    batch = RaggedBatch(
+        input_ids=nothing,
+        positions=nothing,
+        query_starts=torch.zeros(1, dtype=torch.int32),
+        kv_lens=nothing.int(),
+        slots=(nothing,) * num_groups,
+        block_tables=(torch.empty((0, 1), dtype=torch.int32),) * num_groups,
+        logit_rows=nothing,
+        max_query_len=1,
+        max_kv_len=key.kv_len,
     )
+    return pad_step(DecodeStep(batch, _greedy(0)), key, block_size)
+
+
+def _greedy(num_rows: int) -> torch.Tensor:
+    return torch.zeros((num_rows, NUM_PARAMS), dtype=torch.float64)
 
 
 class Replayable(Protocol):
     """A captured step."""
 
-    def replay(self, batch: RaggedBatch) -> torch.Tensor:
-        """Runs the step over a padded batch on the CPU; returns logits [num_tokens, vocab_size] float32."""
+    inputs: torch.Tensor  # [bytes] uint8 on the device, what it reads: a padded step as `BatchUpload` packs it
+
+    def replay(self) -> torch.Tensor:
+        """Runs the step over `inputs`; returns logits [num_tokens, vocab_size] float32, the next replay's too."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for a replay that is under way; to be called before this is dropped."""
         ...
 
 
@@ -129,7 +145,8 @@ class GraphCache:
         if graph is None:
             # Room first: the new graph can then reuse the old one's memory.
             while len(self._graphs) >= self._max_cached_graphs:
-                self._graphs.popitem(last=False)
+                _, oldest = self._graphs.popitem(last=False)
+                oldest.finish()
             graph = self._graphs[key] = self._capture(key)
         self._graphs.move_to_end(key)
         return graph
@@ -140,7 +157,8 @@ class DecodeGraphs:
 
     Args:
         options: sizes and limits.
-        run: one step over a batch on the device.
+        decode: one step on the device, which returns its logits and leaves its tokens in `drawn`.
+        drawn: [max_batch_size or more] int64 on the device.
         upload: the way there.
         limits: of the pool and the model.
         device: a CUDA device.
@@ -149,13 +167,15 @@ class DecodeGraphs:
     def __init__(
         self,
         options: GraphOptions,
-        run: Callable[[RaggedBatch], torch.Tensor],
+        decode: Callable[[DecodeStep], torch.Tensor],
+        drawn: torch.Tensor,
         upload: BatchUpload,
         limits: BatchLimits,
         device: torch.device,
     ) -> None:
         self._options = options
-        self._run = run
+        self._decode = decode
+        self._drawn = drawn
         self._upload = upload
         self._limits = limits
         self._device = device
@@ -170,20 +190,33 @@ class DecodeGraphs:
         for num_tokens in largest[: self._options.max_cached_graphs]:
             self.cache.get(GraphKey(num_tokens, kv_len))
 
-    def run(self, batch: RaggedBatch) -> torch.Tensor | None:
-        """The batch's logits [T, vocab_size], or None where no graph applies."""
-        key = graph_key(batch, self._options, self._limits.max_position)
+    def find(self, step: DecodeStep) -> tuple[Replayable, DecodeStep] | None:
+        """The graph of a step on the CPU, and the step padded to it; None where none applies."""
+        key = graph_key(step.batch, self._options, self._limits.max_position)
         if key is None:
             return None
-        logits = self.cache.get(key).replay(pad_decodes(batch, key, self._limits.block_size))
+        return self.cache.get(key), pad_step(step, key, self._limits.block_size)
+
+    def run(self, batch: RaggedBatch) -> torch.Tensor | None:
+        """The batch's logits [T, vocab_size], or None where no graph applies."""
+        num_tokens = len(batch.input_ids)
+        found = self.find(DecodeStep(batch, _greedy(num_tokens)))
+        if found is None:
+            return None
+        graph, step = found
+        self._upload.upload_step(step, into=graph.inputs)
         # The next replay writes to the same memory.
-        return logits[: len(batch.input_ids)].clone()
+        return graph.replay()[:num_tokens].clone()
 
     def _capture(self, key: GraphKey) -> Replayable:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        sample = empty_decodes(key, len(self._limits.num_blocks), self._limits.block_size)
-        return CapturedStep(sample, self._run, self._upload, self._device, self._memory)
+        sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size)
+        # Warming up draws, too, while a step may be under way whose tokens the next one goes on with.
+        drawn = self._drawn.clone()
+        graph = CapturedStep(sample, self._decode, self._upload, self._device, self._memory)
+        self._drawn.copy_(drawn)
+        return graph
 
 
 class CapturedStep:
@@ -191,27 +224,29 @@ class CapturedStep:
 
     def __init__(
         self,
-        sample: RaggedBatch,
-        run: Callable[[RaggedBatch], torch.Tensor],
+        sample: DecodeStep,
+        decode: Callable[[DecodeStep], torch.Tensor],
         upload: BatchUpload,
         device: torch.device,
         memory: Any,
     ) -> None:
-        self._upload = upload
-        self._inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
-        batch = upload.upload(sample, into=self._inputs)
+        self.inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
+        step = upload.upload_step(sample, into=self.inputs)
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_RUNS):
-                run(batch)
+                decode(step)
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=memory):
-            self._logits = run(batch)
+            self._logits = decode(step)
 
-    def replay(self, batch: RaggedBatch) -> torch.Tensor:
-        """Runs the step over a padded batch on the CPU; its logits are overwritten by the next replay."""
-        self._upload.upload(batch, into=self._inputs)
+    def replay(self) -> torch.Tensor:
+        """Runs the step over `inputs`; its logits are overwritten by the next replay."""
         self._graph.replay()
         return self._logits
+
+    def finish(self) -> None:
+        """Waits for a replay that is under way."""
+        torch.cuda.current_stream(self.inputs.device).synchronize()

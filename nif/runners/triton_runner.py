@@ -1,5 +1,6 @@
 """TritonRunner: the model over the paged pool with Triton kernels, on a GPU (or, for tests, interpreted on the CPU)."""
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -12,12 +13,18 @@ from genbatch.nif.batch_check import BatchLimits, check_batch
 from genbatch.nif.errors import BatchError, ModelError, OptionError
 from genbatch.nif.kernels.attention_tiles import choose_num_splits
 from genbatch.nif.kernels.block_copy import copy_blocks
+from genbatch.nif.kernels.next_tokens import next_tokens
 from genbatch.nif.kernels.paged_attention import paged_attention
 from genbatch.nif.kernels.rope_cache import write_kv
+from genbatch.nif.kernels.sample import draw_tokens
+from genbatch.nif.runner import Launched
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.batch_upload import BatchUpload
+from genbatch.nif.runners.block_transfer import BlockTransfer
 from genbatch.nif.runners.cuda_graphs import DecodeGraphs
+from genbatch.nif.runners.decode_step import DecodeStep
 from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.runners.launches import Launches
 from genbatch.nif.runners.lean_llama import LeanLlama, why_not_lean
 
 if TYPE_CHECKING:
@@ -30,7 +37,7 @@ _INTERPRETED_PROCESSORS = 4  # stands for the GPU's multiprocessors, so that tes
 
 
 class TritonRunner:
-    """Runs a model with Triton kernels. Implements `Runner`.
+    """Runs a model with Triton kernels. Implements `LaunchingRunner` and `BackgroundCopies`.
 
     A batch's index tensors are wanted on the CPU: they are checked there, so that no kernel meets an id outside the
     pool, and then travel in one copy.
@@ -70,8 +77,11 @@ class TritonRunner:
         )
         self._lean = LeanLlama(model, self._num_processors) if lean else None
         self._upload = BatchUpload(model.device)
+        self._transfer = BlockTransfer(model.device)
         self._graph_options = graphs
         self._graphs: DecodeGraphs | None = None
+        self._launches: Launches | None = None
+        self._drawn = torch.empty(0, dtype=torch.int64)  # [most rows] on the device, the last decode step's tokens
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
         self._limits: BatchLimits | None = None
         self._storages: list[torch.Tensor] = []  # per group [num_blocks, elements of a block]
@@ -104,9 +114,16 @@ class TritonRunner:
                 begin += 2 * length
         self._pools = [pools[layer] for layer in range(len(pools))]
         self._limits = BatchLimits(tuple(num_blocks), block_size, self.vocab_size, self._model.max_position)
+        device = self._model.device
+        # Each sequence that decodes has a block of its own to write to; graphs pad beyond that.
+        most_rows = max(min(num_blocks), self._graph_options.max_batch_size if self._graph_options else 0)
+        self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=device)
         if self._graph_options is not None:
-            self._graphs = DecodeGraphs(self._graph_options, self._run, self._upload, self._limits, self._model.device)
+            self._graphs = DecodeGraphs(
+                self._graph_options, self._decode, self._drawn, self._upload, self._limits, device
+            )
             self._graphs.warm_up()
+        self._launches = Launches(device, self._drawn, self._upload, self._decode, self._graphs)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
@@ -124,6 +141,18 @@ class TritonRunner:
         return self._run(self._upload.upload(batch))
 
     @torch.inference_mode()
+    def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> Launched:
+        """Begins a decode step and its draws; see `LaunchingRunner.launch`.
+
+        Raises:
+            BatchError: an index leads outside the pool or the model; nothing was written.
+        """
+        assert self._limits is not None and self._launches is not None, "a step needs a pool"
+        assert len(batch.input_ids) == len(batch.logit_rows) == len(draws), "a decode step draws in every row"
+        check_batch(batch, self._limits)
+        return self._launches.launch(DecodeStep(batch, draws), after)
+
+    @torch.inference_mode()
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, destination); every source is read before any block is written.
 
@@ -134,7 +163,9 @@ class TritonRunner:
             return
         storage = self._storages[group]
         self._check_blocks(group, [block for pair in pairs for block in pair])
-        ids = torch.tensor(pairs, dtype=torch.int64).to(storage.device, non_blocking=True)
+        # Pinned: from other memory the host might wait for the step under way.
+        ids = torch.tensor(pairs, dtype=torch.int64, pin_memory=storage.device.type == "cuda")
+        ids = ids.to(storage.device, non_blocking=True)
         targets = [target for _, target in pairs]
         if len({*targets}) == len(targets) and not {*targets} & {source for source, _ in pairs}:
             copy_blocks(storage, ids)
@@ -143,30 +174,36 @@ class TritonRunner:
 
     @torch.inference_mode()
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, pinned if from a GPU."""
-        storage = self._storages[group]
+        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, pinned if from a GPU.
+
+        From there it arrives later; see `BackgroundCopies`.
+        """
         self._check_blocks(group, blocks)
-        ids = torch.tensor(blocks, dtype=torch.int64, device=storage.device)
-        content = storage[ids].view(torch.uint8)
-        if storage.device.type != "cuda":
-            return content
-        host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True)
-        host.copy_(content)
-        return host
+        return self._transfer.read(self._storages[group], blocks)
 
     @torch.inference_mode()
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
         """Puts back what `read_blocks` gave, possibly into other blocks."""
-        storage = self._storages[group]
         self._check_blocks(group, blocks)
-        ids = torch.tensor(blocks, dtype=torch.int64, device=storage.device)
-        storage[ids] = content.to(storage.device).view(storage.dtype)
+        self._transfer.write(self._storages[group], blocks, content)
+
+    def finish_copies(self) -> None:
+        """Waits until all that `read_blocks` returned holds its content."""
+        self._transfer.finish()
 
     def close(self) -> None:
         """Releases the KV pool and the graphs that refer to it."""
+        self._launches = None
         self._graphs = None
         self._pools = []
         self._storages = []
+
+    def _decode(self, step: DecodeStep) -> torch.Tensor:
+        """One decode step on the device; returns its logits and leaves its tokens there for the next step."""
+        ids = next_tokens(step.batch.input_ids, self._drawn)
+        logits = self._run(dataclasses.replace(step.batch, input_ids=ids))
+        draw_tokens(logits, step.draws, out=self._drawn)
+        return logits
 
     def _run(self, batch: RaggedBatch) -> torch.Tensor:
         """One step over a batch on the device."""

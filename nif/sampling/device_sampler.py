@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from genbatch.nif.kernels.edit_logits import edit_logits
 from genbatch.nif.kernels.logprob import gather_logprobs
 from genbatch.nif.kernels.sample import NONE, draw_tokens
 from genbatch.nif.sampling.constraint import forbid
+from genbatch.nif.sampling.draw_table import NOT_FINITE, DrawTable
 from genbatch.nif.sampling.ranked_candidates import pad_to_chunks, ranked
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, nothing_left
-from genbatch.nif.sampling.uniform_draw import uniform
 
 
 def sample(
@@ -29,20 +28,14 @@ def sample(
     if any(state.edits for state in states):
         logits = edit_logits(logits, states)
         forbid(logits, [state.constraint for state in states])
-    params = np.array(
-        [
-            (p.temperature, p.top_k, p.top_p, p.min_p, uniform(p.seed, position) if p.temperature > 0.0 else 0.0)
-            for p, position in zip((state.params for state in states), positions, strict=True)
-        ],
-        np.float64,
-    )
-    tokens = draw_tokens(logits, torch.from_numpy(params).to(logits.device, non_blocking=True))
+    draws = DrawTable([state.params for state in states]).at(positions)
+    tokens = draw_tokens(logits, draws.to(logits.device, non_blocking=True))
     healthy = raw.amax(dim=1).isfinite()
     host = torch.stack((tokens, healthy.long())).tolist()
     results: list[Sampled | SampleFault] = []
     for state, token, fine in zip(states, *host, strict=True):
         if not fine:
-            results.append(SampleFault("the model's logits are not finite"))
+            results.append(SampleFault(NOT_FINITE))
         elif token == NONE:
             results.append(nothing_left(state))
         else:

@@ -27,7 +27,15 @@ if DRY_RUN:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from gpu_loads import DRY_PLAN, Plan, decode_rate, mixed_load, run_mixed_load
+from gpu_loads import (
+    DRY_PLAN,
+    Plan,
+    begin_decodes,
+    decode_rate,
+    mixed_load,
+    overlapped_decode_rate,
+    run_mixed_load,
+)
 from gpu_models import SHAPES, TINY, build_model, bytes_per_step
 from gpu_peers import peer_generate_batch, peer_static_cache, synchronize
 
@@ -93,10 +101,16 @@ def cases(plan: Plan, models: Sequence[str], bandwidth: float, report: Report) -
         model = build_model(name, TINY if DRY_RUN else SHAPES[name](), device, dtype)
         check_paged_path(name, model)
         for batch_size in plan.batches:
-            rate, launch = decode_rate(model, plan, batch_size)
+            context = begin_decodes(model, plan, batch_size)
+            rate, launch = decode_rate(context, plan, batch_size)
             roofline = batch_size * bandwidth / bytes_per_step(model, batch_size, plan.context)
             note = f"{rate / roofline:.0%} of roofline {roofline:,.0f}, forward returns after {launch * 1e6:.0f} us"
             report.add(f"{name} decode B={batch_size} context {plan.context}", f"{rate:,.0f} tok/s", note)
+            rate, host = overlapped_decode_rate(context, plan, batch_size)
+            context.close()
+            note = f"{rate / roofline:.0%} of roofline, the host works {host * 1e6:.0f} us a step"
+            case = f"{name} decode B={batch_size} context {plan.context}, steps overlapped"
+            report.add(case, f"{rate:,.0f} tok/s", note)
             yield
         if name == models[0]:
             requests = mixed_load(plan, model.vocab_size)

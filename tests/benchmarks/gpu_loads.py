@@ -86,27 +86,82 @@ def open_context(model: Model, plan: Plan, num_sequences: int, positions: int, q
     )
 
 
-def decode_rate(model: Model, plan: Plan, batch_size: int) -> tuple[float, float]:
-    """Decode tokens a second, draws and host work included, and the median host time of launching a forward."""
+def begin_decodes(model: Model, plan: Plan, batch_size: int) -> Context:
+    """A context of so many sequences whose prompts are evaluated."""
     context = open_context(model, plan, batch_size, plan.context + plan.steps + 1, q_interval=batch_size)
     draw = random.Random(batch_size)
-    start_length = plan.context - plan.steps // 2  # so that the mean length is plan.context
     for seq_id in range(batch_size):
-        context.prefill([draw.randrange(model.vocab_size) for _ in range(start_length)], seq_id, 0)
+        context.prefill([draw.randrange(model.vocab_size) for _ in range(start_length(plan))], seq_id, 0)
+    return context
+
+
+def start_length(plan: Plan) -> int:
+    """Positions held before the first step, so that the mean is the plan's."""
+    return plan.context - plan.steps // 2
+
+
+def decode_rate(context: Context, plan: Plan, batch_size: int) -> tuple[float, float]:
+    """Decode tokens a second, draws and host work included, and the median host time of launching a forward."""
     states = [SamplerState(SamplingParams(seed=seq_id), ()) for seq_id in range(batch_size)]
     tokens = [1] * batch_size
     launches = time_forwards(context)
     times = []
     for step in range(plan.steps):
         begin = time.perf_counter()
-        entries = [Entry(seq_id, (token,), start_length + step) for seq_id, token in enumerate(tokens)]
+        entries = [Entry(seq_id, (token,), start_length(plan) + step) for seq_id, token in enumerate(tokens)]
         _, drawn = context.step(entries, states)
         tokens = [result.token_id for result in drawn if isinstance(result, Sampled)]
         assert len(tokens) == batch_size, "a row held no number to draw from"
         times.append(time.perf_counter() - begin)
-    context.close()
     warm = times[plan.steps // 4 :]
     return batch_size * len(warm) / sum(warm), median(launches[plan.steps // 4 :])
+
+
+def overlapped_decode_rate(context: Context, plan: Plan, batch_size: int) -> tuple[float, float]:
+    """As `decode_rate` over the same positions, each step launched before the one before is read.
+
+    The second figure is the median time that the host works in a step, without its wait for the tokens.
+    """
+    for seq_id in range(batch_size):
+        context.seq_rm(seq_id, start_length(plan))
+    entries = [Entry(seq_id, (1,), start_length(plan)) for seq_id in range(batch_size)]
+    states = [SamplerState(SamplingParams(seed=seq_id), ()) for seq_id in range(batch_size)]
+    waits = time_waits(context)
+    run = context.decode_run(entries, states, max_steps=plan.steps)
+    times = []
+    for _ in range(plan.steps):
+        begin = time.perf_counter()
+        drawn = run.step()
+        times.append(time.perf_counter() - begin)
+        assert all(isinstance(result, Sampled) for result in drawn), "a row held no number to draw from"
+    run.close()
+    first = plan.steps // 4
+    host = median(whole - wait for whole, wait in zip(times[first:-1], waits[first:-1], strict=True))
+    return batch_size * len(times[first:]) / sum(times[first:]), host
+
+
+def time_waits(context: Context) -> list[float]:
+    """Seconds that each wait for a launched step's tokens takes, filled in as the context is used."""
+    waits: list[float] = []
+    runner = context.runner
+    assert isinstance(runner, TritonRunner)
+    launch = runner.launch
+
+    def timed(*arguments: Any) -> Any:
+        launched = launch(*arguments)
+        wait = launched.wait
+
+        def timed_wait() -> list[int | None]:
+            begin = time.perf_counter()
+            tokens = wait()
+            waits.append(time.perf_counter() - begin)
+            return tokens
+
+        launched.wait = timed_wait  # type: ignore[method-assign]
+        return launched
+
+    runner.launch = timed  # type: ignore[method-assign]
+    return waits
 
 
 def time_forwards(context: Context) -> list[float]:

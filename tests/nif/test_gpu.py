@@ -138,9 +138,182 @@ def test_attention_in_bfloat16_equals_its_twin(num_splits: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_blocks_read_from_a_gpu_are_pinned(gpu_model: Any) -> None:
+def draws_of(num_tokens: int, position: int) -> torch.Tensor:
+    """Every second row draws, in all the ways there are."""
+    from genbatch.nif.sampling.draw_table import DrawTable
+    from genbatch.nif.sampling.sampling_params import SamplingParams
+
+    ways: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}]
+    params = [
+        SamplingParams(seed=row, temperature=1.2, **ways[row // 2 % 3]) if row % 2 else SamplingParams(seed=row)
+        for row in range(num_tokens)
+    ]
+    return DrawTable(params).at([position] * num_tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_h14_a_replay_draws_what_an_eager_step_draws(gpu_model: Any, family: str) -> None:
+    """Each step takes its input from the one before, on the device, and is launched before that one is read."""
+    from genbatch.nif.runners.graph_options import GraphOptions
+
+    model = gpu_model(family)
+    options = GraphOptions(max_batch_size=16, kv_padding_interval_size=8)  # some are captured in the middle of a run
+    drawn: list[list[list[int | None]]] = []
+    for runner in (runner_for(model), runner_for(model, graphs=options)):
+        for num_tokens in (1, 5, 9):
+            launched = []
+            for length in range(1, 20):
+                after = launched[-1] if launched else None
+                batch, draws = decode_batch(len(model.groups), num_tokens, length), draws_of(num_tokens, length)
+                launched.append(runner.launch(batch, draws, after))
+                if after is not None:
+                    drawn.append([after.wait()])
+            drawn.append([launched[-1].wait()])
+    half = len(drawn) // 2
+    assert drawn[:half] == drawn[half:]
+    assert len({str(tokens) for tokens in drawn}) > 3
+
+
+@pytest.mark.parametrize("graphed", [True, False])
+def test_h15_a_launch_never_waits_for_the_device(gpu_model: Any, graphed: bool) -> None:
+    from genbatch.nif.runners.graph_options import GraphOptions
+
+    runner = runner_for(gpu_model("llama"), graphs=GraphOptions(max_batch_size=8) if graphed else None)
+    for _ in range(2):  # both pairs of buffers get their size, and kernels compile
+        runner.launch(decode_batch(1, 5, 3), draws_of(5, 3), None).wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = runner.launch(decode_batch(1, 5, 3), draws_of(5, 3), None)
+        second = runner.launch(decode_batch(1, 5, 4), draws_of(5, 4), first)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(first.wait()) == len(second.wait()) == 5
+
+
+def test_h15_a_step_is_under_way_when_the_one_before_is_read(gpu_model: Any) -> None:
     runner = runner_for(gpu_model("llama"))
-    content = runner.read_blocks(0, [3, 4])
-    assert content.is_pinned()
-    runner.write_blocks(0, [5, 6], content)
-    assert runner.read_blocks(0, [5, 6]).equal(content)
+    runner.launch(decode_batch(1, 5, 3), draws_of(5, 3), None).wait()
+    torch.cuda._sleep(50_000_000)  # cycles, some 30 ms: both launches return long before
+    first = runner.launch(decode_batch(1, 5, 3), draws_of(5, 3), None)
+    second = runner.launch(decode_batch(1, 5, 4), draws_of(5, 4), first)
+    assert not first._arrived.query()
+    assert len(first.wait()) == len(second.wait()) == 5
+
+
+@pytest.mark.parametrize("graphed", [True, False])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_h15_a_run_whose_steps_overlap_draws_what_single_steps_draw(gpu_model: Any, family: str, graphed: bool) -> None:
+    from genbatch.nif.batch import Entry
+    from genbatch.nif.context import Context
+    from genbatch.nif.overlapped_run import OverlappedRun
+    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.runners.triton_runner import TritonRunner
+    from genbatch.nif.sampling.sampler import SamplerState
+    from genbatch.nif.sampling.sampling_params import SamplingParams
+
+    model = gpu_model(family)
+    params = [SamplingParams(seed=seed, temperature=0.8 * (seed % 2), top_p=0.95) for seed in range(6)]
+    texts = []
+    for overlaps in (True, False):
+        graphs = GraphOptions(max_batch_size=8) if graphed else None
+        context = Context(model, TritonRunner(model, graphs=graphs), n_ctx=2048, n_parallel=6, block_size=BLOCK_SIZE)
+        entries = []
+        for seq_id in range(6):
+            context.prefill([seq_id + 3] * (5 + seq_id), seq_id, 0)
+            entries.append(Entry(seq_id, [7], 5 + seq_id))
+        states = [SamplerState(one, ()) for one in params]
+        drawn: list[Any] = []
+        if overlaps:
+            run = context.decode_run(entries, states, max_steps=60)
+            assert isinstance(run, OverlappedRun)
+            drawn = [run.step() for _ in range(60)]
+            run.close()
+        else:
+            for _ in range(60):
+                drawn.append(context.step(entries, states, with_logits=False)[1])
+                entries = [
+                    Entry(e.seq_id, [draw.token_id], e.n_past + 1) for e, draw in zip(entries, drawn[-1], strict=True)
+                ]
+        texts.append(drawn)
+        context.kv.check_integrity()
+        context.close()
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("graphed", [True, False])
+def test_h15_async_batching_changes_no_text_on_the_gpu(gpu_model: Any, graphed: bool) -> None:
+    trio = pytest.importorskip("trio")
+    pytest.importorskip("msgspec")
+
+    from genbatch.actors.batching.batcher import Batcher
+    from genbatch.actors.batching.batcher_messages import Generate
+    from genbatch.actors.batching.options import BatcherOptions
+    from genbatch.actors.runtime.genserver import start
+    from genbatch.nif.context import Context
+    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.runners.triton_runner import TritonRunner
+    from genbatch.proto.messages import GenerateRequest
+
+    model = gpu_model("llama")
+    requests = [
+        GenerateRequest(
+            token_ids=[5 + index] * (3 + index), max_tokens=10 + 5 * index, temperature=0.9 * (index % 2), seed=index
+        )
+        for index in range(8)
+    ]
+
+    async def answers(async_batching: bool) -> list[Any]:
+        found: dict[int, Any] = {}
+
+        async def ask(ref: Any, index: int) -> None:
+            found[index] = await ref.call(Generate(requests[index]), timeout=None)
+
+        def context() -> Context:
+            graphs = GraphOptions(max_batch_size=8) if graphed else None
+            runner = TritonRunner(model, graphs=graphs)
+            return Context(model, runner, n_ctx=512, n_parallel=4, n_held=4, block_size=BLOCK_SIZE)
+
+        async with trio.open_nursery() as nursery:
+            actor = Batcher(context, BatcherOptions(n_parallel=4, async_batching=async_batching))
+            ref = await start(nursery, actor, name="batcher")
+            async with trio.open_nursery() as callers:
+                for index in range(len(requests)):
+                    callers.start_soon(ask, ref, index)
+            actor.ctx.kv.check_integrity()
+            await ref.stop()
+        return [(found[index].token_ids, found[index].finish_reason) for index in range(len(requests))]
+
+    assert trio.run(answers, True) == trio.run(answers, False)
+
+
+def test_h16_blocks_read_from_a_gpu_are_pinned_and_arrive_later(gpu_model: Any) -> None:
+    runner = runner_for(gpu_model("llama"))
+    runner.forward(decode_batch(1, 4, 3))
+    before = runner.read_blocks(0, [0, 2])
+    runner.finish_copies()
+    kept = before.clone()
+    assert before.is_pinned()
+    assert kept.ne(0).any()
+    content = runner.read_blocks(0, [0, 2])
+    runner.write_blocks(0, [9, 11], content)  # which has not arrived yet
+    runner.forward(decode_batch(1, 4, 4))  # writes over what was read
+    after = runner.read_blocks(0, [9, 11, 0])
+    runner.finish_copies()
+    assert content.equal(kept)
+    assert after[:2].equal(kept)
+    assert not after[2].equal(kept[0])
+
+
+def test_h16_copies_of_blocks_never_wait_for_the_device(gpu_model: Any) -> None:
+    runner = runner_for(gpu_model("llama"))
+    runner.write_blocks(0, [5, 6], runner.read_blocks(0, [3, 4]))  # its memory is allocated
+    runner.finish_copies()
+    torch.cuda._sleep(50_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        content = runner.read_blocks(0, [3, 4])
+        runner.write_blocks(0, [5, 6], content)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not torch.cuda.current_stream().query(), "the copies were waited for"
+    runner.finish_copies()

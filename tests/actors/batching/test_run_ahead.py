@@ -15,7 +15,10 @@ from trio.testing import MockClock
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batching.run_ahead import RunAhead
+from genbatch.actors.batching.step_faults import EngineFault
 from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.scheduling.llm_request import RequestList, split_by_phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput
 from genbatch.nif.context import Context
@@ -23,6 +26,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
+from tests.nif.launching_runner import LaunchingTorchRunner
 
 TinyModel = Callable[[str], Model]
 
@@ -49,7 +53,7 @@ class TracedRunner(TorchRunner):
 class Bench:
     """A running Batcher and what tests look at inside it."""
 
-    def __init__(self, actor: Batcher, ref: ActorRef, runner: TracedRunner) -> None:
+    def __init__(self, actor: Batcher, ref: ActorRef, runner: Any) -> None:
         self.actor = actor
         self.ref = ref
         self.runner = runner
@@ -62,9 +66,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def batcher(model: Model, *, n_ctx: int = 512, **options: Any) -> AsyncIterator[Bench]:
+async def batcher(model: Model, *, n_ctx: int = 512, overlapped: bool = False, **options: Any) -> AsyncIterator[Bench]:
     chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, **options})
-    runner = TracedRunner(model)
+    runner = LaunchingTorchRunner(model) if overlapped else TracedRunner(model)
     async with trio.open_nursery() as nursery:
         actor = Batcher(
             lambda: Context(model, runner, n_ctx=n_ctx, n_parallel=chosen.n_parallel, n_held=4, block_size=4), chosen
@@ -121,9 +125,21 @@ def test_h15_async_batching_changes_no_text_no_ids_and_no_stream(
     tiny_model: TinyModel, requests: list[dict[str, Any]], n_ctx: int
 ) -> None:
     """The small pool makes sequences pause in between; stop ids and strings end some a step after they were drawn."""
+    compare(tiny_model("llama"), requests, n_ctx, overlapped=False)
 
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=REQUESTS, n_ctx=st.sampled_from([64, 512]), family=st.sampled_from(["llama", "gemma3"]))
+def test_h15_steps_launched_before_the_last_ones_tokens_are_read_change_nothing(
+    tiny_model: TinyModel, requests: list[dict[str, Any]], n_ctx: int, family: str
+) -> None:
+    """As on a GPU; requests with a penalty make the steps that they are in wait for one another."""
+    compare(tiny_model(family), requests, n_ctx, overlapped=True)
+
+
+def compare(model: Model, requests: list[dict[str, Any]], n_ctx: int, *, overlapped: bool) -> None:
     async def run(async_batching: bool) -> tuple[list[Result], list[list[Token]]]:
-        async with batcher(tiny_model("llama"), n_ctx=n_ctx, async_batching=async_batching) as bench:
+        async with batcher(model, n_ctx=n_ctx, async_batching=async_batching, overlapped=overlapped) as bench:
             return await gather(bench, requests)
 
     ahead, waiting = trio.run(run, True), trio.run(run, False)
@@ -322,3 +338,181 @@ async def test_a_batcher_that_is_stopped_during_a_run_ends_at_once(tiny_model: T
         await running.wait()
         await ref.stop()
     assert runner.forwards < 30
+
+
+@pytest.fixture
+def booked(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released as often as the tokens of a run's step were handed out: a run ends where they are not in time."""
+    semaphore, book = threading.Semaphore(0), RunAhead.booked
+
+    def book_and_tell(run: RunAhead) -> None:
+        book(run)
+        semaphore.release()
+
+    monkeypatch.setattr(RunAhead, "booked", book_and_tell)
+    return semaphore
+
+
+@pytest.mark.trio
+async def test_h15_every_step_of_a_run_is_launched_before_the_one_before_is_read(
+    tiny_model: TinyModel, booked: threading.Semaphore
+) -> None:
+    async with batcher(tiny_model("llama"), overlapped=True) as bench:
+        bench.runner.gate = lambda launch: launch == 1 or booked.acquire(timeout=30)
+        result = await bench.generate(token_ids=prompt_of(5, 1))
+    assert len(result.token_ids) == 12  # the first is the prefill's
+    order = [("launch", 1)]
+    for step in range(1, 11):
+        order += [("launch", step + 1), ("wait", step)]
+    assert bench.runner.trace == [*order, ("wait", 11)]
+
+
+@pytest.mark.trio
+async def test_without_async_batching_nothing_is_launched_ahead(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama"), overlapped=True, async_batching=False) as bench:
+        await bench.generate(token_ids=prompt_of(5, 1))
+    assert bench.runner.launches == 0
+
+
+@pytest.mark.trio
+async def test_a_run_that_is_asked_to_end_takes_the_step_under_way_for_its_last(
+    tiny_model: TinyModel, booked: threading.Semaphore
+) -> None:
+    """A second request comes while the seventh step is under way and the sixth is read: none is computed again."""
+    hurried, begun, results = threading.Event(), trio.Event(), []
+    async with batcher(tiny_model("llama"), overlapped=True, batch_timeout=0.0) as bench:
+        hurry = bench.actor.stepper.hurry
+
+        def gate(launch: int) -> None:
+            if 1 < launch <= 6:
+                booked.acquire(timeout=30)
+            if launch == 6:
+                hurried.wait(timeout=30)
+
+        def watch(token: Token) -> None:
+            if token.index == 5:
+                begun.set()
+
+        def hurry_and_tell() -> None:
+            hurry()
+            hurried.set()
+
+        async def first() -> None:
+            results.append(await bench.generate(watch, token_ids=prompt_of(6, 3), max_tokens=30))
+
+        bench.runner.gate = gate
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first)
+            await begun.wait()
+            bench.actor.stepper.hurry = hurry_and_tell  # type: ignore[method-assign]
+            await bench.generate(token_ids=prompt_of(4, 9), max_tokens=3)
+        bench.runner.gate = lambda launch: None
+        assert bench.runner.forwards == bench.actor.stats.steps
+        [want], _ = await gather(bench, [{"token_ids": prompt_of(6, 3), "max_tokens": 30}])
+    assert results[0].token_ids == want.token_ids
+    trace = bench.runner.trace
+    assert trace[trace.index(("wait", 6)) - 1 :][:4] == [("launch", 7), ("wait", 6), ("wait", 7), ("launch", 8)]
+
+
+@pytest.mark.trio
+async def test_a_row_that_is_not_finite_ends_its_own_request_while_steps_overlap(tiny_model: TinyModel) -> None:
+    good, bad = {"token_ids": prompt_of(6, 3), "max_tokens": 30}, {"token_ids": prompt_of(8, 4), "max_tokens": 30}
+    async with batcher(tiny_model("llama"), overlapped=True, batch_size=2, batch_timeout=60_000.0) as bench:
+        [want, _], _ = await gather(bench, [good, bad])
+        before, results = bench.runner.launches, []
+
+        def spoil(launch: int, logits: torch.Tensor) -> None:
+            if launch == before + 7:
+                logits[1, 3] = float("inf")
+
+        bench.runner.spoil = spoil
+
+        async def fails() -> None:
+            with pytest.raises(EngineError, match="not finite"):
+                await bench.generate(**bad)
+
+        async def works() -> None:
+            results.append(await bench.generate(**good))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(works)
+            await trio.testing.wait_all_tasks_blocked()  # so that the other one has the second row
+            nursery.start_soon(fails)
+    assert results[0].token_ids == want.token_ids
+
+
+@pytest.mark.trio
+async def test_a_caller_that_leaves_while_steps_overlap_frees_its_sequence(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama"), overlapped=True) as bench:
+        want = await bench.generate(token_ids=prompt_of(6, 3), max_tokens=40)
+        scope, results = trio.CancelScope(), []
+
+        async def leaves() -> None:
+            with scope:
+                await bench.generate(
+                    lambda token: scope.cancel() if token.index == 8 else None,
+                    token_ids=prompt_of(8, 4),
+                    max_tokens=200,
+                )
+
+        async def stays() -> None:
+            results.append(await bench.generate(token_ids=prompt_of(6, 3), max_tokens=40))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leaves)
+            nursery.start_soon(stays)
+        assert bench.actor.stats.finished == {"length": 2, "cancelled": 1}
+    assert results[0].token_ids == want.token_ids
+
+
+@pytest.mark.trio
+async def test_a_device_that_fails_in_a_step_under_way_starts_the_engine_anew(tiny_model: TinyModel) -> None:
+    model, broken = tiny_model("llama"), True
+
+    def gate(launch: int) -> None:
+        if broken and launch == 4:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def new_batcher() -> Batcher:
+        runner = LaunchingTorchRunner(model)
+        runner.gate = gate
+        return Batcher(
+            lambda: Context(model, runner, n_ctx=512, n_parallel=4, n_held=4, block_size=4),
+            BatcherOptions(n_parallel=4, batch_timeout=1.0),
+        )
+
+    supervisor, reasons = Supervisor([ChildSpec("batcher", new_batcher)]), []
+
+    def note(event: str, measurements: Any, metadata: Any) -> None:
+        if event == "supervisor.child_exit":
+            reasons.append(metadata["reason"])
+
+    supervisor.telemetry.attach(note)
+    request = GenerateRequest(token_ids=prompt_of(5, 1), max_tokens=12, ignore_eos=True)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(supervisor.run)
+        ref = supervisor.registry.ref("batcher")
+        with pytest.raises(Unavailable):
+            await ref.call(Generate(request), timeout=None)
+        broken = False
+        while not reasons or not ref.alive:
+            await trio.lowlevel.checkpoint()
+        again = await ref.call(Generate(request), timeout=None)
+        nursery.cancel_scope.cancel()
+    assert len(again.token_ids) == 12
+    assert isinstance(reasons[0], EngineFault)
+    assert "unspecified launch failure" in str(reasons[0])
+
+
+@pytest.mark.trio
+async def test_a_prompt_that_goes_on_with_what_a_run_generated_finds_its_blocks(tiny_model: TinyModel) -> None:
+    prompt = prompt_of(9, 5)
+    async with batcher(tiny_model("llama"), overlapped=True) as bench:
+        first = await bench.generate(token_ids=prompt, max_tokens=20, temperature=0.9, seed=4)
+        goes_on = {"token_ids": [*prompt, *first.token_ids, 7], "max_tokens": 15}
+        found = await bench.generate(**goes_on)
+    async with batcher(tiny_model("llama"), async_batching=False) as bench:
+        anew = await bench.generate(**goes_on)
+    assert found.usage.cached_tokens == (len(prompt) + 19) // 4 * 4  # the last token drawn was never evaluated
+    assert anew.usage.cached_tokens == 0
+    assert found.token_ids == anew.token_ids

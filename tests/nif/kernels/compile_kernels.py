@@ -15,6 +15,7 @@ from offline_compiler import SHARED_MEMORY, record
 from genbatch.nif.kernels.block_copy import copy_blocks
 from genbatch.nif.kernels.edit_logits import edit_logits
 from genbatch.nif.kernels.logprob import gather_logprobs
+from genbatch.nif.kernels.next_tokens import next_tokens
 from genbatch.nif.kernels.paged_attention import paged_attention
 from genbatch.nif.kernels.rms_norm import add_rms_norm
 from genbatch.nif.kernels.rope_cache import rope_and_write, write_kv
@@ -70,6 +71,7 @@ def all_others(dtype):
     silu_mul(zeros(4, 2 * 14336))
     gather_logprobs(zeros(4, VOCAB, dtype=torch.float32), torch.zeros((4, 3), dtype=torch.int64))
     draw_tokens(zeros(4, VOCAB, dtype=torch.float32), zeros(4, 5, dtype=torch.float64))
+    next_tokens(ids, ids)
     biased = SamplerState(SamplingParams(seed=0, logit_bias={3: 1.0}), [])
     edit_logits(zeros(1, VOCAB, dtype=torch.float32), [biased])
 

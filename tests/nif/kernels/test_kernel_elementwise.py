@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.kernels import logprob, reference
+from genbatch.nif.kernels import logprob, next_tokens, reference
 from genbatch.nif.kernels.block_copy import copy_blocks
 from genbatch.nif.kernels.logprob import gather_logprobs
 from genbatch.nif.kernels.rms_norm import add_rms_norm
@@ -77,3 +77,19 @@ def test_logprobs_of_a_vocabulary_in_several_chunks(device, monkeypatch):
     torch.testing.assert_close(
         gather_logprobs(logits, tokens), reference.gather_logprobs(logits, tokens), rtol=1e-5, atol=1e-5
     )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 9)), min_size=1, max_size=9), st.integers(0, 5))
+def test_rows_go_on_with_what_is_given_or_was_drawn(device, rows, unused):
+    given, drawn = torch.tensor(rows, device=device).T.contiguous()
+    drawn = torch.cat((drawn, torch.full((unused,), 77, device=device)))
+    tokens = next_tokens.next_tokens(given, drawn)
+    assert tokens.equal(reference.next_tokens(given, drawn))
+    assert tokens.tolist() == [max(0, g if g >= 0 else d) for g, d in rows]
+
+
+def test_next_tokens_of_more_rows_than_a_program_covers(device, monkeypatch):
+    monkeypatch.setattr(next_tokens, "_CHUNK", 4)
+    given = torch.tensor([-1, 3] * 5, device=device)
+    assert next_tokens.next_tokens(given, torch.arange(10, device=device)).tolist() == [0, 3, 2, 3, 4, 3, 6, 3, 8, 3]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
+from genbatch.nif.runners.decode_step import DecodeStep
 
 
 def batch_of(num_tokens: int, num_entries: int, num_groups: int, seed: int) -> RaggedBatch:
@@ -57,11 +58,14 @@ def test_later_uploads_leave_earlier_batches_alone() -> None:
         assert_equal(arrived, batch)
 
 
-def test_batches_of_one_shape_land_at_the_same_addresses() -> None:
+def test_steps_of_one_shape_land_at_the_same_addresses() -> None:
     upload = BatchUpload(torch.device("cpu"))
-    first, second = batch_of(5, 2, 2, 0), batch_of(5, 2, 2, 1)
+    first, second = (
+        DecodeStep(batch_of(5, 2, 2, seed), torch.full((5, 5), seed + 0.5, dtype=torch.float64)) for seed in (0, 1)
+    )
     buffer = torch.empty(packed_size(first), dtype=torch.uint8)
-    seen = upload.upload(first, into=buffer)
-    again = upload.upload(second, into=buffer)
-    assert_equal(again, second)
-    assert_equal(seen, second)  # the views that a captured graph holds
+    seen = upload.upload_step(first, into=buffer)
+    again = upload.upload_step(second, into=buffer)
+    for step in (again, seen):  # `seen` has the views that a captured graph holds
+        assert_equal(step.batch, second.batch)
+        assert step.draws.equal(second.draws)

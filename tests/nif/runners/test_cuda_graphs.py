@@ -13,11 +13,13 @@ from genbatch.nif.runners.cuda_graphs import (
     GraphCache,
     GraphKey,
     GraphOptions,
-    empty_decodes,
+    empty_step,
     graph_key,
     pad_decodes,
+    pad_step,
     token_buckets,
 )
+from genbatch.nif.runners.decode_step import DecodeStep
 
 MAX_POSITION = 5000
 
@@ -95,8 +97,19 @@ def test_h14_padding_rows_write_nothing_and_hold_nothing(width: int) -> None:
     assert padded.max_kv_len == 64
 
 
-def test_h14_the_batch_to_capture_with_is_all_padding() -> None:
-    empty = empty_decodes(GraphKey(4, 100), num_groups=2, block_size=16)
+def test_h14_padding_rows_draw_greedily() -> None:
+    draws = torch.full((3, 5), 0.5, dtype=torch.float64)
+    padded = pad_step(DecodeStep(decodes(3), draws), GraphKey(8, 64), 16)
+    assert padded.batch.input_ids.tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
+    assert padded.draws[:3].equal(draws)
+    assert padded.draws[3:].eq(0).all()
+    assert padded.draws.shape == (8, 5)
+
+
+def test_h14_the_step_to_capture_with_is_all_padding() -> None:
+    step = empty_step(GraphKey(4, 100), num_groups=2, block_size=16)
+    assert step.draws.shape == (4, 5)
+    empty = step.batch
     assert len(empty.slots) == len(empty.block_tables) == 2
     assert all(slots.eq(-1).all() for slots in empty.slots)
     assert empty.kv_lens.eq(0).all()
@@ -106,13 +119,20 @@ def test_h14_the_batch_to_capture_with_is_all_padding() -> None:
 @given(st.integers(1, 4), st.lists(st.integers(0, 6), max_size=40))
 def test_h14_the_least_recently_used_graph_is_dropped(limit: int, sizes: list[int]) -> None:
     captured: list[int] = []
+    finished: list[int] = []
 
     class Graph:
         def __init__(self, key: GraphKey) -> None:
+            self.inputs = torch.empty(0)
             captured.append(key.num_tokens)
 
-        def replay(self, batch: RaggedBatch) -> torch.Tensor:
+            self.size = key.num_tokens
+
+        def replay(self) -> torch.Tensor:
             return torch.empty(0)
+
+        def finish(self) -> None:
+            finished.append(self.size)
 
     cache = GraphCache(Graph, limit)
     recent: list[int] = []  # a plain model of it, most recent last
@@ -128,6 +148,7 @@ def test_h14_the_least_recently_used_graph_is_dropped(limit: int, sizes: list[in
         assert len(cache) == len(recent) <= limit
         assert all(GraphKey(kept, 1) in cache for kept in recent)
     assert captured == expected
+    assert sorted(finished + recent) == sorted(captured)  # those that were dropped, and no other
 
 
 @pytest.mark.parametrize(

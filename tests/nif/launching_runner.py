@@ -1,0 +1,75 @@
+"""A runner that launches steps as a GPU's would, in plain torch: each is computed at once and its tokens kept back."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Launched
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.sampling.truncated_draw import draw
+
+
+class LaunchedTokens:
+    """A launched step's tokens. Implements `Launched`."""
+
+    def __init__(self, number: int, tokens: list[int | None], on_wait: Callable[[int], None]) -> None:
+        self.number = number
+        self.tokens = tokens
+        self._on_wait = on_wait
+
+    def wait(self) -> list[int | None]:
+        self._on_wait(self.number)
+        return self.tokens
+
+
+class LaunchingTorchRunner(TorchRunner):
+    """Implements `LaunchingRunner`, and notes what was launched and waited for in which order.
+
+    Args:
+        model: on the CPU.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.trace: list[tuple[str, int]] = []
+        self.forwards = 0
+        self.launches = 0
+        self.spoil: Callable[[int, torch.Tensor], None] = lambda launch, logits: None  # may change or raise
+        self.gate: Callable[[int], None] = lambda launch: None  # holds a wait up, or raises
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        self.forwards += 1
+        return super().forward(batch)
+
+    @torch.inference_mode()
+    def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> LaunchedTokens:
+        self.launches += 1
+        self.trace.append(("launch", self.launches))
+        if after is not None:
+            assert isinstance(after, LaunchedTokens) and after.number == self.launches - 1
+            batch = dataclasses.replace(batch, input_ids=torch.tensor([token or 0 for token in after.tokens]))
+        logits = self.forward(batch)
+        self.spoil(self.launches, logits)
+        return LaunchedTokens(self.launches, _draw(logits, draws), self._wait)
+
+    def _wait(self, launch: int) -> None:
+        self.gate(launch)
+        self.trace.append(("wait", launch))
+
+
+def _draw(logits: torch.Tensor, draws: torch.Tensor) -> list[int | None]:
+    tokens: list[int | None] = []
+    for row, (temperature, top_k, top_p, min_p, point) in zip(logits, draws.tolist(), strict=True):
+        best = row.max()
+        if not best.isfinite():
+            tokens.append(None)
+        elif temperature == 0.0:
+            tokens.append(int(row.argmax()))
+        else:
+            params = SamplingParams(seed=0, temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p)
+            tokens.append(int(draw(row[None], best[None], [params], [point])))
+    return tokens

@@ -1,0 +1,236 @@
+"""TritonRunner.launch under Triton's interpreter: steps that feed one another, eagerly and through padded graphs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from genbatch.nif.batch import Entry, RaggedBatch
+from genbatch.nif.batch_check import BatchLimits
+from genbatch.nif.context import Context
+from genbatch.nif.errors import BatchError
+from genbatch.nif.overlapped_run import OverlappedRun
+from genbatch.nif.runners import cuda_graphs
+from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
+from genbatch.nif.runners.cuda_graphs import DecodeGraphs
+from genbatch.nif.runners.decode_step import DecodeStep
+from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.runners.launches import Launches
+from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.sampler import Sampled, SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="these models are on the CPU, where only the interpreter runs kernels"
+)
+
+BLOCK_SIZE = 4
+PROMPTS = [[5, 17, 100, 42, 9, 250, 33], [200, 3, 11]]
+PARAMS = [SamplingParams(seed=1), SamplingParams(seed=2, temperature=1.2, top_p=0.9)]
+STEPS = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class EagerStep:
+    """Stands for a captured graph: holds its inputs' place, and computes anew at each replay."""
+
+    captured = 0
+
+    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, device: torch.device, memory: Any) -> None:
+        EagerStep.captured += 1
+        self.inputs = torch.empty(packed_size(sample), dtype=torch.uint8)
+        self._step = upload.upload_step(sample, into=self.inputs)
+        self._decode = decode
+        self.replay()  # as warming up does
+
+    def replay(self) -> torch.Tensor:
+        logits: torch.Tensor = self._decode(self._step)
+        return logits
+
+    def finish(self) -> None:
+        """Nothing goes on by itself here."""
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, GraphOptions], None]:
+    """Gives a runner graphs that are replayed without a GPU; to be called once it has its pool."""
+    monkeypatch.setattr(cuda_graphs, "CapturedStep", EagerStep)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def give(runner: TritonRunner, options: GraphOptions) -> None:
+        cpu, limits = torch.device("cpu"), runner._limits
+        assert isinstance(limits, BatchLimits)
+        runner._drawn = torch.zeros(options.max_batch_size, dtype=torch.int64)
+        runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, cpu)
+        runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, runner._graphs)
+
+    return give
+
+
+def begun(model: Any, runner: Any) -> tuple[Context, list[Entry], list[SamplerState]]:
+    context = Context(model, runner, n_ctx=96, n_parallel=2, block_size=BLOCK_SIZE)
+    entries = []
+    for seq_id, prompt in enumerate(PROMPTS):
+        context.prefill(prompt[:-1], seq_id, 0)
+        entries.append(Entry(seq_id, prompt[-1:], len(prompt) - 1))
+    return context, entries, [SamplerState(params, ()) for params in PARAMS]
+
+
+def run_of(context: Context, entries: list[Entry], states: list[SamplerState]) -> list[list[int]]:
+    run = context.decode_run(entries, states, max_steps=STEPS)
+    assert isinstance(run, OverlappedRun)
+    try:
+        return [[draw.token_id for draw in run.step() if isinstance(draw, Sampled)] for _ in range(STEPS)]
+    finally:
+        run.close()
+
+
+def single_steps(context: Context, entries: list[Entry], states: list[SamplerState]) -> list[list[int]]:
+    drawn = []
+    for _ in range(STEPS):
+        step = context.step(entries, states, with_logits=False)[1]
+        drawn.append([draw.token_id for draw in step if isinstance(draw, Sampled)])
+        entries = [Entry(e.seq_id, [token], e.n_past + 1) for e, token in zip(entries, drawn[-1], strict=True)]
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Any) -> Callable[[str, str], tuple[list[list[int]], Context]]:
+    """plain("lean", "llama") is what steps draw that wait for one another, and their context."""
+    made: dict[tuple[str, str], tuple[list[list[int]], Context]] = {}
+
+    def find(tier: Any, family: str) -> tuple[list[list[int]], Context]:
+        if (tier, family) not in made:
+            model = tiny_model(family)
+            context, entries, states = begun(model, TritonRunner(model, tier=tier))
+            made[tier, family] = single_steps(context, entries, states), context
+        return made[tier, family]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("tier", "family"), [("lean", "llama"), ("lean", "mistral"), ("general", "gemma2"), ("general", "gpt_oss")]
+)
+def test_h15_launched_steps_draw_what_single_steps_draw(tier: Any, family: str, tiny_model: Any, plain: Any) -> None:
+    model, (expected, _) = tiny_model(family), plain(tier, family)
+    context, entries, states = begun(model, TritonRunner(model, tier=tier))
+    assert run_of(context, entries, states) == expected
+    context.kv.check_integrity()
+
+
+def test_h14_h15_steps_launched_through_padded_graphs_draw_the_same(
+    tiny_model: Any, eager_graphs: Any, plain: Any
+) -> None:
+    """Graphs of 4 rows for 2 sequences, and of 8 positions, so that one is captured while a step is under way."""
+    model, (expected, plain_context) = tiny_model("llama"), plain("lean", "llama")
+    runner = TritonRunner(model)
+    context, entries, states = begun(model, runner)
+    options = GraphOptions(q_padding_interval_size=4, kv_padding_interval_size=8, max_batch_size=4)
+    eager_graphs(runner, options)
+    before = EagerStep.captured
+    assert run_of(context, entries, states) == expected
+    assert EagerStep.captured == before + 2
+    [logits] = context.eval([Entry(0, [7], context.kv.length(0))])  # through the same graph
+    assert EagerStep.captured == before + 2
+    [expected_logits] = plain_context.eval([Entry(0, [7], plain_context.kv.length(0))])
+    torch.testing.assert_close(logits, expected_logits)
+
+
+def decodes(token: int, position: int = 2) -> RaggedBatch:
+    """One sequence that decodes `position` in block 1."""
+    return RaggedBatch(
+        input_ids=torch.tensor([token]),
+        positions=torch.tensor([position]),
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_lens=torch.tensor([position + 1], dtype=torch.int32),
+        slots=(torch.tensor([BLOCK_SIZE + position]),),
+        block_tables=(torch.tensor([[1]], dtype=torch.int32),),
+        logit_rows=torch.tensor([0]),
+        max_query_len=1,
+        max_kv_len=position + 1,
+    )
+
+
+GREEDY = torch.zeros((1, 5), dtype=torch.float64)
+
+
+def allocated(model: Any) -> TritonRunner:
+    runner = TritonRunner(model)
+    runner.allocate([4], BLOCK_SIZE)
+    return runner
+
+
+def test_a_batch_may_be_changed_as_soon_as_its_step_was_launched(tiny_model: Any) -> None:
+    runner = allocated(tiny_model("llama"))
+    expected = runner.launch(decodes(9), GREEDY, None).wait()
+    batch, draws = decodes(9), GREEDY.clone()
+    launched = runner.launch(batch, draws, None)
+    batch.input_ids.fill_(3)
+    batch.slots[0].fill_(0)
+    draws.fill_(7.0)
+    assert launched.wait() == expected
+
+
+def test_a_row_that_cannot_be_drawn_from_feeds_token_0_to_the_next_step(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    zero = allocated(model)
+    zero.launch(decodes(5, 1), GREEDY, None).wait()
+    zero.launch(decodes(0), GREEDY, None).wait()
+    runner = allocated(model)
+    run = runner._run
+    monkeypatch.setattr(runner, "_run", lambda batch: run(batch).fill_(float("nan")))
+    first = runner.launch(decodes(5, 1), GREEDY, None)
+    monkeypatch.setattr(runner, "_run", run)
+    second = runner.launch(decodes(123), GREEDY, first)
+    assert first.wait() == [None]
+    second.wait()
+    assert runner.read_blocks(0, [1]).equal(zero.read_blocks(0, [1]))
+
+
+def test_an_index_out_of_range_is_refused_before_anything_is_launched(tiny_model: Any) -> None:
+    runner = allocated(tiny_model("llama"))
+    with pytest.raises(BatchError, match="token id"):
+        runner.launch(decodes(320), GREEDY, None)
+    assert runner.read_blocks(0, range(4)).eq(0).all()
+
+
+def test_no_more_than_two_steps_are_under_way(tiny_model: Any) -> None:
+    runner = allocated(tiny_model("llama"))
+    first = runner.launch(decodes(5), GREEDY, None)
+    second = runner.launch(decodes(5, 3), GREEDY, first)
+    with pytest.raises(AssertionError, match="two steps"):
+        runner.launch(decodes(5), GREEDY, second)
+    first.wait()
+    with pytest.raises(AssertionError, match="last step"):
+        runner.launch(decodes(5), GREEDY, first)
+    second.wait()
+    with pytest.raises(AssertionError, match="another step"):
+        second.wait()
+
+
+def test_a_launch_that_failed_leaves_its_buffers_to_the_next(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = allocated(tiny_model("llama"))
+    expected = runner.launch(decodes(9), GREEDY, None).wait()
+    run = runner._run
+
+    def fail(batch: RaggedBatch) -> torch.Tensor:
+        raise MemoryError
+
+    for _ in range(3):
+        monkeypatch.setattr(runner, "_run", fail)
+        with pytest.raises(MemoryError):
+            runner.launch(decodes(9), GREEDY, None)
+        monkeypatch.setattr(runner, "_run", run)
+        assert runner.launch(decodes(9), GREEDY, None).wait() == expected
