@@ -3,6 +3,8 @@
 What needs llama.cpp is run by the benchmark itself.
 """
 
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from tests.benchmarks.compare.markdown import report
 from tests.benchmarks.compare.measured import Agreement, Comparison, Results, Spread, StepFloor, agreed
 from tests.benchmarks.compare.plan import FULL, PARTS, QUICK
 from tests.benchmarks.compare.plot import plot
+from tests.benchmarks.compare.process_group import ROOT
 
 LATENCY = {"p50": 1.0, "p99": 2.0, "mean": 1.2}
 
@@ -222,3 +225,36 @@ def test_an_engine_that_dies_is_told_with_its_last_words() -> None:
             engine.call("die")
     finally:
         engine.close()
+
+
+# Its end
+
+MEASURES = """
+import trio
+from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio
+
+async def measure():
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        print("measures", flush=True)
+        try:
+            await trio.sleep_forever()
+        finally:
+            print("at", type(trio.current_time()))
+
+exit_on_sigterm()
+try:
+    run_trio(measure)
+finally:
+    print("wrote")
+"""
+
+
+def test_sigterm_ends_what_trio_runs_and_then_the_results_are_written() -> None:
+    command = [sys.executable, "-c", MEASURES]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "measures\n"
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate()
+    assert (output, errors, process.returncode) == ("at <class 'float'>\nwrote\n", "", 128 + signal.SIGTERM)

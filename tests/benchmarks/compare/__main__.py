@@ -10,7 +10,6 @@ Writes comparison.md, .svg and .json into a folder.
 import argparse
 import json
 import shlex
-import signal
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ from tests.benchmarks.compare.parts import run_parts
 from tests.benchmarks.compare.peers import gguf_files, peer_python
 from tests.benchmarks.compare.plan import FULL, PARTS, QUICK, Plan
 from tests.benchmarks.compare.plot import plot
+from tests.benchmarks.compare.sigterm import exit_on_sigterm
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -53,7 +53,7 @@ def chosen_plan(options: argparse.Namespace) -> Plan:
 
 def main() -> None:
     options = arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was measured is written first
+    exit_on_sigterm()
     plan, results = chosen_plan(options), Results()
     if options.quick:
         results.notes.append(

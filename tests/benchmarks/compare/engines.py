@@ -79,6 +79,8 @@ class Engines:
         """`genbatch serve` in that mode."""
         name = f"genbatch {mode} served"
         flags = [*MODES[mode], "--n-parallel", str(N_PARALLEL), "--n-ctx", str(N_CTX), "--n-gpu-layers", "0"]
+        # The peers have no deadlines: however slow the machine is, nobody's answers are cut short.
+        flags += ["--default-deadline-s", "0"]
         return self._start(name, lambda: ServiceProcess(name, self._address(name), flags))
 
     def llama(self, variant: LlamaVariant, n_slots: int = N_PARALLEL, n_ctx_seq: int = N_CTX_SEQ) -> EngineProcess:

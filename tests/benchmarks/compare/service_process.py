@@ -9,6 +9,7 @@ from genbatch.clients import ZeroMQClient
 from genbatch.proto.errors import Unavailable
 from tests.benchmarks.compare.engine_process import EngineFailed
 from tests.benchmarks.compare.process_group import ProcessGroup
+from tests.benchmarks.compare.sigterm import run_trio
 
 _START_S = 180.0
 _GENBATCH = "from genbatch.clients.cli.main import main; main()"
@@ -28,7 +29,7 @@ class ServiceProcess(ProcessGroup):
         self.name = name
         self.address = address
         try:
-            trio.run(self._answers)
+            run_trio(self._answers)
         except BaseException:
             self.close()
             raise

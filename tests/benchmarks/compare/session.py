@@ -5,8 +5,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import trio
-
 from genbatch.clients import ZeroMQClient
 from genbatch.clients.bench.arrivals import arrival_times
 from genbatch.clients.bench.load import Load
@@ -18,6 +16,7 @@ from tests.benchmarks.compare.engines import Engines, LlamaVariant
 from tests.benchmarks.compare.measured import Results
 from tests.benchmarks.compare.plan import Plan
 from tests.benchmarks.compare.service_process import ServiceProcess
+from tests.benchmarks.compare.sigterm import run_trio
 
 VOCAB_SIZE = 49152
 PREFILL_PROMPTS, PREFILL_LENGTH = 4, 512
@@ -102,7 +101,7 @@ class Session:
             return summary(run) | (disturbance(run.times) if waits else {})
 
         with engine.running():
-            figures = trio.run(send)
+            figures = run_trio(send)
         if figures["failed"]:
             raise RuntimeError(f"{load.name}, {engine.name}: {figures['failed']}")
         if keep:
