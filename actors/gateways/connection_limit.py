@@ -40,6 +40,15 @@ class Seat:
         """The client has said who it is, or at least something that makes sense: it is pushed out no longer."""
         self._newcomers.pop(self, None)
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """For as long as the body runs the client is not pushed out; then its silence begins anew."""
+        self.settle()
+        try:
+            yield
+        finally:
+            self._newcomers[self] = None
+
 
 class ConnectionLimit:
     """Who comes when all seats are taken pushes out the one that has said nothing for longest.

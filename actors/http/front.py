@@ -1,6 +1,7 @@
 """Front: what every HTTP request passes before it reaches an endpoint.
 
-Who asks (host, origin, token) is settled by the headers; then the body is read whole, within bounds. An endpoint finds
+Who asks (host, origin, token) is settled by the headers; then the body is read whole, within bounds. From then on its
+connection is not pushed out by others, until it is answered. An endpoint finds
 `caller` and `body` in the scope's state, and what it receives after that is only ever that the client has gone.
 """
 
@@ -12,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genbatch.actors.gateways.bind_policy import is_loopback
+from genbatch.actors.gateways.connection_limit import Seat
 from genbatch.actors.gateways.token_file import bearer_token
 from genbatch.actors.http.api_error import Refusal, api_response
 from genbatch.actors.http.service_calls import HTTPCaller
@@ -58,8 +60,10 @@ class Front:
         except GenbatchError as error:
             await _refuse(error, scope, receive, send)
             return
+        seat: Seat = scope["state"]["seat"]
         scope["state"] = {"caller": caller, "body": body}
-        await self._app(scope, receive, send)
+        with seat.busy():
+            await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> HTTPCaller:
         """Raises:

@@ -20,7 +20,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from genbatch.actors.gateways.bind_policy import check_bind
-from genbatch.actors.gateways.connection_limit import max_connections
+from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.errors import AddressError
 from genbatch.actors.gateways.security import Security
@@ -60,7 +60,7 @@ class HTTPGateway:
         self.address = address.url(tls=self._tls is not None)
         self._open_calls = OpenCalls()
         self._streams: set[BoundedStream] = set()
-        self._max_connections = max_connections()
+        self._limit = ConnectionLimit(max_connections())
         self._context = WorkerContext(None)
         self._config = _config()
         app = make_app(
@@ -124,16 +124,18 @@ class HTTPGateway:
 
     async def _serve(self, connection: trio.SocketStream) -> None:
         """One connection's life."""
-        if len(self._streams) >= self._max_connections:
-            return  # and it is closed
         bounded = BoundedStream(connection)
         self._streams.add(bounded)
         try:
-            stream = bounded if self._tls is None else self._encrypted(bounded, self._tls)
-            state = ConnectionState({})
-            async with background() as nursery:
-                nursery.start_soon(_end_closed, bounded, nursery.cancel_scope)
-                await TCPServer(self._app, self._config, self._context, state, stream)  # type: ignore[arg-type]
+            # Pushed out while none of its requests is under way.
+            with trio.CancelScope() as scope, self._limit.seat(scope.cancel) as seat:
+                if seat.is_refused:
+                    return  # and it is closed
+                stream = bounded if self._tls is None else self._encrypted(bounded, self._tls)
+                state = ConnectionState({"seat": seat})  # for Front
+                async with background() as nursery:
+                    nursery.start_soon(_end_closed, bounded, nursery.cancel_scope)
+                    await TCPServer(self._app, self._config, self._context, state, stream)  # type: ignore[arg-type]
         except Exception:
             # What one client brought about must not end the others.
             logger.exception("a connection failed")

@@ -34,6 +34,21 @@ def test_a_newcomer_among_the_settled_is_refused() -> None:
         assert not seat.is_refused
 
 
+def test_who_was_busy_is_a_newcomer_again_and_the_last_to_go() -> None:
+    limit = ConnectionLimit(2)
+    pushed: list[int] = []
+    with ExitStack() as stack:
+        first, _ = (stack.enter_context(limit.seat(partial(pushed.append, index))) for index in range(2))
+        with first.busy():
+            stack.enter_context(limit.seat(partial(pushed.append, 2)))
+            stack.enter_context(limit.seat(partial(pushed.append, 3)))
+            assert pushed == [1, 2]
+        stack.enter_context(limit.seat(pytest.fail))
+        assert pushed == [1, 2, 3]
+        stack.enter_context(limit.seat(pytest.fail))
+        assert pushed == [1, 2, 3, 0]
+
+
 @pytest.mark.parametrize(("soft", "most"), [(1024, 256), (10**6, 4096), (3, 1), (resource.RLIM_INFINITY, 4096)])
 def test_a_gateway_takes_a_share_of_the_descriptors(monkeypatch: pytest.MonkeyPatch, soft: int, most: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))

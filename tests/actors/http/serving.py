@@ -13,7 +13,7 @@ from genbatch.actors.gateways.security import Security
 from genbatch.actors.http.http_address import parse_http_address
 from genbatch.actors.http.http_gateway import HTTPGateway
 from genbatch.actors.runtime.genserver import ActorRef, start
-from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class ServedHTTP:
 async def served_http(
     security: Security | None = None, batcher: ScriptedBatcher | None = None
 ) -> AsyncIterator[ServedHTTP]:
-    """Runs all of them for as long as the body runs; half a minute at most, so that no test hangs."""
+    """Runs all of them for as long as the body runs; PATIENCE_S at most, so that no test hangs."""
     batcher = batcher or ScriptedBatcher()
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             ref = await start(nursery, batcher)
             gateway = HTTPGateway(Dispatcher(ref), parse_http_address(":0"), security)
@@ -51,6 +51,6 @@ async def served_http(
                     await gateway.run(task_status=task_status)
 
             address = await nursery.start(run)
-            async with httpx2.AsyncClient(base_url=address, trust_env=False, timeout=20) as client:
+            async with httpx2.AsyncClient(base_url=address, trust_env=False, timeout=PATIENCE_S) as client:
                 yield ServedHTTP(batcher, ref, gateway, scope, client)
             nursery.cancel_scope.cancel()

@@ -4,6 +4,7 @@ import json
 import shutil
 import ssl
 import subprocess
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from genbatch.actors.http.bounded_stream import BoundedStream
 from genbatch.actors.http.extra import check_http
 from genbatch.nif.errors import OptionError
 from genbatch.proto.service_messages import Health
-from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 from tests.actors.http.serving import served_http
 
 USER = [{"role": "user", "content": "x"}]
@@ -235,7 +236,8 @@ async def test_a_certificate_makes_it_https(certificate: tuple[Path, Path]) -> N
     trusting = ssl.create_default_context(cafile=certificate[0])
     async with served_http(Security(tls=server_context(*certificate))) as served:
         assert served.gateway.address.startswith("https://127.0.0.1:")
-        async with httpx2.AsyncClient(base_url=served.gateway.address, verify=trusting, trust_env=False) as client:
+        options: Any = {"verify": trusting, "trust_env": False, "timeout": PATIENCE_S}
+        async with httpx2.AsyncClient(base_url=served.gateway.address, **options) as client:
             body = {"prompt": "over there", "stream": True}
             response = await client.post(COMPLETION, json=body)
             assert response.text.endswith("data: [DONE]\n\n")
@@ -377,7 +379,7 @@ async def test_a_stop_of_the_gateway_ends_streams_with_a_word() -> None:
 async def test_a_reader_that_falls_too_far_behind_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_queue, "MAX_WAITING", 64)
     # Longer than the test: it is not the connection's own patience that ends this.
-    monkeypatch.setattr(http_gateway, "BoundedStream", partial(BoundedStream, stalled_s=60.0))
+    monkeypatch.setattr(http_gateway, "BoundedStream", partial(BoundedStream, stalled_s=3600.0))
     async with served_http() as served:
         body = json.dumps({"prompt": "hold", "stream": True}).encode()
         head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -405,13 +407,72 @@ async def test_a_peer_that_does_not_read_is_cut_off(autojump_clock: trio.testing
 
 
 @pytest.mark.trio
-async def test_more_connections_than_allowed_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_connections_than_allowed_are_closed_while_each_has_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_gateway, "max_connections", lambda: 1)
-    async with served_http() as served:
-        assert (await served.client.get("/health")).status_code == 200
+    async with served_http() as served, trio.open_nursery() as nursery:
+        answers: list[int] = []
+
+        async def complete() -> None:
+            answers.append((await served.complete("hold")).status_code)
+
+        nursery.start_soon(complete)
+        held = await served.batcher.arrival("hold")
         async with await trio.open_tcp_stream("127.0.0.1", served.port) as second:
             assert await second.receive_some() == b""
-        assert (await served.client.get("/health")).status_code == 200
+        assert not answers
+        held.finish()
+    assert answers == [200]
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.trio
+async def test_a_newcomer_pushes_out_the_connection_that_has_been_without_a_request_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_gateway, "max_connections", lambda: 3)
+    async with served_http() as served, AsyncExitStack() as stack:
+
+        async def connect() -> trio.SocketStream:
+            before = served.gateway.num_connections
+            stream = await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", served.port))
+            while served.gateway.num_connections == before:
+                await trio.lowlevel.checkpoint()
+            return stream
+
+        async def answers(stream: trio.SocketStream) -> bool:
+            await stream.send_all(GET)
+            answer = b""
+            while not answer.endswith(b"}"):
+                part = await stream.receive_some()
+                assert part, "closed in the place of an answer"
+                answer += part
+            await trio.testing.wait_all_tasks_blocked()  # the request has ended over there, too
+            return answer.startswith(b"HTTP/1.1 200")
+
+        async def is_closed(stream: trio.SocketStream) -> bool:
+            try:
+                return not await stream.receive_some()
+            except trio.BrokenResourceError:  # before all that was sent had been read
+                return True
+
+        spoke, half, silent = [await connect() for _ in range(3)]
+        assert await answers(spoke)  # so it is the one that was silent for the shortest time
+        await half.send_all(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        fourth = await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", served.port))
+        assert await is_closed(half)
+        assert await answers(fourth)
+        assert await answers(silent)
+        assert await answers(spoke)
+        # Whoever has had an answer is as silent as the others.
+        for _ in range(3):
+            stream = await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", served.port))
+            assert await answers(stream)
+        for stream in (fourth, silent, spoke):
+            assert await is_closed(stream)
 
 
 def test_other_machines_get_in_only_past_tokens_and_tls() -> None:

@@ -18,6 +18,9 @@ from genbatch.actors.service import Service, open_service
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.nif.engine import EngineOptions
 from genbatch.proto.messages import GenerateRequest, Message, Result
+from tests.actors import holding_scheduler
+from tests.actors.gateways.scripted_batcher import PATIENCE_S
+from tests.actors.holding_scheduler import ENDLESS
 
 # The client leaves its own generators as they are when a stream says that it is done.
 pytestmark = pytest.mark.filterwarnings("ignore:Async generator '(httpx2|openai|httpcore2).* was garbage collected")
@@ -36,7 +39,7 @@ def serve(tiny_model_dir: Callable[[str], Path]) -> Any:
     async def running(*, tokens: str | None = None, **options: Any) -> AsyncIterator[Service]:
         engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
         batcher = BatcherOptions(batch_timeout=1.0, **options)
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE_S):
             async with open_service(engine, batcher, ServiceOptions(http=":0", tokens=tokens)) as service:
                 yield service
 
@@ -199,7 +202,8 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(serve: Any) -
 async def test_errors_are_raised_as_the_clients_own_types(serve: Any, tmp_path: Path) -> None:
     store = KeyStore(tmp_path)
     token = store.new_token("alice")
-    async with serve(tokens=str(store.tokens), n_parallel=1, max_queue=1) as service:
+    options: dict[str, Any] = {"n_parallel": 1, "max_queue": 1, "scheduler": holding_scheduler.NAME}
+    async with serve(tokens=str(store.tokens), **options) as service:
         async with connect(service) as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
@@ -217,7 +221,7 @@ async def test_errors_are_raised_as_the_clients_own_types(serve: Any, tmp_path: 
             with pytest.raises(openai.BadRequestError) as long:
                 await client.completions.create(model=model, prompt="a" * 4000)
             assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
-            endless: Any = {"model": model, "prompt": "go", "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+            endless: Any = {"model": model, "prompt": "go", "max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}}
             async with await client.completions.create(**endless, stream=True) as stream:
                 await anext(aiter(stream))
                 with trio.CancelScope() as scope:
@@ -237,9 +241,10 @@ async def test_errors_are_raised_as_the_clients_own_types(serve: Any, tmp_path: 
 @pytest.mark.trio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_its_sequence(serve: Any, stream: bool) -> None:
-    async with serve() as service, connect(service) as client:
+    async with serve(scheduler=holding_scheduler.NAME) as service, connect(service) as client:
         model = (await client.models.list()).data[0].id
-        params: Any = {"model": model, "prompt": "go", "max_tokens": 240, "n": 8, "extra_body": {"ignore_eos": True}}
+        params: Any = {"model": model, "prompt": "go", "max_tokens": ENDLESS, "n": 8}
+        params["extra_body"] = {"ignore_eos": True}
         if stream:
             async with await client.completions.create(**params, stream=True) as chunks:
                 async for _ in chunks:

@@ -17,7 +17,7 @@ from genbatch.actors.runtime.genserver import From
 from genbatch.actors.service import Service, open_service
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.nif.engine import EngineOptions
-from tests.actors.gateways.scripted_batcher import Held, ScriptedBatcher
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, Held, ScriptedBatcher
 from tests.actors.http.chromium import find_chromium, open_page
 from tests.actors.http.serving import served_http
 
@@ -53,7 +53,7 @@ async def test_the_page_streams_prompts_side_by_side_and_stops_them(
     engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
     options = ServiceOptions(http=":0", tokens=str(store.tokens))
     batcher = BatcherOptions(batch_timeout=1.0, n_parallel=4)
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE_S):
         async with (
             open_service(engine, batcher, options) as service,
             open_page(service.addresses[0], tmp_path) as page,
