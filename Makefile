@@ -39,7 +39,7 @@ fuzz: $(VENV)/.test
 	@$(PIP) install -e ".[fuzz]"
 	nice -n 19 $(BIN)/python tests/fuzz/fuzz.py --minutes $(MINUTES)
 
-# The whole service in simulated time, with faults drawn by seed: make sim SEEDS=10000
+# The whole service in simulated time, with faults drawn by seed, on every core: make sim SEEDS=10000
 SEEDS ?= 1000
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

@@ -51,11 +51,17 @@ _HISTOGRAMS = {
     "request_generation_tokens": "Tokens that an ended request has generated.",
     "iteration_tokens_total": "Tokens in a forward pass.",
 }
+# Of a service whose engine is another process; there while it is down, too.
+_GATEWAY_COUNTERS = {
+    "engine_restarts": ("engine_restarts", "Engines started in the place of one that had died."),
+    "requests_replayed": ("requests_replayed", "Requests that were run again on another engine."),
+    "requests_lost": ("requests_lost", "Requests that ended with their engine."),
+}
 _LABEL = "model_name"
 
 
 def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:
-    """The exposition of a `GetStats` reply, and its content type."""
+    """The exposition of a `GetStats` reply, and its content type; of one without an engine the gateway's part."""
     registry = CollectorRegistry()
     registry.register(_StatsCollector(stats))
     return generate_latest(registry), CONTENT_TYPE_LATEST
@@ -66,18 +72,23 @@ class _StatsCollector(Collector):
 
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats
-        self._model = str(stats["model"])
+        self._model = str(stats.get("model", ""))
 
     def collect(self) -> Iterator[Metric]:
+        state = self._stats.get("engine")  # none where the engine is a thread
+        if state is not None:
+            yield _gauge("engine_up", "Whether there is an engine, 0 or 1.", self._model, state == "up")
+            yield from self._counters(_GATEWAY_COUNTERS)
+        if state != "down":
+            yield from self._engine()
+
+    def _engine(self) -> Iterator[Metric]:
         stats, model = self._stats, self._model
         usage = stats["kv_blocks_used"] / stats["kv_blocks_max"]
         yield _gauge("kv_cache_usage_perc", "Share of the KV blocks that are held, 0 to 1.", model, usage)
         for name, (key, text) in _GAUGES.items():
             yield _gauge(name, text, model, stats[key])
-        for name, (key, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=[_LABEL])
-            counter.add_metric([model], stats[key])
-            yield counter
+        yield from self._counters(_COUNTERS)
         for name, (key, label, text) in _LABELLED_COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, text, labels=[_LABEL, label])
             for value, count in stats[key].items():
@@ -85,6 +96,12 @@ class _StatsCollector(Collector):
             yield counter
         for name, text in _HISTOGRAMS.items():
             yield _histogram(name, text, model, stats["histograms"][name])
+
+    def _counters(self, families: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
+        for name, (key, text) in families.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=[_LABEL])
+            counter.add_metric([self._model], self._stats[key])
+            yield counter
 
 
 def _gauge(name: str, text: str, model: str, value: float) -> GaugeMetricFamily:

@@ -7,7 +7,7 @@ import outcome
 
 from genbatch.clients.errors import StreamNotEnded
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import Token
+from genbatch.proto.messages import Result, Token
 
 
 class CallResult:
@@ -45,6 +45,17 @@ class CallResult:
             case outcome.Error(error):
                 raise error
         raise StreamNotEnded
+
+    @property
+    def result(self) -> Result:
+        """What a stream ended with.
+
+        Raises:
+            GenbatchError: the error that ended it.
+            StreamNotEnded: it has not ended.
+        """
+        result: Result = self.unwrap()
+        return result
 
     def changed(self) -> None:
         """Called after a token or the final came."""

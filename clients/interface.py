@@ -70,7 +70,7 @@ class Client(Protocol):
         """
 
     async def stats(self) -> dict[str, Any]:
-        """The service's counters."""
+        """The service's counters; while its engine is down (`engine` says so) only those of the gateway."""
 
     async def tokenize(
         self,

@@ -45,6 +45,7 @@ class RemoteClient(ServiceCalls):
         self.retry = retry or Retry()
         self._transport = transport
         self._calls = RPCCalls()
+        self._unsent: set[int] = set()  # calls that wait for a connection
         self._is_open = False
         self._last_heard = 0.0
         self._tasks: trio.Nursery
@@ -147,11 +148,13 @@ class RemoteClient(ServiceCalls):
             raise ClientClosed
         msgid, request = self._calls.open(method, params, call, read, options)
         is_sent = False
+        self._unsent.add(msgid)
         try:
             with trio.move_on_after(self.timeout):
                 await self._transport.send([self._calls.heartbeat(LEASE_S), request])
                 is_sent = True
         finally:
+            self._unsent.remove(msgid)
             if not is_sent:
                 self._calls.close(msgid)
         if not is_sent:
@@ -191,6 +194,9 @@ class RemoteClient(ServiceCalls):
                 self._transport.try_send(self._calls.heartbeat(LEASE_S))
 
     def _fail_all(self, error: GenbatchError) -> None:
-        """Ends all calls: what was asked over a connection that is lost will not be answered over the next one."""
-        for cancel in self._calls.fail_all(error):
+        """Ends all calls: what was asked over a connection that is lost will not be answered over the next one.
+
+        What has not been asked yet will be.
+        """
+        for cancel in self._calls.fail_all(error, spared=self._unsent):
             self._transport.try_send(cancel)  # if it can be sent at all; a service that hears nothing ends them itself

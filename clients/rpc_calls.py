@@ -1,6 +1,6 @@
 """RPCCalls: a client's open calls over one connection: bytes in, tokens and finals to whoever waits. No sockets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from genbatch.clients.call_result import CallResult
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage
@@ -64,10 +64,10 @@ class RPCCalls:
         except (FrameTooLarge, MalformedMessage) as fault:
             self.fail_all(fault)
 
-    def fail_all(self, error: GenbatchError) -> list[bytes]:
-        """Ends every open call with `error`; returns the messages that cancel them."""
+    def fail_all(self, error: GenbatchError, *, spared: Container[int] = ()) -> list[bytes]:
+        """Ends every open call but those `spared` with `error`; returns the messages that cancel them."""
         cancels = []
-        for msgid in list(self._results):
+        for msgid in [msgid for msgid in self._results if msgid not in spared]:
             self._results[msgid].fail(error)
             cancel = self.close(msgid)
             if cancel is not None:

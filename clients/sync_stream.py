@@ -5,7 +5,7 @@ from typing import Any
 
 from genbatch.clients.call_result import CallResult
 from genbatch.clients.retry import Retry
-from genbatch.proto.messages import Result, Token
+from genbatch.proto.messages import Token
 
 
 class SyncTokenStream(CallResult):
@@ -55,17 +55,6 @@ class SyncTokenStream(CallResult):
                 self._grant(self._num_read)
             self._num_read = 0
         return self.tokens.popleft()
-
-    @property
-    def result(self) -> Result:
-        """What the stream ended with.
-
-        Raises:
-            GenbatchError: the error that ended it.
-            StreamNotEnded: it has not ended.
-        """
-        result: Result = self.unwrap()
-        return result
 
     def ended(self) -> Any:
         """Waits for the final, whatever tokens come before it, and returns or raises it."""

@@ -6,12 +6,15 @@ from contextlib import suppress
 import zmq
 
 from genbatch.actors.gateways.zeromq_socket import set_defaults
-from genbatch.clients.zeromq_keys import CONNECTION_EVENTS, load_client_keys, no_answer, read_refusal
+from genbatch.clients.zeromq_keys import (
+    CONNECTION_EVENTS,
+    LINGER_MS,
+    load_client_keys,
+    no_answer,
+    read_refusal,
+    socket_options,
+)
 from genbatch.proto.errors import Unauthenticated, Unavailable
-from genbatch.proto.limits import RESPONSE_LIMITS
-
-# Milliseconds in which the last cancellations may leave.
-LINGER_MS = 500
 
 
 class SyncZeroMQTransport:
@@ -38,11 +41,7 @@ class SyncZeroMQTransport:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         set_defaults(self._socket)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, RESPONSE_LIMITS.max_bytes)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # as much as we asked for; a full queue would cut the connection off
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a service that may never come
-        self._socket.setsockopt(zmq.IPV6, int(self.address.startswith("tcp://[")))
-        for option, value in () if self._keys is None else self._keys.options():
+        for option, value in socket_options(self.address, self._keys):
             self._socket.setsockopt(option, value)
         self._monitor = self._socket.get_monitor_socket(CONNECTION_EVENTS)
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from genbatch.clients.call_result import CallResult
-from genbatch.proto.messages import Result, Token
+from genbatch.proto.messages import Token
 
 
 class TokenStream(CallResult):
@@ -36,17 +36,6 @@ class TokenStream(CallResult):
             return self.tokens.popleft()
         self.unwrap()
         raise StopAsyncIteration
-
-    @property
-    def result(self) -> Result:
-        """What the stream ended with.
-
-        Raises:
-            GenbatchError: the error that ended it.
-            StreamNotEnded: it has not ended.
-        """
-        result: Result = self.unwrap()
-        return result
 
     async def ended(self) -> Any:
         """Waits for the final, whatever tokens come before it, and returns or raises it."""

@@ -1,12 +1,20 @@
-"""A ZeroMQ client's keys, and what a service that does not let it in says; the same with an event loop and without."""
+"""A ZeroMQ client's socket: its options and keys, and what a service that does not let it in says.
+
+The same with an event loop and without.
+"""
 
 import struct
+from collections.abc import Iterator
+from typing import Any
 
 import zmq
 
 from genbatch.actors.gateways.curve_keys import ClientKeys
 from genbatch.proto.errors import Unauthenticated
+from genbatch.proto.limits import RESPONSE_LIMITS
 
+# Milliseconds in which the last cancellations may leave.
+LINGER_MS = 500
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 # What a client listens for beside its messages: the end of a connection, and a service that shuts the door.
 CONNECTION_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSALS
@@ -25,6 +33,16 @@ def load_client_keys(client_key: str | None, server_key: str | None) -> ClientKe
     if server_key is not None:
         raise ValueError("server_key without client_key: a service that has keys wants the client's too")
     return None
+
+
+def socket_options(address: str, keys: ClientKeys | None) -> Iterator[tuple[int, Any]]:
+    """What a DEALER is set to before it connects, beside what every socket is."""
+    yield zmq.MAXMSGSIZE, RESPONSE_LIMITS.max_bytes
+    yield zmq.RCVHWM, 0  # as much as we asked for; a full queue would cut the connection off
+    yield zmq.IMMEDIATE, 1  # nothing is queued for a service that may never come
+    yield zmq.IPV6, int(address.startswith("tcp://["))
+    if keys is not None:
+        yield from keys.options()
 
 
 def read_refusal(event: bytes, address: str, *, has_keys: bool) -> Unauthenticated | None:

@@ -7,13 +7,17 @@ import zmq
 
 from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, monitored, open_socket
 from genbatch.clients.transport import OnLost, OnMessage
-from genbatch.clients.zeromq_keys import CONNECTION_EVENTS, load_client_keys, no_answer, read_refusal
+from genbatch.clients.zeromq_keys import (
+    CONNECTION_EVENTS,
+    LINGER_MS,
+    load_client_keys,
+    no_answer,
+    read_refusal,
+    socket_options,
+)
 from genbatch.proto.errors import Unauthenticated, Unavailable
-from genbatch.proto.limits import RESPONSE_LIMITS
 
 MESSAGES_PER_TURN = 64
-# Milliseconds in which the last cancellations may leave.
-LINGER_MS = 500
 
 
 class ZeroMQTransport:
@@ -39,7 +43,8 @@ class ZeroMQTransport:
     ) -> None:
         """See `Transport.run`."""
         async with open_socket(zmq.DEALER, linger_ms=LINGER_MS) as socket:
-            self._set_up(socket)
+            for option, value in socket_options(self.address, self._keys):
+                socket.set(option, value)
             async with monitored(socket, CONNECTION_EVENTS) as monitor:
                 try:
                     socket.connect(self.address)
@@ -76,16 +81,6 @@ class ZeroMQTransport:
     def no_answer(self, timeout: float) -> str:
         """See `Transport.no_answer`."""
         return no_answer(self.address, timeout, has_keys=self._keys is not None)
-
-    def _set_up(self, socket: ZeroMQSocket) -> None:
-        socket.set(zmq.MAXMSGSIZE, RESPONSE_LIMITS.max_bytes)
-        socket.set(zmq.RCVHWM, 0)  # as much as we asked for; a full queue would cut the connection off
-        socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a service that may never come
-        if self.address.startswith("tcp://["):
-            socket.set(zmq.IPV6, 1)
-        if self._keys is not None:
-            for option, value in self._keys.options():
-                socket.set(option, value)
 
     async def _notice_disconnection(self, monitor: ZeroMQSocket, on_lost: OnLost) -> None:
         while True:

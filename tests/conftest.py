@@ -24,8 +24,12 @@ else:
 
 from genbatch.nif.models.model import Model, load_model
 
-# For `make long`: a million steps of the state machines.
-hypothesis.settings.register_profile("long", max_examples=28_000)
+# How long an example takes is the machine's affair. The same examples in every run: what passed once passes everywhere.
+PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("same", PATIENT, derandomize=True)
+hypothesis.settings.load_profile("same")
+# For `make long`: a million steps of the state machines, others in every run.
+hypothesis.settings.register_profile("long", PATIENT, derandomize=False, max_examples=28_000)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ def run(example: str) -> str:
         [sys.executable, "-W", "error::ResourceWarning", "-c", example],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env=ENVIRONMENT,
         check=False,
     )
@@ -54,7 +54,7 @@ def served(address: str, *flags: str) -> Iterator[list[str]]:
         yield printed
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
         assert process.returncode == 0
 
 

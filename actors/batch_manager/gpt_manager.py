@@ -34,7 +34,7 @@ from genbatch.actors.batch_manager.gpt_iterations import (
     SendResponseCallback,
 )
 from genbatch.actors.batch_manager.gpt_manager_params import BuildConfig, TrtGptModelOptionalParams
-from genbatch.actors.batching.batcher import Batcher
+from genbatch.actors.batching.paced_batcher import PacedBatcher
 from genbatch.actors.runtime.genserver import start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
@@ -142,7 +142,7 @@ class GptManager:
 
     async def _main(self) -> None:
         engine = self._engine
-        batcher = Batcher(
+        batcher = PacedBatcher(
             partial(
                 engine.engine.open_context,
                 n_parallel=engine.options.n_parallel,
@@ -150,7 +150,6 @@ class GptManager:
                 n_batch=engine.options.max_batch_tokens,
             ),
             engine.options,
-            paced=True,
         )
         async with trio.open_nursery() as nursery:
             ref = await start(nursery, batcher, name="batcher", mailbox_size=MAILBOX_SIZE, shutdown_s=SHUTDOWN_S)

@@ -3,7 +3,7 @@
     batcher = await start(nursery, Batcher(open_context, options), name="batcher")
     result = await batcher.call(Generate(GenerateRequest(prompt="Hello", max_tokens=8)), timeout=None)
 
-A request's way: `handle_call` validates it and holds the reply; an idle Batcher waits for `batch_size` requests or
+A request's way: its arrival (arrivals.py) lets it into the queue; an idle Batcher waits for `batch_size` requests or
 `batch_timeout`; then ticks follow one another until nothing is left. A tick has four phases:
 
     finish   sequences whose caller is gone or whose deadline passed give their slot and blocks back
@@ -18,13 +18,11 @@ only between two steps or on the worker.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
-import outcome
 import trio
 
-from genbatch.actors.batching.admission import Load
+from genbatch.actors.batching.arrivals import INLINE_PROMPT_CHARS, Arrivals, Encoded
 from genbatch.actors.batching.batcher_messages import (
     Detokenize,
     Drain,
@@ -37,18 +35,16 @@ from genbatch.actors.batching.batcher_messages import (
     Tokenize,
 )
 from genbatch.actors.batching.batcher_stats import BatcherStats
-from genbatch.actors.batching.draining import Draining
+from genbatch.actors.batching.draining import Draining, DrainOver
 from genbatch.actors.batching.fair_share import FairShare
 from genbatch.actors.batching.grammars import Compiled, Grammars, Prepared
 from genbatch.actors.batching.held_prompts import HeldPrompts
 from genbatch.actors.batching.intake import Intake
-from genbatch.actors.batching.iteration import Interrupt, Iterate
 from genbatch.actors.batching.journal import Journal
 from genbatch.actors.batching.kv_view import KVView
 from genbatch.actors.batching.model_card import model_card
 from genbatch.actors.batching.open_requests import OpenRequests
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.batching.pace import Pace
 from genbatch.actors.batching.planner import Planner
 from genbatch.actors.batching.prompt_sharing import PromptSharing
 from genbatch.actors.batching.request import Request
@@ -64,40 +60,18 @@ from genbatch.actors.batching.swap import Swap
 from genbatch.actors.batching.text_calls import TextCalls
 from genbatch.actors.recording.flight import Flight
 from genbatch.actors.recording.recorder import open_flight
-from genbatch.actors.runtime.genserver import NOREPLY, Down, From, GenServer, Reason, Timer, reply_error
+from genbatch.actors.runtime.genserver import NOREPLY, Down, From, GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 from genbatch.nif.context import Context
-from genbatch.nif.errors import OptionError
-from genbatch.proto.errors import (
-    EngineError,
-    GenbatchError,
-    PromptTooLong,
-    Unavailable,
-)
-from genbatch.proto.grammar import grammar_of
+from genbatch.proto.errors import PromptTooLong, Unavailable
 from genbatch.proto.service_messages import Health, Models
-
-# Prompts with more characters than this are tokenized off the event loop.
-INLINE_PROMPT_CHARS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
     """The accumulation window is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainOver:
-    """The time that a `Drain` call gave is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A long prompt has been tokenized."""
-
-    request: Request
-    tokens: outcome.Outcome[list[int]]
 
 
 class Batcher(GenServer):
@@ -106,32 +80,26 @@ class Batcher(GenServer):
     Args:
         open_context: makes the context; runs once, on the worker thread.
         options: see BatcherOptions.
-        paced: whether it evaluates only while an `Iterate` call waits, instead of as soon as there is work.
         open_worker: makes its threads; a simulation has none.
     """
+
+    arrivals_type = Arrivals  # a replay has others
 
     def __init__(
         self,
         open_context: Callable[[], Context],
         options: BatcherOptions | None = None,
         *,
-        paced: bool = False,
         open_worker: Callable[[str], Worker] = Worker,
     ) -> None:
         self.options = options or BatcherOptions()
-        self.paced = paced
         self.stats = BatcherStats()
         self._open_context = open_context
         self._open_worker = open_worker
-        self._encoding = 0  # requests whose prompt or grammar is with its thread
         self._stepping = False  # whether the context is in use by its thread
         self._window: Timer | None = None
-        self._pace: Pace | None = None  # the iteration that a paced Batcher was asked for
-        self._draining: Draining | None = None
-        self._numbers = count(1)
-        self._runs_ahead = self.options.async_batching and not paced and self.options.record is None
-        if paced and self.options.record is not None:
-            raise OptionError("record", "a Batcher that evaluates on demand is not recorded")
+        self._draining = Draining(lambda: len(self.requests), self.send_after)
+        self._runs_ahead = self.options.async_batching and self.options.record is None
 
     # Callbacks
 
@@ -149,7 +117,7 @@ class Batcher(GenServer):
         self._flight.began()
         match request:
             case Generate():
-                self._receive(request, from_)
+                self.arrivals.take(request, from_)
                 return NOREPLY
             case GetStats():
                 return self._stats()
@@ -167,16 +135,9 @@ class Batcher(GenServer):
                 self._tick_when_idle()
                 return NOREPLY
             case Drain(timeout_s):
-                self._drain(timeout_s, from_)
+                self._flight.draining(timeout_s)
+                self._draining.ask(from_, timeout_s)
                 return NOREPLY
-            case Iterate():
-                assert self.paced and self._pace is None, "one iteration at a time, of a paced Batcher"
-                self._pace = Pace(from_, request.sit_out, self.stats.generation_tokens)
-                self._tick()
-                return NOREPLY
-            case Interrupt():
-                self._interrupt(request)
-                return None
             case _:
                 raise TypeError(f"the Batcher has no call {type(request).__name__}")
 
@@ -197,13 +158,9 @@ class Batcher(GenServer):
                     request.abandoned = "cancelled"
                     self._end_abandoned()
             case Encoded():
-                self._encoding -= 1
-                if message.request in self.requests:  # else its caller left meanwhile
-                    self._encoded(message.request, message.tokens)
+                self.arrivals.encoded(message)
             case Compiled():
-                self._encoding -= 1
-                if message.request in self.requests:
-                    self._compiled(message)
+                self.arrivals.compiled(message)
             case SessionEnded():
                 self._stepping = False
                 message.end()
@@ -245,10 +202,25 @@ class Batcher(GenServer):
         self._flight = self._open_flight()
         now = self._flight.now
         self.slots = Slots(self.ctx, self.held, self.swap, in_turn, self.options.n_parallel, self.journal, now)
-        self.requests = OpenRequests(self.slots, fair, self.journal, self._ended, now)
+        self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
         self.commit = StepCommit(self.ctx, self.requests, self.journal)
         self.planner = Planner(self.options, KVView(self.ctx.kv), self.slots, self.held)
         self.sharing = PromptSharing(self.intake, self.held, self.slots)
+        self.arrivals = self.arrivals_type(
+            options=self.options,
+            draining=self._draining,
+            intake=self.intake,
+            grammars=self.grammars,
+            worker=self._tokenizing,
+            slots=self.slots,
+            requests=self.requests,
+            journal=self.journal,
+            flight=self._flight,
+            watch=self._watch,
+            monitor=self.monitor,
+            send=lambda message: self.ref.info(message, control=True),
+            on_ready=self._enqueue,
+        )
         self.stepper = Stepper(
             worker=self._worker,
             ctx=self.ctx,
@@ -279,113 +251,23 @@ class Batcher(GenServer):
         await self._tokenizing.close()
         await self._worker.close()
 
-    # Receiving
+    # The tick
 
-    def _receive(self, message: Generate, from_: From[Any]) -> None:
-        wanted = message.request
-        try:
-            if self._draining is not None:
-                raise Unavailable("the service is draining: it takes no new requests")
-            self.intake.check(wanted)
-            self.intake.check_beams(message.beam_width, wanted)
-            deadline_s = self._admit(message)
-        except GenbatchError as error:
-            self.journal.refused(message, error)
-            reply_error(from_, error)
-            return
-        now = self._flight.now()
-        request = Request(
-            number=next(self._numbers),
-            wanted=wanted,
-            from_=from_,
-            monitor=self.monitor(from_),
-            on_token=message.on_token,
-            client=message.client,
-            request_id=self.journal.request_id(message),
-            accepted_at=now,
-            tag=message.tag,
-            beam_width=message.beam_width,
-            keep=message.keep,
-            grammar=grammar_of(wanted),
-            expires_at=None if deadline_s is None else now + deadline_s,
-        )
-        if not self.requests:
-            self._watch.restart(now)
-        self.requests.add(request)
-        self._flight.arrived(request, message, deadline_s)
-        if request.grammar is None:
-            self._encode(request)
-        else:
-            self._encoding += 1
-            self.grammars.compile(request)
-
-    def _compiled(self, message: Compiled) -> None:
-        if isinstance(message.constraints, outcome.Error):
-            self._encoded(message.request, message.constraints)
-            return
-        message.request.constraints = message.constraints.unwrap()
-        self._encode(message.request)
-
-    def _encode(self, request: Request) -> None:
-        """Tokenizes the prompt, a long one off the event loop."""
-        wanted = request.wanted
-        if self.intake.size(wanted) <= INLINE_PROMPT_CHARS:
-            self._encoded(request, outcome.capture(self.intake.encode, wanted))
-        else:
-            ref = self.ref
-            self._encoding += 1
-            self._tokenizing.submit(
-                self.intake.encode,
-                wanted,
-                on_done=lambda tokens: ref.info(Encoded(request, tokens), control=True),
-            )
-
-    def _admit(self, message: Generate) -> float | None:
-        """Lets a request wait, or raises; returns its deadline in seconds from now."""
-        wanted = message.request
-        deadline_s = wanted.deadline_s
-        if deadline_s is None and message.client and self.options.default_deadline_s:
-            deadline_s = self.options.default_deadline_s
-        account = wanted.tenant or message.client
-        load = Load(
-            free_slots=len(self.slots.seq_pool),
-            waiting=len(self.slots.pending) + self._encoding,
-            # The program's own requests, of which there may be many, have no share to be measured.
-            waiting_of=self.requests.waiting_of() if account else {},
-            open_of=self.requests.open_of() if account else {},
-            service_s=self.stats.median_service(),
-        )
-        admission = self.options.admission(message.client)
-        admission.check(wanted=wanted.n, client=account, deadline_s=deadline_s, load=load)
-        return deadline_s
-
-    def _encoded(self, request: Request, tokens: "outcome.Outcome[list[int]]") -> None:
-        self._flight.encoded(request, tokens, self.intake)
-        try:
-            request.prompt_tokens = tokens.unwrap()
-            max_tokens = self.intake.max_tokens(request.wanted, len(request.prompt_tokens))
-        except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
-            refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
-            self.journal.unreadable(request, refusal)
-            self.requests.end(request, refusal)
-            return
-        request.sequences = self.intake.sequences(request, max_tokens)
-        self.journal.accepted(request)
+    def _enqueue(self, request: Request) -> None:
+        """A request is ready: its sequences wait for a slot."""
         self.sharing.share(request, context_is_free=not self._stepping)
-        if request.constraints:
-            self.grammars.watch(request.sequences)
         for sequence in request.sequences:
             self.slots.enqueue(sequence)
-        if self.paced:
-            return
+        self._wake()
+
+    def _wake(self) -> None:
+        """The next tick comes as soon as may be; of an idle Batcher once enough waits, or has waited long enough."""
         if self.slots.seq_pool:
             self.stepper.hurry()
         if len(self.slots.pending) >= self.options.flush_size:
             self._tick_when_idle()
         elif not self._stepping and self._window is None:
             self._window = self.send_after(self.options.batch_timeout / 1000, Flush())
-
-    # The tick
 
     def _tick_when_idle(self) -> None:
         if not self._stepping:
@@ -400,9 +282,7 @@ class Batcher(GenServer):
         if self.sessions:
             self._serve_session()
             return
-        plan = self.planner.plan(self._flight.sitting_out(self._sitting_out()))
-        if self._pace is not None:
-            self._pace.plan = plan
+        plan = self._plan()
         for owner in plan.paused_requests:
             self.slots.pause(owner)
         for owner in plan.never_fitting:
@@ -416,9 +296,14 @@ class Batcher(GenServer):
         elif plan.paused_requests or plan.never_fitting:
             self._tick()  # what they gave back may let others in
         else:
-            if not self.requests:
-                self.ctx.kv.check_integrity()
-            self._end_iteration()
+            self._rest()
+
+    def _plan(self) -> SchedulerOutput:
+        return self.planner.plan(self._flight.sitting_out(self._sitting_out()))
+
+    def _sitting_out(self) -> frozenset[int]:
+        """The ids of those that keep their place and are not planned."""
+        return self.grammars.sitting_out()
 
     def _serve_session(self) -> None:
         """In place of a step, since it needs the context for itself."""
@@ -430,33 +315,18 @@ class Batcher(GenServer):
     def _stepped(self) -> None:
         """The tick's forwards have ended and are booked."""
         self._stepping = False
-        if self.paced:
-            self._end_iteration()
-        else:
-            self._tick()
+        self._tick()
 
-    def _end_iteration(self) -> None:
-        if self._pace is not None:
-            pace, self._pace = self._pace, None
-            pace.end(self.ctx.kv, self.stats.generation_tokens)
-
-    def _interrupt(self, message: Interrupt) -> None:
-        self.requests.interrupt(message.tags)
-        self._end_abandoned()
+    def _rest(self) -> None:
+        """There is nothing to evaluate."""
+        if not self.requests:
+            self.ctx.kv.check_integrity()
 
     def _end_abandoned(self) -> None:
         """Now, or as soon as the context is free."""
         self.stepper.hurry()
         if not self._stepping:
             self.requests.end_abandoned()
-
-    def _sitting_out(self) -> frozenset[int]:
-        """The ids of those that keep their place and are not planned."""
-        sitting_out = self.grammars.sitting_out()
-        if self._pace is None:
-            return sitting_out
-        owners = (*self.slots.sequences.values(), *self.slots.pending)
-        return sitting_out | {owner.request_id for owner in owners if self._pace.sits_out(owner)}
 
     def _refuse(self, owner: LlmRequest) -> None:
         """The scheduler finds no way to fit it: a held prompt makes room first, then the request ends."""
@@ -468,26 +338,9 @@ class Batcher(GenServer):
         elif isinstance(owner, HeldPrompt):
             self.slots.drop_held(owner)
 
-    # Ending
-
-    def _ended(self, request: Request) -> None:
-        """A request was answered and is forgotten."""
-        if self._draining is not None and not self.requests:
-            self._draining.end()
-
-    def _drain(self, timeout_s: float, from_: From[Any]) -> None:
-        """Refuses new requests from now on; replies when those there are have ended."""
-        if self._draining is None:
-            self._draining = Draining()
-        self._draining.ask(from_)
-        self._flight.draining(timeout_s)
-        if self.requests:
-            self.send_after(timeout_s, DrainOver())
-        else:
-            self._draining.end()
+    # Ending, and what is asked meanwhile
 
     def _cancel_open(self) -> None:
-        assert self._draining is not None
         for request in self.requests:
             if request.abandoned is None:
                 request.abandoned = "cancelled"
@@ -498,10 +351,10 @@ class Batcher(GenServer):
         return self._watch.health(
             trio.current_time(),
             num_open=len(self.requests),
-            draining=self._draining is not None,
+            draining=self._draining.has_begun,
             steps=self.stats.steps,
             running=len(self.slots.sequences),
-            waiting=len(self.slots.pending) + self._encoding,
+            waiting=len(self.slots.pending) + len(self.arrivals),
         )
 
     def _stats(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class OpenRequests:
         slots: what the requests' sequences hold.
         fair: who is charged for them.
         journal: where ends are booked.
-        on_end: called with each request that was answered, once it is forgotten.
+        on_end: called once a request was answered and is forgotten.
         now: the time that decides.
     """
 
@@ -35,7 +35,7 @@ class OpenRequests:
         slots: Slots,
         fair: FairShare,
         journal: Journal,
-        on_end: Callable[[Request], None],
+        on_end: Callable[[], None],
         now: Callable[[], float] = trio.current_time,
     ) -> None:
         self._slots = slots
@@ -153,7 +153,7 @@ class OpenRequests:
             request.fail(error)
         else:
             request.reply()
-        self._on_end(request)
+        self._on_end()
 
     def end_all(self, error: GenbatchError) -> None:
         """Answers every caller; the context is about to go, so nothing is freed."""

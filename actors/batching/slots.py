@@ -113,6 +113,8 @@ class Slots:
             owner.num_generated = 0
         else:
             swapped = self._swap.out(owner.request_id, owner.seq_id)
+            if swapped:
+                owner.donor = None  # it comes back whole: a plan must find room for all of it
         self._free(owner)
         owner.pause()
         self._journal.paused(owner, swapped=swapped)

@@ -25,12 +25,12 @@ from genbatch.actors.batching.batcher_messages import (
     GetStats,
     Tokenize,
 )
-from genbatch.actors.batching.draining import Draining
+from genbatch.actors.batching.draining import Draining, DrainOver
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.engine.engine_watch import EngineWatch
 from genbatch.actors.engine.ledger import RETRY_MS, Entry, Ledger
 from genbatch.actors.engine.link_connection import LinkConnection
-from genbatch.actors.engine.link_events import CancelOver, DrainOver, LinkFrame, LinkUp, Tick
+from genbatch.actors.engine.link_events import CancelOver, LinkFrame, LinkUp, Tick
 from genbatch.actors.engine.link_messages import (
     Answer,
     Beat,
@@ -96,7 +96,7 @@ class EngineLink(GenServer):
         self._models: Models | None = None
         self._watch = EngineWatch(options.stall_s)
         self._last_tick = 0.0
-        self._draining: Draining | None = None
+        self._draining = Draining(lambda: len(self.ledger), self.send_after)
 
     # Callbacks
 
@@ -109,15 +109,17 @@ class EngineLink(GenServer):
             match request:
                 case Generate():
                     self._receive(request, from_)
+                case GetStats() if self._connection is None:
+                    return self._own_stats()
                 case GetStats() | Tokenize() | Detokenize():
                     self._questions.ask(request, from_, self.monitor(from_), self._connection)
                 case GetHealth():
-                    draining = self._draining is not None
+                    draining = self._draining.has_begun
                     return self._watch.report(trio.current_time(), draining=draining, waiting=len(self.ledger))
                 case GetModels():
                     return self._known_models()
                 case Drain(timeout_s):
-                    self._drain(timeout_s, from_)
+                    self._draining.ask(from_, timeout_s)
                 case _:
                     raise TypeError(f"the engine's link has no call {type(request).__name__}")
         except GenbatchError as error:
@@ -154,8 +156,7 @@ class EngineLink(GenServer):
     # Requests
 
     def _receive(self, message: Generate, from_: "From[Any]") -> None:
-        if self._draining is not None:
-            raise Unavailable("the service is draining: it takes no new requests")
+        self._draining.check()
         if message.keep is not None:
             raise InvalidRequest(None, "logits are kept by an engine in the caller's process only")
         validate_request(message.request, self.options.limits)
@@ -202,7 +203,7 @@ class EngineLink(GenServer):
     def _forget(self, entry: Entry) -> None:
         if self.ledger.drop(entry) and self._connection is not None:
             self._connection.post(Cancel(entry.id))
-        self._after_end()
+        self._draining.settle()
 
     def _end(self, entry: Entry, error: GenbatchError) -> None:
         """Ends a request from here, whatever the engine does."""
@@ -239,7 +240,7 @@ class EngineLink(GenServer):
         self._questions.lose()
         for entry, error in self.ledger.lose(trio.current_time()):
             self._answer(entry, error)
-        self._after_end()
+        self._draining.settle()
 
     def _hear(self, connection: LinkConnection, messages: list[ToGateway]) -> None:
         if connection is self._connection and not self._watch.is_given_up:
@@ -281,7 +282,7 @@ class EngineLink(GenServer):
         entry = self.ledger.final(epoch, id)
         if entry is not None:
             self._answer(entry, end)
-            self._after_end()
+            self._draining.settle()
 
     # Time
 
@@ -308,9 +309,18 @@ class EngineLink(GenServer):
             raise Unavailable("the engine is being started", retry_after_ms=RETRY_MS)
         return self._models
 
+    def _own_stats(self) -> dict[str, object]:
+        """What is known without an engine."""
+        stats = self._counters()
+        if self._models is not None and self._models.models:
+            stats["model"] = self._models.models[0].id
+        return stats
+
     def _counters(self) -> dict[str, object]:
         counts = self.ledger.counts
         return {
+            "engine": "down" if self._connection is None else "up",
+            "requests_open": len(self.ledger),
             "engine_restarts": max(0, self.ledger.epoch - 1),
             "requests_replayed": counts["replayed"],
             "requests_lost": counts["lost"],
@@ -319,18 +329,8 @@ class EngineLink(GenServer):
 
     # Draining
 
-    def _drain(self, timeout_s: float, from_: "From[Any]") -> None:
-        if self._draining is None:
-            self._draining = Draining()
-        self._draining.ask(from_)
-        if len(self.ledger):
-            self.send_after(timeout_s, DrainOver())
-        else:
-            self._draining.end()
-
     def _cancel_open(self) -> None:
         """The engine ends what is open with what it has; what it does not end in time ends here."""
-        assert self._draining is not None
         self._draining.num_cancelled += len(self.ledger)
         if self._connection is not None and len(self.ledger):
             self._questions.tell_to_drain(self._connection)
@@ -338,7 +338,3 @@ class EngineLink(GenServer):
         else:
             for entry in self.ledger:
                 self._end(entry, Cancelled("the service has stopped"))
-
-    def _after_end(self) -> None:
-        if self._draining is not None and not len(self.ledger):
-            self._draining.end()

@@ -5,6 +5,7 @@ on the engine of whose death it has just learned, and the second death of that e
 """
 
 import socket
+from contextlib import suppress
 from typing import Protocol
 
 from genbatch.actors.engine.control_messages import Join
@@ -15,7 +16,7 @@ class Side(Protocol):
     """A process, or a part of this one, that can be given its end of a link."""
 
     async def send(self, message: Join, hand_over: socket.socket) -> None:
-        """Gives it the socket; OSError if it is gone, which its own end will tell."""
+        """Gives it the socket, or closes that; OSError if the side is gone, which its own end will tell."""
 
 
 class Joint:
@@ -57,9 +58,11 @@ class Joint:
             return
         self._number += 1
         join = Join(self._number, self._models)
-        ends = socket.socketpair()
-        for side, end in zip((self._engine, self._gateway), ends, strict=True):
-            try:
-                await side.send(join, end)
-            except OSError:
+        ends = list(socket.socketpair())
+        try:
+            for side in (self._engine, self._gateway):
+                with suppress(OSError):
+                    await side.send(join, ends.pop())
+        finally:  # a service that is being stopped may be cancelled here
+            for end in ends:
                 end.close()

@@ -29,10 +29,5 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainOver:
-    """The time that a `Drain` call gave is over."""
-
-
-@dataclass(frozen=True, slots=True)
 class CancelOver:
-    """So is the time to end what was cancelled."""
+    """The time to end what was cancelled, at the end of a drain, is over."""

@@ -29,18 +29,21 @@ class LinkHost:
         """Runs until cancelled."""
         async with trio.open_nursery() as self._nursery:
             task_status.started()
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None  # it takes no new tasks
 
     async def send(self, message: Join, hand_over: socket.socket) -> None:
         """Takes the gateways' end of a new link."""
-        await trio.lowlevel.checkpoint()
         if self._nursery is None:
             hand_over.close()
-            return
-        connection = LinkConnection(FrameStream(hand_over), self._receive)
-        self._nursery.start_soon(connection.run)
-        with suppress(ActorDown):
-            self._link.info(LinkUp(connection, message.models), control=True)
+        else:
+            connection = LinkConnection(FrameStream(hand_over), self._receive)
+            self._nursery.start_soon(connection.run)
+            with suppress(ActorDown):
+                self._link.info(LinkUp(connection, message.models), control=True)
+        await trio.lowlevel.checkpoint()  # last: the socket is somebody's by now
 
     def _receive(self, connection: LinkConnection, messages: list[ToGateway] | None) -> None:
         with suppress(ActorDown):

@@ -19,8 +19,10 @@ import torch
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batching.batcher import DrainOver, Encoded, Flush
+from genbatch.actors.batching.arrivals import Encoded
+from genbatch.actors.batching.batcher import Flush
 from genbatch.actors.batching.batcher_messages import Drain
+from genbatch.actors.batching.draining import DrainOver
 from genbatch.actors.batching.step import Evaluated, Planned
 from genbatch.actors.batching.step_faults import EngineFault
 from genbatch.actors.batching.swap import SwapFault, run_copies

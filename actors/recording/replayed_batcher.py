@@ -6,6 +6,7 @@ from typing import Any, cast
 import outcome
 import trio
 
+from genbatch.actors.batching.arrivals import Arrivals
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.intake import Intake
@@ -33,6 +34,18 @@ class RecordedDraw(Sampled):
         object.__setattr__(self, "end", end)
 
 
+class ReplayedArrivals(Arrivals):
+    """Lets in what was let in."""
+
+    def _admit(self, message: Generate) -> float | None:
+        """After a look at how long requests took."""
+        return message.request.deadline_s
+
+    def _encode(self, request: Request) -> None:
+        """Its tokens come later."""
+        self._num_away += 1
+
+
 class ReplayedBatcher(Batcher):
     """Feed it messages one at a time.
 
@@ -42,6 +55,8 @@ class ReplayedBatcher(Batcher):
         check: compares.
         open_worker: what stands for its threads.
     """
+
+    arrivals_type = ReplayedArrivals
 
     def __init__(
         self, header: Header, options: BatcherOptions, check: PlanCheck, open_worker: Callable[[str], Any]
@@ -70,14 +85,6 @@ class ReplayedBatcher(Batcher):
 
     def _open_flight(self) -> PlanCheck:
         return self._check
-
-    def _admit(self, message: Generate) -> float | None:
-        """It was let in, after a look at how long requests took."""
-        return message.request.deadline_s
-
-    def _encode(self, request: Request) -> None:
-        """Its tokens come later."""
-        self._encoding += 1
 
 
 class ReplayedIntake(Intake):

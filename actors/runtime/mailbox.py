@@ -9,7 +9,6 @@ waiting task. Whoever sends control casts and infos must likewise have a bounded
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -132,9 +131,11 @@ class Mailbox(Lifetime):
                 return self._control.popleft()
             if self._normal:
                 return self._normal.popleft()
-            deadline = self._timers[0].deadline if self._timers else inf
-            with trio.CancelScope(deadline=deadline):
-                self._reader = trio.lowlevel.current_task()
+            self._reader = trio.lowlevel.current_task()
+            if self._timers:
+                with trio.CancelScope(deadline=self._timers[0].deadline):
+                    await trio.lowlevel.wait_task_rescheduled(self._abort_get)
+            else:  # a scope costs as much as all the rest
                 await trio.lowlevel.wait_task_rescheduled(self._abort_get)
 
     def discard(self, envelope: object) -> None:

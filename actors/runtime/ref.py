@@ -123,10 +123,11 @@ class ActorRef:
             await trio.lowlevel.checkpoint()  # a caller that retries in a loop must let the actor run
             raise
         mailbox.calls[from_] = None
-        deadline = inf if timeout is None else trio.current_time() + timeout
+        if timeout is None:
+            return await from_.answer(inf)
+        deadline = trio.current_time() + timeout
         with trio.CancelScope(deadline=deadline):
             return await from_.answer(deadline)
-        assert timeout is not None
         raise CallTimeout(self.name, timeout)
 
     def cast(self, message: object, *, control: bool = False) -> None:

@@ -69,7 +69,10 @@ async def _look(client: Client, history: TopHistory) -> str:
     """Takes the stats; returns what went wrong instead, or nothing."""
     try:
         with trio.fail_after(ANSWER_S):
-            history.add(await client.stats(), trio.current_time())
+            stats = await client.stats()
+            if stats.get("engine") == "down":
+                return "the engine is down"
+            history.add(stats, trio.current_time())
     except GenbatchError as error:
         return str(error)
     except trio.TooSlowError:

@@ -163,3 +163,21 @@ async def test_a_cancelled_request_is_counted_and_leaves_its_tenants_share(tiny_
     assert stats["tenants"] == {
         "acme": {"requests": 1, "running": 0, "prompt_tokens": 5, "generation_tokens": generated}
     }
+
+
+def test_while_the_engine_is_down_the_gateways_counters_are_there() -> None:
+    own = {"model": "m", "engine_restarts": 2, "requests_replayed": 3, "requests_lost": 4}
+    scrape = Scrape({**own, "engine": "down"})
+    assert scrape.value("engine_up") == 0
+    assert [scrape.value(name, "_total") for name in own if name != "model"] == [2, 3, 4]
+    assert set(scrape.families) == {PREFIX + name for name in own.keys() - {"model"} | {"engine_up"}}
+
+
+@pytest.mark.trio
+async def test_an_engine_that_is_up_is_said_to_be_beside_its_own_counters(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as ref:
+        stats = await ref.call(GetStats())
+    gateways = {"engine": "up", "engine_restarts": 0, "requests_replayed": 0, "requests_lost": 0}
+    scrape = Scrape({**stats, **gateways})
+    assert scrape.value("engine_up") == 1
+    assert scrape.families.keys() > Scrape(stats).families.keys()

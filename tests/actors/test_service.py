@@ -18,6 +18,8 @@ from genbatch.clients import SyncZeroMQClient, ZeroMQClient
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import Result
+from tests.actors import holding_scheduler
+from tests.actors.holding_scheduler import ENDLESS
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ from genbatch.clients import ZeroMQClient
 
 async def main():
     async with ZeroMQClient(sys.argv[1]) as client:
-        async with client.stream("go", max_tokens=240, n=8, ignore_eos=True) as stream:
+        async with client.stream("go", max_tokens=int(sys.argv[2]), n=8, ignore_eos=True) as stream:
             async for token in stream:
                 if token.index == 3:
                     os._exit(7)
@@ -89,9 +91,9 @@ async def test_a01_many_clients_over_zeromq_each_get_their_own_text(serve: Any, 
 
 @pytest.mark.trio
 async def test_a06_cancelling_a_remote_callers_scope_frees_its_sequence(serve: Any) -> None:
-    async with serve() as service, ZeroMQClient(service.addresses[0]) as client:
+    async with serve(scheduler=holding_scheduler.NAME) as service, ZeroMQClient(service.addresses[0]) as client:
         with trio.CancelScope() as scope:
-            async with client.stream("go", max_tokens=240, ignore_eos=True) as stream:
+            async with client.stream("go", max_tokens=ENDLESS, ignore_eos=True) as stream:
                 async for token in stream:
                     if token.index == 3:
                         scope.cancel()
@@ -103,8 +105,8 @@ async def test_a06_cancelling_a_remote_callers_scope_frees_its_sequence(serve: A
 
 @pytest.mark.trio
 async def test_a06_a_client_that_vanishes_in_mid_stream_frees_its_sequence(serve: Any) -> None:
-    async with serve() as service:
-        command = [sys.executable, "-c", DIES_IN_MID_STREAM, service.addresses[0]]
+    async with serve(scheduler=holding_scheduler.NAME) as service:
+        command = [sys.executable, "-c", DIES_IN_MID_STREAM, service.addresses[0], str(ENDLESS)]
         process = await trio.run_process(command, check=False)
         assert process.returncode == 7
         stats = await until_idle(service)
@@ -116,9 +118,9 @@ async def test_a06_a_client_that_vanishes_in_mid_stream_frees_its_sequence(serve
 async def test_a12_a_crash_of_the_batcher_is_answered_and_the_same_client_goes_on(
     serve: Any, oracle: Callable[[str], Any]
 ) -> None:
-    async with serve() as service, ZeroMQClient(service.addresses[0]) as client:
+    async with serve(scheduler=holding_scheduler.NAME) as service, ZeroMQClient(service.addresses[0]) as client:
         with pytest.raises(Unavailable):
-            async with client.stream("go", max_tokens=240, ignore_eos=True) as stream:
+            async with client.stream("go", max_tokens=ENDLESS, ignore_eos=True) as stream:
                 async for token in stream:
                     if token.index == 2:
                         service.batcher.cast("no such cast")  # an actor ends on what it does not know

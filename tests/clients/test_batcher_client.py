@@ -11,6 +11,8 @@ import trio
 from genbatch.clients import open_batcher
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.errors import InvalidRequest
+from tests.actors import holding_scheduler
+from tests.actors.holding_scheduler import ENDLESS
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512, "batch_timeout": 1.0}
 
@@ -43,8 +45,8 @@ async def test_a_stream_yields_tokens_then_has_the_result(tiny: str) -> None:
 
 @pytest.mark.trio
 async def test_leaving_a_stream_early_frees_its_sequence(tiny: str) -> None:
-    async with open_batcher(tiny, **OPTIONS) as batcher:
-        async with batcher.stream("Hello", max_tokens=240, ignore_eos=True) as stream:
+    async with open_batcher(tiny, **OPTIONS, scheduler=holding_scheduler.NAME) as batcher:
+        async with batcher.stream("Hello", max_tokens=ENDLESS, ignore_eos=True) as stream:
             async for token in stream:
                 if token.index == 2:
                     break
@@ -55,9 +57,9 @@ async def test_leaving_a_stream_early_frees_its_sequence(tiny: str) -> None:
 
 @pytest.mark.trio
 async def test_cancelling_the_scope_cancels_the_request(tiny: str) -> None:
-    async with open_batcher(tiny, **OPTIONS) as batcher:
+    async with open_batcher(tiny, **OPTIONS, scheduler=holding_scheduler.NAME) as batcher:
         with trio.move_on_after(0.05) as scope:
-            await batcher.generate("Hello", max_tokens=240, ignore_eos=True)
+            await batcher.generate("Hello", max_tokens=ENDLESS, ignore_eos=True)
         assert scope.cancelled_caught
         while (await batcher.stats())["requests_running"]:
             await trio.lowlevel.checkpoint()

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import pytest
 import trio
-import trio.testing
 import zmq
 
 from genbatch.clients import sync_remote_client
@@ -20,7 +19,7 @@ from genbatch.clients.sync_rpc import SyncRPCClient
 from genbatch.clients.sync_zeromq import SyncZeroMQClient
 from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable
 from genbatch.proto.service_messages import Drained, Health
-from tests.actors.gateways.scripted_batcher import CARD, Served, served
+from tests.actors.gateways.scripted_batcher import CARD, PATIENCE_S, Served, served
 
 T = TypeVar("T")
 
@@ -50,12 +49,11 @@ class Background:
         trio.from_thread.run(self.service.batcher.release, prompt, trio_token=self._token)
 
     def stop_gateway(self) -> None:
-        """Returns once it listens no longer."""
+        """Returns once it has ended, and its connections with it."""
 
         async def act() -> None:
             self.service.gateway_scope.cancel()
-            while await trio.Path(self.address.partition("://")[2]).exists():
-                await trio.testing.wait_all_tasks_blocked()
+            await self.service.gateway_ended.wait()
 
         trio.from_thread.run(act, trio_token=self._token)
 
@@ -77,7 +75,7 @@ def in_background(directory: Path, transport: str) -> Iterator[Background]:
 
     thread = Thread(target=trio.run, args=(main,))
     thread.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE_S)
     try:
         yield made[0]
     finally:
@@ -196,7 +194,7 @@ def test_a_service_that_was_restarted_between_two_requests_is_found_again(tmp_pa
         assert client.generate("before").text == "before"
         first.stop_gateway()
         if transport == "ipc":
-            assert client._transport._monitor.poll(20_000)  # type: ignore[attr-defined]
+            assert client._transport._monitor.poll(round(1000 * PATIENCE_S))  # type: ignore[attr-defined]
         with in_background(tmp_path, transport):
             assert client.generate("after").text == "after"
 
@@ -219,8 +217,10 @@ def test_a_silent_service_is_unavailable(tmp_path: Path, monkeypatch: pytest.Mon
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         silent.linger = 0
         silent.bind(address)
-        with SyncZeroMQClient(address, timeout=0.2) as client, pytest.raises(Unavailable, match="silent"):
-            client.generate("a")
+        with SyncZeroMQClient(address, timeout=0.2) as client:
+            client._transport.connect(PATIENCE_S)
+            with pytest.raises(Unavailable, match="silent"):
+                client.generate("a")
 
 
 def test_a_closed_client_says_so(background: Background) -> None:

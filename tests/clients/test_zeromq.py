@@ -18,6 +18,7 @@ from genbatch.clients import remote_client
 from genbatch.clients.interface import Client
 from genbatch.clients.zeromq import ZeroMQClient
 from genbatch.proto.errors import MalformedMessage, Unavailable
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
 
 pytestmark = pytest.mark.trio
 
@@ -48,7 +49,7 @@ async def test_a_service_that_is_killed_ends_open_calls_at_once(tmp_path: Path) 
     )
     assert process.stdout is not None and process.stdin is not None
     try:
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE_S):
             async with ZeroMQClient(address, timeout=3600) as client, client.stream("hold") as stream:
                 await trio.to_thread.run_sync(process.stdout.readline)
                 os.kill(process.pid, signal.SIGKILL)
@@ -60,6 +61,27 @@ async def test_a_service_that_is_killed_ends_open_calls_at_once(tmp_path: Path) 
         await trio.to_thread.run_sync(process.wait)
         process.stdin.close()
         process.stdout.close()
+
+
+async def test_a_connection_that_does_not_come_about_ends_no_request_that_waits_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with ZeroMQClient(f"ipc://{path}", timeout=PATIENCE_S) as client, trio.open_nursery() as nursery:
+        texts: list[str] = []
+
+        async def ask() -> None:
+            texts.append((await client.generate("a b")).text)
+
+        nursery.start_soon(ask)
+        with trio.socket.socket(trio.socket.AF_UNIX) as dying:
+            await dying.bind(str(path))
+            dying.listen()
+            for _ in range(2):  # when it comes again, it knows of the first
+                (await dying.accept())[0].close()
+        path.unlink()
+        async with served(tmp_path):
+            while not texts:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+    assert texts == ["ab"]
 
 
 async def answer_with(router: ZeroMQSocket, messages: list[Any]) -> None:
@@ -76,28 +98,31 @@ async def test_a_service_that_is_silent_for_the_timeout_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_client, "HEARTBEAT_S", 0.02)
-    async with open_socket(zmq.ROUTER) as silent, ZeroMQClient(f"ipc://{tmp_path / 's'}", timeout=0.2) as client:
+    async with open_socket(zmq.ROUTER) as silent, ZeroMQClient(f"ipc://{tmp_path / 's'}") as client:
         silent.bind(client.address)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer_with, silent, [[1, 1, None, {"steps": 1}]])
+            await client.stats()
+        client.timeout = 0.2  # which it needed for connecting until now
         with pytest.raises(Unavailable, match="silent"):
             await client.generate("a")
 
 
 async def test_a_service_that_is_heard_may_take_longer_than_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mock_clock: trio.testing.MockClock
 ) -> None:
-    monkeypatch.setattr(remote_client, "HEARTBEAT_S", 0.02)
-    beats = 0
-    async with open_socket(zmq.ROUTER) as slow, ZeroMQClient(f"ipc://{tmp_path / 's'}", timeout=0.3) as client:
+    async with open_socket(zmq.ROUTER) as slow, ZeroMQClient(f"ipc://{tmp_path / 's'}") as client:
         slow.bind(client.address)
 
         async def beat() -> None:
-            nonlocal beats
-            while beats < 50:  # more than a second
+            while trio.current_time() < 3 * client.timeout:
                 identity, data = await slow.recv()
-                name = msgpack.unpackb(data)[1]
-                if name == "heartbeat":
-                    beats += 1
+                if msgpack.unpackb(data)[1] == "heartbeat":
                     await slow.send([identity, msgpack.packb([2, "heartbeat", []])])
+                    await trio.testing.wait_all_tasks_blocked(0.001)
+                    while client._last_heard < trio.current_time():
+                        await trio.testing.wait_all_tasks_blocked(0.001)
+                    mock_clock.jump(remote_client.HEARTBEAT_S)
             await slow.send([identity, msgpack.packb([1, 1, None, {"steps": 1}])])
 
         async with trio.open_nursery() as nursery:

@@ -20,6 +20,7 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import Unauthenticated, Unavailable
 from tests.actors.gateways.guarded import guarded, listening
+from tests.actors.gateways.scripted_batcher import PATIENCE_S
 
 pytestmark = pytest.mark.trio
 
@@ -54,8 +55,10 @@ async def test_a_client_that_is_not_on_the_list_is_told_at_once(tmp_path: Path, 
         stranger = KeyStore(tmp_path / "strangers")
         stranger.new_server()
         key = str(stranger.new_client("alice"))
-        with pytest.raises(Unauthenticated, match="on its list"), trio.fail_after(5):
-            await answer_of(service.address, client_key=key, server_key=str(service.store.server_key), timeout=60)
+        with pytest.raises(Unauthenticated, match="on its list"):
+            await answer_of(
+                service.address, client_key=key, server_key=str(service.store.server_key), timeout=PATIENCE_S
+            )
 
 
 @both
@@ -63,8 +66,8 @@ async def test_a_client_without_keys_is_told_that_the_service_asks_for_them(
     tmp_path: Path, answer_of: Callable[..., Any]
 ) -> None:
     async with guarded(tmp_path) as service:
-        with pytest.raises(Unauthenticated, match="--client-key"), trio.fail_after(10):
-            await answer_of(service.address, timeout=60)
+        with pytest.raises(Unauthenticated, match="--client-key"):
+            await answer_of(service.address, timeout=PATIENCE_S)
 
 
 @both
@@ -74,8 +77,8 @@ async def test_a_client_with_keys_does_not_talk_to_a_service_without(
     store = KeyStore(tmp_path / "keys")
     store.new_server()
     async with listening("tcp://127.0.0.1:*", Security()) as (batcher, gateway):
-        with pytest.raises(Unauthenticated, match="has no keys"), trio.fail_after(10):
-            await answer_of(gateway.address, client_key=str(store.new_client("alice")), timeout=60)
+        with pytest.raises(Unauthenticated, match="has no keys"):
+            await answer_of(gateway.address, client_key=str(store.new_client("alice")), timeout=PATIENCE_S)
         assert batcher.requests == []
 
 
@@ -105,7 +108,7 @@ def serve(tiny_model_dir: Callable[[str], Path]) -> Any:
 
     @asynccontextmanager
     async def running(**options: Any) -> AsyncIterator[Service]:
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE_S):
             async with open_service(engine, BatcherOptions(batch_timeout=1.0), ServiceOptions(**options)) as service:
                 yield service
 

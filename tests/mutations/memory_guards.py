@@ -144,4 +144,15 @@ MEMORY_GUARDS = (
         ("nif/models/test_model.py::test_code_from_the_directory_is_never_run",),
         "a model's file runs code",
     ),
+    Mutation(
+        "room for all that was swapped",
+        "actors/batching/slots.py",
+        "                owner.donor = None  # it comes back whole: a plan must find room for all of it",
+        "                pass",
+        (
+            "simulation/test_staged_faults.py::"
+            "test_a_choice_that_was_swapped_out_comes_back_when_there_is_room_for_all_of_it",
+        ),
+        "every step is undone for one that has no room, and the service stands still",
+    ),
 )

@@ -3,6 +3,7 @@
 from tests.mutations.mutation import Mutation
 
 ADMISSION, INTAKE, BATCHER = "actors/batching/admission.py", "actors/batching/intake.py", "actors/batching/batcher.py"
+ARRIVALS = "actors/batching/arrivals.py"
 OPEN_REQUESTS, CAPACITY = "actors/batching/open_requests.py", "actors/scheduling/capacity.py"
 BAD_REQUESTS = ("actors/batching/test_batcher.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
 
@@ -65,8 +66,8 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "default deadline",
-        BATCHER,
-        "            deadline_s = self.options.default_deadline_s",
+        ARRIVALS,
+        "            deadline_s = options.default_deadline_s",
         "            deadline_s = None",
         ("actors/batching/test_overload.py::test_a_clients_request_without_a_deadline_has_the_default_one",),
         "a request without a deadline waits for ever",
@@ -108,9 +109,9 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "draining takes nothing new",
-        BATCHER,
-        "if self._draining is not None:\n                raise",
-        "if False:\n                raise",
+        ARRIVALS,
+        "self._draining.check()",
+        "pass",
         ("actors/batching/test_service_calls.py::test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new",),
         "a service that is to stop never does",
     ),

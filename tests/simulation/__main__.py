@@ -5,48 +5,139 @@ python -m tests.simulation --first 4711 --seeds 1 --trace
 """
 
 import argparse
+import gc
+import hashlib
+import multiprocessing
+import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
-from genbatch.nif.models.model import load_model
+from genbatch.nif.models.model import Model, load_model
 from tests.nif.tiny_models import build_model
-from tests.simulation.world import simulate
+from tests.simulation.world import World
+
+# Real seconds without the end of any world, after which those under way go in circles: one takes a fraction of one.
+STUCK_S = 120.0
+# Failures told at length.
+MAX_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a seed's world.
+
+    Args:
+        events: in order.
+        fault: what is wrong with it; "" if every promise held.
+    """
+
+    seed: int
+    events: list[str]
+    fault: str
 
 
 def main() -> int:
-    """Exit code 1 if a seed fails."""
+    """Exit code 1 if a seed fails, or not all of them could be judged."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10_000, help="how many worlds")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes; one a core")
     parser.add_argument("--trace", action="store_true", help="print every event")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-
-    failed, num_events, started = [], 0, time.perf_counter()
+    if chosen.jobs > 1:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others end by it, and then there is nothing to wait for
     with tempfile.TemporaryDirectory() as directory:
         model = load_model(str(build_model("llama", Path(directory))), dtype="float32", n_gpu_layers=0)
-        for seed in range(chosen.first, chosen.first + chosen.seeds):
-            try:
-                events = simulate(seed, model)
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                failed.append(seed)
-                if chosen.trace or len(failed) <= 3:
-                    traceback.print_exc()
-                print(f"seed {seed} failed; replay: python -m tests.simulation --first {seed} --seeds 1 --trace")
-                continue
-            num_events += len(events)
-            if chosen.trace:
-                print("\n".join(events))
+
+    started, digests, num_events, failed = time.perf_counter(), dict[int, bytes](), 0, list[int]()
+    for verdict in verdicts(model, range(chosen.first, chosen.first + chosen.seeds), chosen.jobs):
+        num_events += len(verdict.events)
+        digests[verdict.seed] = hashlib.sha256("\n".join(verdict.events).encode()).digest()
+        if chosen.trace:
+            print("\n".join(verdict.events))
+        if verdict.fault:
+            failed.append(verdict.seed)
+            if chosen.trace or len(failed) <= MAX_TOLD:
+                print(verdict.fault)
+            replay = f"python -m tests.simulation --first {verdict.seed} --seeds 1 --trace"
+            print(f"seed {verdict.seed} failed; replay: {replay}", flush=True)
+    # The same for the same seeds, however many processes shared them.
+    digest = hashlib.sha256(b"".join(digests[seed] for seed in sorted(digests))).hexdigest()[:12]
     seconds = time.perf_counter() - started
-    print(f"{chosen.seeds} seeds, {num_events} events, {len(failed)} failed, {seconds:.0f} s")
-    return 1 if failed else 0
+    print(f"{len(digests)} seeds, {num_events} events ({digest}), {len(failed)} failed, {seconds:.0f} s")
+    return 1 if failed or len(digests) < chosen.seeds else 0
+
+
+def verdicts(model: Model, seeds: range, jobs: int) -> Iterator[Verdict]:
+    """Judges seeds, each as soon as its world has ended, in as many processes as there are jobs."""
+    gc.collect()
+    gc.freeze()  # of the model and all that was imported nothing will ever be garbage
+    if jobs == 1:
+        yield from _judge_all(seeds, model)
+        return
+    processes: dict[Connection, BaseProcess] = {}
+    left: dict[Connection, list[int]] = {}  # seeds that it has not judged yet
+    for number in range(jobs):
+        results, send = multiprocessing.Pipe(duplex=False)
+        share = seeds[number::jobs]
+        process = multiprocessing.get_context("fork").Process(target=_send_all, args=(share, model, send), daemon=True)
+        process.start()
+        send.close()
+        processes[results], left[results] = process, list(share)
+    while processes:
+        ready = wait(list(processes), STUCK_S)
+        for results in ready:
+            assert isinstance(results, Connection)
+            try:
+                verdict: Verdict = results.recv()
+            except EOFError:
+                process = processes.pop(results)
+                process.join()
+                if process.exitcode:
+                    yield Verdict(left[results][0], [], f"its process ended with {process.exitcode}")
+            else:
+                left[results].remove(verdict.seed)
+                yield verdict
+        if not ready:
+            for results in processes:
+                yield Verdict(left[results][0], [], f"does not end within {STUCK_S:.0f} s")
+            return
+
+
+def _send_all(seeds: range, model: Model, results: Connection) -> None:
+    for verdict in _judge_all(seeds, model):
+        results.send(verdict)
+
+
+def _judge_all(seeds: range, model: Model) -> Iterator[Verdict]:
+    """One after another, until the end or Ctrl-C."""
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    for seed in seeds:
+        if interrupts:
+            return
+        yield judge(seed, model)
+
+
+def judge(seed: int, model: Model) -> Verdict:
+    """Runs a seed's world."""
+    world = World(seed, model)
+    try:
+        world.simulate()
+    except BaseException as error:
+        return Verdict(seed, world.events, "".join(traceback.format_exception(error)))
+    return Verdict(seed, world.events, "")
 
 
 if __name__ == "__main__":

@@ -1,44 +1,73 @@
 """HistoryRunner: a model whose next token is a hash of everything it reads from its KV blocks.
 
-A block table that leads to a wrong block, a stale position, a copy that was forgotten: each changes the text.
+A block table that leads to a wrong block, a stale position, a copy that was forgotten: each changes the text or raises.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.largest import Largest
 from genbatch.nif.layer_group import LayerGroup
 
 VOCAB = 320
 # Prompts that hold these tokens do harm: a row of NaN, a step that raises, a process that dies.
 NAN, RAISE, DIE = 5, 6, 7
 FIRST_PLAIN = 10
+LARGEST = 10.0  # logit; all others are 0
+BEGIN = 1  # the hash of no tokens
 _MODULUS = 2**31 - 1
+_UNWRITTEN = (-1, -1, -1)
 
 
 class EngineDies(BaseException):
     """What a native crash is to the process: nothing in it sees it."""
 
 
-def next_token(history: Sequence[int]) -> int:
-    """What follows: never an end-of-sequence token."""
-    value = 1
-    for token in history:
-        value = (value * 48271 + token + 1) % _MODULUS
+def expected(prompt: Iterable[int], num_tokens: int) -> list[int]:
+    """The continuation, alone and without faults: never an end-of-sequence token."""
+    value = BEGIN
+    for token in prompt:
+        value = hash_with(value, token)
+    tokens: list[int] = []
+    for _ in range(num_tokens):
+        tokens.append(likeliest(value))
+        value = hash_with(value, tokens[-1])
+    return tokens
+
+
+def hash_with(value: int, token: int) -> int:
+    """The hash of a history that had `value`, with one more token."""
+    return (value * 48271 + token + 1) % _MODULUS
+
+
+def likeliest(value: int) -> int:
+    """The token that follows a history with this hash, unless another one is drawn."""
     return FIRST_PLAIN + value % (VOCAB - FIRST_PLAIN)
 
 
-def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The continuation, alone and without faults."""
-    history = list(prompt)
-    for _ in range(num_tokens):
-        history.append(next_token(history))
-    return history[len(prompt) :]
+def logits_after(values: Sequence[int | None]) -> torch.Tensor:
+    """The rows of logits after histories with these hashes, [R, VOCAB] float32; NaN after those without one."""
+    rows = np.zeros((len(values), VOCAB), np.float32)
+    for row, value in enumerate(values):
+        if value is None:
+            rows[row] = np.nan
+        else:
+            rows[row, likeliest(value)] = LARGEST
+    return torch.from_numpy(rows)
 
 
 class HistoryRunner:
-    """Has the methods of a Runner; each position's KV is the token itself and its position."""
+    """Has the methods of a Runner; each position's KV is its token, its number and the hash of all tokens up to it.
+
+    In a plain list: a world evaluates thousands of small batches, and one tensor operation takes as long as a row here.
+
+    Args:
+        is_short: asked at each step of several sequences; true: there is not enough memory for it.
+    """
 
     name = "history"
     quantize = "none"
@@ -46,50 +75,86 @@ class HistoryRunner:
     vocab_size = VOCAB
     groups = (LayerGroup((0,)),)
 
+    def __init__(self, is_short: Callable[[], bool] = lambda: False) -> None:
+        self._is_short = is_short
+
     def bytes_per_block(self, group: int, block_size: int) -> int:
-        return 16 * block_size
+        return 24 * block_size
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         self._block_size = block_size
-        self._kv = torch.full(
-            (num_blocks[0], block_size, 2), -1, dtype=torch.int64
-        )  # [block, offset, token and position]
+        self._kv = [_UNWRITTEN] * (num_blocks[0] * block_size)  # by slot: block * block_size + offset
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        return logits_after(self._evaluate(batch))
+
+    def _evaluate(self, batch: RaggedBatch) -> list[int | None]:
+        """Writes the batch's KV; returns of each wanted row the hash of what it reads, None where that is poison."""
         tokens = batch.input_ids.tolist()
+        positions, slots = batch.positions.tolist(), batch.slots[0].tolist()
+        tables, starts = batch.block_tables[0].tolist(), batch.query_starts.tolist()
+        wanted = set(batch.logit_rows.tolist())
+        values: list[int | None] = []
+        for table, (start, end) in zip(tables, pairwise(starts), strict=True):
+            value = self._hash_before(table, positions[start])
+            for index in range(start, end):
+                value = hash_with(value, tokens[index])
+                self._kv[slots[index]] = (tokens[index], positions[index], value)
+            values += [self._read(table, positions[index] + 1) for index in range(start, end) if index in wanted]
+        # Not before the KV is written: a step that fails must leave no trace all the same.
         if DIE in tokens:
             raise EngineDies
         if RAISE in tokens:
             raise RuntimeError("a planted fault")
-        flat = self._kv.view(-1, 2)
-        flat[batch.slots[0]] = torch.stack([batch.input_ids, batch.positions], 1)
-        logits = torch.zeros(len(batch.logit_rows), VOCAB)
-        starts = batch.query_starts.tolist()
-        for row, index in enumerate(batch.logit_rows.tolist()):
-            entry = next(i for i in range(len(starts) - 1) if starts[i] <= index < starts[i + 1])
-            history = self._read(batch, entry, int(batch.positions[index]) + 1)
-            logits[row, next_token(history)] = 10.0
-            if NAN in history:
-                logits[row] = float("nan")
-        return logits
+        if len(tables) > 1 and self._is_short():
+            raise MemoryError("a planted shortage")
+        return values
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
-            self._kv[target] = self._kv[source]
+            self._kv[self._slots(target)] = self._kv[self._slots(source)]
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        content = self._kv[list(blocks)].reshape(len(blocks), -1)
-        return content.view(torch.uint8).clone()
+        content = torch.tensor([self._kv[self._slots(block)] for block in blocks], dtype=torch.int64)
+        return content.reshape(len(blocks), -1).view(torch.uint8)
 
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
-        self._kv[list(blocks)] = content.contiguous().view(torch.int64).reshape(len(blocks), self._block_size, 2)
+        held = content.contiguous().view(torch.int64).reshape(len(blocks), self._block_size, 3).tolist()
+        for block, kv in zip(blocks, held, strict=True):
+            self._kv[self._slots(block)] = map(tuple, kv)
 
     def close(self) -> None:
         del self._kv
 
-    def _read(self, batch: RaggedBatch, entry: int, length: int) -> list[int]:
-        table = batch.block_tables[0][entry]
-        positions = torch.arange(length)
-        held = self._kv[table[positions // self._block_size].long(), positions % self._block_size]
-        assert torch.equal(held[:, 1], positions), "a position holds what belongs to another"
-        return held[:, 0].tolist()
+    def _slots(self, block: int) -> slice:
+        return slice(block * self._block_size, (block + 1) * self._block_size)
+
+    def _hash_before(self, table: Sequence[int], position: int) -> int:
+        if position == 0:
+            return BEGIN
+        block, offset = divmod(position - 1, self._block_size)
+        return self._kv[table[block] * self._block_size + offset][2]
+
+    def _read(self, table: Sequence[int], length: int) -> int | None:
+        """The hash of the first `length` positions of a sequence."""
+        held: list[tuple[int, int, int]] = []
+        for block in table[: -(-length // self._block_size)]:
+            held += self._kv[self._slots(block)]
+        value, is_poisoned = BEGIN, False
+        for position, (token, written_for, written_after) in enumerate(held[:length]):
+            value = hash_with(value, token)
+            assert written_for == position and written_after == value, "a position holds what belongs to another"
+            is_poisoned = is_poisoned or token == NAN
+        return None if is_poisoned else value
+
+
+class ChoosingHistoryRunner(HistoryRunner):
+    """As runners that tell each row's largest logit by the way."""
+
+    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+        values = self._evaluate(batch)
+        largest = Largest(
+            np.array([np.nan if value is None else LARGEST for value in values], np.float32),
+            np.array([0 if value is None else likeliest(value) for value in values], np.int32),
+        )
+        return logits_after(values) if with_logits else None, largest

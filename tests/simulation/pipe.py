@@ -33,14 +33,14 @@ class Lane:
         self._last_at = max(self._last_at, trio.current_time() + self._rng.random() * self._max_delay_s)
         self._chunks.append((self._last_at, data))
         self._size += len(data)
-        self._wake()
+        if len(self._chunks) == 1:  # else the reader waits for the first to arrive
+            self._wake()
 
     async def receive(self) -> bytes | None:
         """The next chunk once it has arrived; None at the end."""
-        await trio.lowlevel.checkpoint()
-        while True:
-            if self.is_cut:
-                return None
+        if self.is_cut or (self._chunks and self._chunks[0][0] <= trio.current_time()):
+            await trio.lowlevel.checkpoint()  # every other way leads through a wait
+        while not self.is_cut:
             if self._chunks:
                 at, data = self._chunks[0]
                 if at <= trio.current_time():
@@ -48,22 +48,25 @@ class Lane:
                     self._size -= len(data)
                     self._wake()
                     return data
-                changed = self._changed
                 with trio.move_on_at(at):
-                    await changed.wait()
+                    await self._changed.wait()
             elif self.is_closed:
+                await trio.lowlevel.checkpoint()
                 return None
             else:
                 await self._changed.wait()
+        return None
 
     def close(self) -> None:
-        self.is_closed = True
-        self._wake()
+        if not self.is_parted:
+            self.is_closed = True
+            self._wake()
 
     def cut(self) -> None:
-        self.is_cut = True
-        self._chunks.clear()
-        self._wake()
+        if not self.is_parted:  # then nobody would learn of it
+            self.is_cut = True
+            self._chunks.clear()
+            self._wake()
 
     def part(self) -> None:
         self.is_parted = True

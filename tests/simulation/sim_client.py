@@ -1,40 +1,45 @@
 """SimClient: a caller drawn by seed, over the real wire protocol, that checks every message it gets."""
 
+import math
 import random
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from genbatch.proto.errors import GenbatchError
+from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.framing import MessageSplitter
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES
-from genbatch.proto.messages import GenerateRequest, Result
+from genbatch.proto.messages import Choice, Result, Token
 from genbatch.proto.rpc import PLAIN_STREAM, Answered, Failed, StreamOptions, TokenReceived, TokensReceived
 from genbatch.proto.rpc_client import ClientConnection
-from tests.simulation.history_runner import DIE, FIRST_PLAIN, NAN, RAISE, VOCAB, expected
 from tests.simulation.pipe import End
+from tests.simulation.sim_request import WORDS, SimRequest
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-# What a request may fail with when nothing but load, its own content or an engine's death is to blame.
+# What a request may fail with when nothing but load is to blame.
 REFUSALS = {"queue_full", "unavailable", "deadline_exceeded"}
+# Seconds of silence after which a client that says so is taken for dead, and between two of its signs of life.
+LEASE_S, HEARTBEAT_S = 3.0, 1.0
 
 
 @dataclass
 class Call:
-    """One request and what came of it."""
+    """One request or question and what came of it."""
 
-    request: GenerateRequest
-    stream: bool
-    harm: int | None  # the token in its prompt that does harm
     asked_at: float
-    tokens: list[int] = field(default_factory=list)
-    end: Any = None  # Result or error
+    stream: bool = False
+    tokens: dict[int, list[Token]] = field(default_factory=lambda: defaultdict(list))  # by choice
+    end: Any = None  # plain data or error
     finals: int = 0
     ended: trio.Event = field(default_factory=trio.Event)
-    cancelled: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
 
 
 class SimClient:
@@ -66,69 +71,98 @@ class SimClient:
             async with trio.open_nursery() as nursery:
                 self._end = self.world.connect(self.name)
                 self._calls, self._protocol, self._has_vanished = {}, ClientConnection(), False
-                reader = trio.CancelScope()
-                nursery.start_soon(self._read, reader)
+                nursery.start_soon(self._read)
+                if self.rng.random() < 0.2:
+                    nursery.start_soon(self._keep_alive)
                 async with trio.open_nursery() as asking:
                     for _ in range(share):
                         asking.start_soon(self._ask)
+                    if self.rng.random() < 0.3:
+                        asking.start_soon(self._ask_question)
                     if vanishes:
                         await trio.sleep(self.rng.random() * 2)
-                        self.world.trace(self.name, "vanishes")
-                        self._has_vanished = True
-                        self._end.cut()
+                        self._vanish()
                         asking.cancel_scope.cancel()
-                reader.cancel()
-                await self._end.aclose()
+                nursery.cancel_scope.cancel()
+            await self._end.aclose()
+
+    def _vanish(self) -> None:
+        """So that the gateway sees it, or so that it never learns."""
+        self._has_vanished = True
+        if self.rng.random() < 0.7:
+            self.world.trace(self.name, "vanishes")
+            self._end.cut()
+        else:
+            self.world.trace(self.name, "is parted from the gateway")
+            self._end.part()
 
     async def _ask(self) -> None:
         rng = self.rng
-        await trio.sleep(rng.random() * 3)
-        call = self._draw_call()
+        await trio.sleep(rng.random() * self.world.spread_s)
+        asked = self.world.draw_request(rng)
+        call = Call(trio.current_time(), stream=rng.random() < 0.6)
         options = PLAIN_STREAM
         if call.stream and rng.random() < 0.5:
             options = StreamOptions(credit=rng.choice((1, 2, 64)), coalesce=rng.random() < 0.5)
-        msgid, data = self._protocol.request("stream" if call.stream else "generate", call.request, options)
+        msgid, data = self._protocol.request("stream" if call.stream else "generate", asked.wanted, options)
         self._calls[msgid] = call
-        self.world.trace(self.name, f"asks {msgid}: {call.request.token_ids} for {call.request.max_tokens}")
+        self.world.trace(self.name, f"asks {msgid}: {asked.wanted}")
         await self._send(data)
         if rng.random() < 0.15:
-            await trio.sleep(rng.random())
-            if not call.finals:
-                call.cancelled = True
-                cancel = self._protocol.cancel(msgid)
-                if cancel is not None:
-                    await self._send(cancel)
-                    if rng.random() < 0.3:
-                        await self._send(cancel)  # a second one is nobody's harm
+            await self._cancel(msgid, call)
             return
+        stalls = options.credit is not None and rng.random() < 0.2
         if options.credit is not None:
-            stalls = rng.random() < 0.2
             while not call.finals:
                 with trio.move_on_after(0.05 + rng.random() * 0.2):
                     await call.ended.wait()
                 if not stalls and not call.finals:
                     await self._send(self._protocol.credit(msgid, rng.randint(1, 8)))
         await call.ended.wait()
-        self._check_end(call, stalled=options.credit is not None and stalls)
+        if isinstance(call.end, GenbatchError):
+            self._check_error(asked, call, stalled=stalls)
+        else:
+            self._check_result(asked, call)
 
-    def _draw_call(self) -> Call:
-        rng = self.rng
-        shared = self.world.prefixes[rng.randrange(len(self.world.prefixes))][: rng.randint(0, 24)]
-        prompt = shared + [rng.randrange(FIRST_PLAIN, VOCAB) for _ in range(rng.randint(1, 12))]
-        harm = None
-        if rng.random() < self.world.harm:
-            harm = rng.choice((NAN, RAISE, DIE))
-            prompt[rng.randrange(len(prompt))] = harm
-        request = GenerateRequest(
-            token_ids=prompt,
-            max_tokens=rng.randint(1, 16),
-            temperature=rng.choice((0.0, 0.0, 0.7)),
-            seed=1,
-            ignore_eos=True,
-            n=rng.choice((1, 1, 1, 1, 2)),
-            deadline_s=rng.choice((None, None, None, 0.2, 5.0)),
+    async def _cancel(self, msgid: int, call: Call) -> None:
+        await trio.sleep(self.rng.random())
+        if call.finals:
+            return
+        cancel = self._protocol.cancel(msgid)
+        if cancel is not None:
+            await self._send(cancel)
+            if self.rng.random() < 0.3:
+                await self._send(cancel)  # a second one is nobody's harm
+
+    async def _ask_question(self) -> None:
+        """What is no request is answered, too, however the engine is."""
+        await trio.sleep(self.rng.random() * 3)
+        words = self.rng.choice(WORDS)
+        ids = self.world.model.tokenizer.encode(words)
+        method, params, answer = self.rng.choice(
+            (
+                ("health", {}, None),
+                ("stats", {}, None),
+                ("models", {}, None),
+                ("tokenize", {"prompt": words}, {"token_ids": ids}),
+                ("detokenize", {"token_ids": ids}, {"text": words}),
+            )
         )
-        return Call(request, rng.random() < 0.6, harm, trio.current_time())
+        msgid, data = self._protocol.request(method, params)
+        call = self._calls[msgid] = Call(trio.current_time())
+        self.world.trace(self.name, f"asks {msgid}: {method}")
+        await self._send(data)
+        await call.ended.wait()
+        if isinstance(call.end, GenbatchError):
+            assert isinstance(call.end, Unavailable) and method != "health", (method, call.end)
+        else:
+            assert answer is None or call.end == answer, (method, params, call.end)
+
+    async def _keep_alive(self) -> None:
+        """Has itself taken for dead after a while of silence, and is not silent."""
+        while True:
+            await self._send(self._protocol.heartbeat(LEASE_S))
+            await trio.sleep(HEARTBEAT_S)
 
     async def _send(self, data: bytes) -> None:
         try:
@@ -139,12 +173,11 @@ class SimClient:
 
     # What comes back
 
-    async def _read(self, scope: trio.CancelScope) -> None:
+    async def _read(self) -> None:
         splitter = MessageSplitter(MAX_TRANSPORT_BYTES)
-        with scope:
-            while data := await self._end.receive_some():
-                for message in splitter.feed(data):
-                    self._take(self._protocol.receive(message))  # raises where order or number are wrong
+        while data := await self._end.receive_some():
+            for message in splitter.feed(data):
+                self._take(self._protocol.receive(message))  # raises where order or number are wrong
 
     def _take(self, event: object) -> None:
         match event:
@@ -160,11 +193,10 @@ class SimClient:
             case Failed(None, error):
                 raise AssertionError(f"{self.name}: told of a fault that is not its own: {error}")
 
-    def _token(self, msgid: int, token: Any) -> None:
+    def _token(self, msgid: int, token: Token) -> None:
         call = self._calls[msgid]
         assert call.stream and not call.finals, "a token after the final, or of a call that does not stream"
-        if token.choice == 0:
-            call.tokens.append(token.token_id)
+        call.tokens[token.choice].append(token)
 
     def _final(self, msgid: int, end: object) -> None:
         call = self._calls[msgid]
@@ -174,31 +206,49 @@ class SimClient:
         call.ended.set()
         self.world.trace(self.name, f"final {msgid}: {end if isinstance(end, GenbatchError) else 'done'}")
 
-    def _check_end(self, call: Call, *, stalled: bool) -> None:
-        waited = trio.current_time() - call.asked_at
-        deadline = call.request.deadline_s or 60.0
-        if isinstance(call.end, GenbatchError):
-            allowed = set(REFUSALS)
-            if call.harm is not None:
-                allowed |= {"engine_error"}
-            if self.world.num_deaths:
-                allowed |= {"engine_lost"}
-            if stalled or waited >= 10.0:
-                allowed |= {"cancelled"}
-            assert call.end.code in allowed, f"{self.name}: {call.end!r} for {call}"
-            if call.end.code == "engine_lost" and call.stream and call.request.n == 1:
-                assert call.end.tokens_delivered == len(call.tokens), call
-            return
+    def _check_error(self, asked: SimRequest, call: Call, *, stalled: bool) -> None:
+        allowed = set(REFUSALS)
+        if asked.does_harm:
+            allowed |= {"engine_error"}
+        if self.world.num_deaths:
+            allowed |= {"engine_lost"}
+        if stalled or self.world.is_draining or trio.current_time() - call.asked_at >= 10.0:
+            allowed |= {"cancelled"}
+        assert call.end.code in allowed, f"{self.name}: {call.end!r} for {asked}"
+        if call.end.code == "engine_lost" and call.stream:
+            assert call.end.tokens_delivered == call.num_tokens, (asked, call)
+
+    def _check_result(self, asked: SimRequest, call: Call) -> None:
         result = self.world.read_result(call.end)
-        assert isinstance(result, Result)
-        greedy = call.request.temperature == 0
-        should = expected(call.request.token_ids or [], call.request.max_tokens or 0)
-        assert call.harm is None or not result.token_ids, f"an answer to a prompt that does harm: {call}"
-        if result.finish_reason == "length":
-            assert len(result.token_ids) == len(should), call
-        else:
-            assert result.finish_reason == "deadline", (result, call)
-            assert waited >= deadline, (waited, call)
-        if greedy:
-            assert result.token_ids == should[: len(result.token_ids)], (result.token_ids, should, call)
-        assert not call.stream or call.tokens == result.token_ids, (call.tokens, result.token_ids)
+        choices = result.choices or (result,)
+        assert len(choices) == asked.wanted.n
+        for number, choice in enumerate(choices):
+            if call.stream:
+                assert [token.token_id for token in call.tokens[number]] == choice.token_ids, (asked, call)
+                assert "".join(token.text for token in call.tokens[number]) == choice.text, (asked, call)
+            if choice.finish_reason in ("length", "stop"):
+                self._check_whole(asked, choice, number)
+                continue
+            if choice.finish_reason == "deadline":
+                limit = asked.wanted.deadline_s or self.world.default_deadline_s or math.inf
+                assert trio.current_time() - call.asked_at >= limit, (asked, call)
+            else:
+                assert choice.finish_reason == "cancelled" and self.world.is_draining, (asked, choice)
+            tokens = asked.answers[number].token_ids if asked.answers else []
+            assert choice.token_ids == tokens[: len(choice.token_ids)], (choice, asked)
+        if result.prompt_logprobs is not None:
+            asked.check_prompt_logprobs(result.prompt_logprobs, is_whole=bool(result.token_ids))
+
+    def _check_whole(self, asked: SimRequest, choice: Choice | Result, number: int) -> None:
+        """An answer that was not cut short is the one that the request has alone."""
+        assert not asked.does_harm or asked.wanted.max_tokens == 1, f"an answer after what does harm: {asked}"
+        assert asked.answers, f"an answer to a prompt that does harm: {asked}"
+        alone = asked.answers[number]
+        same = (choice.token_ids, choice.text, choice.finish_reason) == (
+            alone.token_ids,
+            alone.text,
+            alone.finish_reason,
+        )
+        assert same, (choice, alone, asked)
+        for one, other in zip(choice.logprobs or (), alone.logprobs or (), strict=True):
+            assert one.token_id == other.token_id and abs(one.logprob - other.logprob) < 1e-4, (one, other)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import trio
-from trio.testing import MockClock
 
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.options import BatcherOptions
@@ -33,6 +32,7 @@ from genbatch.proto.rpc import PLAIN_STREAM, Answered, Failed, StreamOptions, To
 from genbatch.proto.rpc_client import ClientConnection
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.pipe import End, pair
+from tests.simulation.seeded_loop import run_seeded
 from tests.simulation.sim_worker import SimWorker
 
 # Most that a step takes, and a piece of a message on its way.
@@ -101,16 +101,17 @@ class SimService:
         nursery: where all of it runs.
         model: for the tokenizer and the limits; it is never evaluated.
         options: the Batcher's.
+        num_blocks: of four positions each.
     """
 
-    def __init__(self, nursery: trio.Nursery, model: Model, options: BatcherOptions) -> None:
+    def __init__(self, nursery: trio.Nursery, model: Model, options: BatcherOptions, num_blocks: int) -> None:
         self.nursery = nursery
         self._rng = random.Random(0)
         self.batcher = Batcher(
             lambda: Context(
                 model,
                 HistoryRunner(),
-                num_blocks=[200],
+                num_blocks=[num_blocks],
                 n_parallel=options.n_parallel,
                 n_held=options.max_held_prompts,
                 n_batch=options.max_batch_tokens,
@@ -158,10 +159,10 @@ class SimService:
             check_connection(connection, trio.current_time())
 
 
-def run_simulated(story: Callable[[SimService], Awaitable[None]], model: Model, options: BatcherOptions) -> None:
+def run_simulated(
+    story: Callable[[SimService], Awaitable[None]], model: Model, options: BatcherOptions, *, num_blocks: int = 200
+) -> None:
     """Runs it in simulated time, the same way each time; afterwards the service must have given everything back."""
-    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True
-    trio._core._run._r.seed(0)
 
     async def main() -> None:
         with trio.fail_after(LIVENESS_S):
@@ -169,10 +170,10 @@ def run_simulated(story: Callable[[SimService], Awaitable[None]], model: Model, 
 
     async def live() -> None:
         async with trio.open_nursery() as nursery:
-            service = SimService(nursery, model, options)
+            service = SimService(nursery, model, options, num_blocks)
             await service.start()
             await story(service)
             await service.come_to_rest()
             nursery.cancel_scope.cancel()
 
-    trio.run(main, clock=MockClock(autojump_threshold=0))
+    run_seeded(main, 0)

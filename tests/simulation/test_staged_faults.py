@@ -7,14 +7,16 @@ import pytest
 import torch
 import trio
 
+from genbatch.actors.batching.batcher_messages import GetHealth
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.open_call import STALLED_S
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S
+from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import Cancelled
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.rpc import StreamOptions
-from tests.simulation.history_runner import expected
+from tests.simulation.history_runner import HistoryRunner, expected
 from tests.simulation.sim_service import DELAY_S, STEP_S, SimCall, SimCaller, SimService, run_simulated
 
 TinyModel = Callable[[str], Model]
@@ -104,3 +106,45 @@ def test_a_reader_without_credit_is_cancelled_after_its_time_and_others_keep_the
     for is_slow in (False, True):
         run_simulated(partial(story, is_slow=is_slow), model, OPTIONS)
     assert had[True] >= 0.95 * had[False]
+
+
+def test_a_choice_that_was_swapped_out_comes_back_when_there_is_room_for_all_of_it(model: Model) -> None:
+    """It once shared its prompt with the request's first choice; what is kept on the host is whole."""
+
+    async def story(service: SimService) -> None:
+        caller = service.connect("a")
+        short, long = list(range(60, 69)), list(range(10, 36))
+        other = await caller.ask(GenerateRequest(token_ids=short, max_tokens=23, ignore_eos=True))
+        call = await caller.ask(GenerateRequest(token_ids=long, max_tokens=33, n=2, ignore_eos=True, deadline_s=120.0))
+        # The pool is full when each choice has 44 positions. When `other` has ended it has 11 blocks left, one too few.
+        await call.ended.wait()
+        assert other.end["token_ids"] == expected(short, 23)
+        assert [choice["token_ids"] for choice in call.end["choices"]] == [expected(long, 33)] * 2
+        stats = service.batcher.stats
+        assert stats.preemptions == stats.swaps == 1
+
+    options = BatcherOptions(n_parallel=3, batch_timeout=5000.0, cpu_offload_space=0.001, margin=0.0)
+    run_simulated(story, model, options, num_blocks=24)
+
+
+def test_a_service_whose_steps_only_fail_says_that_it_is_stuck(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that finds no room is planned anew: were that to go on for ever, somebody must notice."""
+    options = BatcherOptions(n_parallel=2, batch_timeout=5000.0, stall_s=5.0)
+
+    def find_no_room(self: HistoryRunner, batch: object) -> None:
+        raise OutOfBlocks(1, 0)
+
+    async def story(service: SimService) -> None:
+        caller = service.connect("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(HistoryRunner, "forward", find_no_room)
+            calls = [await caller.ask(asked(first, 8)) for first in (20, 30)]
+            await trio.sleep(1.0)
+            assert (await service.ref.call(GetHealth())).status == "ready"
+            await trio.sleep(options.stall_s)
+            assert (await service.ref.call(GetHealth())).status == "stuck"
+        for call in calls:
+            await call.ended.wait()
+        assert (await service.ref.call(GetHealth())).status == "ready"
+
+    run_simulated(story, model, options)

@@ -17,7 +17,8 @@ from trio.testing import MockClock
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import GetModels
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.engine.engine_link import EngineLink, LinkFrame, LinkUp
+from genbatch.actors.batching.step_faults import EngineFault
+from genbatch.actors.engine.engine_link import CANCEL_GRACE_S, EngineLink, LinkFrame, LinkUp
 from genbatch.actors.engine.engine_session import EngineSession
 from genbatch.actors.engine.link_connection import LinkConnection
 from genbatch.actors.gateways.dispatcher import Dispatcher
@@ -26,17 +27,21 @@ from genbatch.actors.gateways.rpc_gateway import SWEEP_S, check_connection
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.runtime.genserver import start
 from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.proto.messages import Result
-from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, EngineDies, HistoryRunner
+from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, ChoosingHistoryRunner, EngineDies, HistoryRunner
 from tests.simulation.pipe import End, pair
+from tests.simulation.seeded_loop import run_seeded
 from tests.simulation.sim_client import SimClient
+from tests.simulation.sim_request import SYSTEM_MESSAGES, SimRequest, draw_request
 from tests.simulation.sim_worker import SimWorker
 
 # Simulated seconds after which a world that has not come to its end never will.
 LIVENESS_S = 3600.0
+# A request is paused twice, more often only while there is nobody else to pause; so often it never happened.
+MAX_PAUSES = 12
 
 
 class World:
@@ -50,16 +55,24 @@ class World:
     def __init__(self, seed: int, model: Model) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
+        self.model = model
         self.events: list[str] = []
         self.num_deaths = 0
-        self.harm = self.rng.choice((0.0, 0.0, 0.1))
-        self.prefixes = [[self.rng.randrange(FIRST_PLAIN, VOCAB) for _ in range(24)] for _ in range(3)]
-        self._model = model
+        self.is_draining = False
+        self._harm = self.rng.choice((0.0, 0.0, 0.1))
+        self._prefixes = [[self.rng.randrange(FIRST_PLAIN, VOCAB) for _ in range(24)] for _ in range(3)]
+        # In a crowded world long answers to many requests at once fill slots, queue and pool.
+        self._is_crowded = self.rng.random() < 0.3
+        self.spread_s = 0.1 if self._is_crowded else self.rng.choice((0.1, 3.0))
+        self._max_tokens = 40 if self._is_crowded else 16
+        self._num_blocks = 24 if self._is_crowded else self.rng.choice((24, 64, 200))
         self._options = self._draw_options()
-        self._num_blocks = self.rng.choice((24, 64, 200))
         self._kill_rate = self.rng.choice((0.0, 0.0, 0.05, 0.3))
-        self._hang_rate = self.rng.choice((0.0, 0.0, 0.002))
+        self._hang_rate = self.rng.choice((0.0, 0.0, 0.01))
+        self._shortage_rate = self.rng.choice((0.0, 0.0, 0.0, 0.01))
         self._jump_rate = self.rng.choice((0.0, 0.1))
+        self._jumped_s = 0.0
+        self._runner_type = self.rng.choice((HistoryRunner, ChoosingHistoryRunner))
         self._is_calm = False  # no more faults, so that everything can come to its end
         self._batcher: Batcher | None = None
         self._engine_end: End | None = None
@@ -68,22 +81,58 @@ class World:
 
     def _draw_options(self) -> BatcherOptions:
         rng = self.rng
+        kind = rng.choice((BatchingType.INFLIGHT_FUSED_BATCHING,) * 2 + tuple(BatchingType))
+        policy = SchedulerPolicy.MAX_UTILIZATION if self._is_crowded else rng.choice(list(SchedulerPolicy))
+        pauses = policy is SchedulerPolicy.MAX_UTILIZATION and kind is not BatchingType.V1
+        # What is held for good must leave room for the longest request.
+        held = rng.choice(((), (), SYSTEM_MESSAGES[:1])) if self._num_blocks > 24 else ()
         return BatcherOptions(
-            n_parallel=rng.choice((1, 2, 4)),
+            n_parallel=rng.choice((4, 6)) if self._is_crowded else rng.choice((1, 2, 4)),
+            batch_size=rng.choice((0, 0, 2)),
             batch_timeout=rng.choice((0.0, 20.0)),
             max_batch_tokens=rng.choice((8, 32)),
             max_queue=rng.choice((None, 4, 64)),
+            fair_share=rng.random() < 0.8,
+            priority_ageing_s=rng.choice((0.0, 0.0, 2.0)),
+            default_deadline_s=rng.choice((60.0, 60.0, 3.0, 0.0)),
             scheduler=rng.choice(("fifo", "prefill_first")),
-            scheduler_policy=rng.choice(list(SchedulerPolicy)),
-            batching_type=rng.choice((BatchingType.INFLIGHT_FUSED_BATCHING, BatchingType.INFLIGHT_BATCHING)),
-            cpu_offload_space=rng.choice((0.0, 0.001)),
+            scheduler_policy=policy,
+            batching_type=kind,
+            cache_budget=rng.choice((None, None, None, 24)),
+            enable_chunked_context=rng.random() < 0.8,
+            margin=rng.choice((None, 0.0)) if pauses else None,
+            pause_order=rng.choice((None, None, *PauseOrder)) if pauses else None,
+            max_pauses=rng.choice((2, 2, 0)),
+            async_batching=rng.random() < 0.8,
+            # GiB: none, enough, and a block or two.
+            cpu_offload_space=rng.choice((0.0, 0.001, 0.001, 3e-7)),
             stall_s=5.0,
+            system_prompts=held,
+            max_held_prompts=rng.choice((1, 4)),
+        )
+
+    @property
+    def default_deadline_s(self) -> float:
+        return self._options.default_deadline_s
+
+    def draw_request(self, rng: random.Random) -> SimRequest:
+        """What a client asks next."""
+        return draw_request(
+            rng,
+            self.model,
+            self._prefixes,
+            max_tokens=rng.randint(1, self._max_tokens),
+            harm=self._harm,
+            has_priorities=self._options.priority_ageing_s > 0,
         )
 
     def trace(self, who: str, what: str) -> None:
         """Notes an event, and checks what must hold after every one."""
         self.events.append(f"{trio.current_time():.4f} {who} {what}")
         self._link.ledger.check_integrity()
+        if self._batcher is not None:
+            pauses = max((sequence.num_pauses for sequence in self._batcher.slots.pending), default=0)
+            assert pauses <= MAX_PAUSES, "what is paused again and again keeps all others waiting, too"
 
     def read_result(self, value: Any) -> Result:
         """A final's plain data as the type that it is."""
@@ -96,8 +145,19 @@ class World:
         self._nursery.start_soon(self._serve, here, name)
         return there
 
-    async def run(self) -> None:
-        """The whole life of the world; raises what is wrong with it."""
+    def simulate(self) -> None:
+        """The whole life of the world.
+
+        Raises:
+            BaseException: what is wrong with it.
+        """
+        try:
+            run_seeded(self._run, self.seed)
+        except BaseException as error:
+            error.add_note("the last events:\n" + "\n".join(self.events[-25:]))
+            raise
+
+    async def _run(self) -> None:
         with trio.fail_after(LIVENESS_S):
             async with trio.open_nursery() as self._nursery:
                 self._link = EngineLink(self._options, self._kill)
@@ -105,6 +165,8 @@ class World:
                 self._dispatcher = Dispatcher(self._ref)
                 self._nursery.start_soon(self._run_engines)
                 self._nursery.start_soon(self._harass)
+                if self.rng.random() < 0.1:
+                    self._nursery.start_soon(self._drain)
                 async with trio.open_nursery() as clients:
                     for number in range(self.rng.randint(1, 4)):
                         client = SimClient(self, f"client{number}", random.Random(self.rng.random()))
@@ -116,8 +178,8 @@ class World:
         """Without faults and callers everything must be given back."""
         self._is_calm = True
         while not self._is_idle():  # noqa: ASYNC110 - time is simulated, and there is no one event to wait for
-            await trio.sleep(0.5)
-        await trio.sleep(5.0)
+            await trio.sleep(0.2)
+        await trio.sleep(1.0)
         self._link.ledger.check_integrity()
         counts = self._link.ledger.counts
         assert counts["accepted"] == counts["finals"], counts
@@ -145,9 +207,13 @@ class World:
 
     async def _sweep(self, connection: RPCConnection) -> None:
         """What the gateway's own sweep does for each of its connections."""
+        last = trio.current_time()
         while True:
             await trio.sleep(SWEEP_S)
-            check_connection(connection, trio.current_time())
+            now = trio.current_time()
+            connection.last_heard += now - last - SWEEP_S
+            last = now
+            check_connection(connection, now)
 
     # The engine
 
@@ -157,7 +223,7 @@ class World:
             await trio.sleep(0.1 + self.rng.random())
             try:
                 await self._live()
-            except* EngineDies:
+            except* (EngineDies, EngineFault):
                 pass
             self.trace("engine", "died")
             self._life = self._batcher = None
@@ -172,7 +238,8 @@ class World:
                     self._options,
                     open_worker=lambda name: self._open_worker(life, rng, name),
                 )
-                ref = await start(life, batcher, name="batcher")
+                # What ends it ends the process: there is no time for last words.
+                ref = await start(life, batcher, name="batcher", shutdown_s=0.0)
                 models = await ref.call(GetModels(), timeout=None)
                 connection = LinkConnection(gateway_end, self._hear)
                 self._nursery.start_soon(connection.run)
@@ -191,9 +258,12 @@ class World:
         return SimWorker(life, rng, 0.05, hang)
 
     def _open_context(self) -> Context:
+        def is_short() -> bool:
+            return not self._is_calm and self.rng.random() < self._shortage_rate
+
         return Context(
-            self._model,
-            HistoryRunner(),
+            self.model,
+            self._runner_type(is_short),
             num_blocks=[self._num_blocks],
             n_parallel=self._options.n_parallel,
             n_held=self._options.max_held_prompts,
@@ -221,6 +291,18 @@ class World:
             self._life.cancel_scope.cancel()
             self._life = self._batcher = None
 
+    async def _drain(self) -> None:
+        """An operator's last word: in time, nothing is open any more."""
+        await trio.sleep(self.rng.random() * 5)
+        timeout_s = self.rng.choice((0.0, 1.0, 30.0))
+        self.trace("operator", f"drains, for {timeout_s} s")
+        self.is_draining = True
+        begun, jumped = trio.current_time(), self._jumped_s
+        await self._dispatcher.call("drain", {"timeout_s": timeout_s}, client="operator", on_token=None)
+        assert not len(self._link.ledger), "drained, and something is open"
+        most = timeout_s + CANCEL_GRACE_S + self._jumped_s - jumped
+        assert trio.current_time() - begun <= most + 0.001, "drained too late"
+
     async def _harass(self) -> None:
         clock = trio.lowlevel.current_clock()
         assert isinstance(clock, MockClock)
@@ -231,24 +313,8 @@ class World:
             if self.rng.random() < self._jump_rate:
                 self.trace("clock", "jumps")
                 # Less than a client may take to read: a gateway that slept for longer gives up on sends under way.
-                clock.jump(self.rng.choice((0.5, 3.0, 8.0)))
+                seconds = self.rng.choice((0.5, 3.0, 8.0))
+                self._jumped_s += seconds
+                clock.jump(seconds)
             if self._batcher is not None and not self._batcher._stepping:
                 self._batcher.ctx.kv.check_integrity()
-
-
-def simulate(seed: int, model: Model) -> list[str]:
-    """Runs a seed's world; returns its events.
-
-    Raises:
-        BaseException: what is wrong with it.
-    """
-    # trio shuffles the tasks of a turn; by its own random numbers, which a seed makes the same ones each time.
-    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True
-    trio._core._run._r.seed(seed)
-    world = World(seed, model)
-    try:
-        trio.run(world.run, clock=MockClock(autojump_threshold=0))
-    except BaseException as error:
-        error.add_note("the last events:\n" + "\n".join(world.events[-25:]))
-        raise
-    return world.events

@@ -135,7 +135,7 @@ class Soak:
                 while True:
                     with suppress(Unavailable):  # it may have been killed a moment ago
                         stats = await client.stats()
-                        if not stats["requests_running"] and not stats["requests_waiting"]:
+                        if stats["engine"] == "up" and not stats["requests_running"] and not stats["requests_waiting"]:
                             return stats
                     await trio.sleep(1)
 

@@ -20,7 +20,7 @@ from genbatch.actors.scheduling.capacity import SchedulerPolicy
 from genbatch.proto.inference_request import InferenceRequest
 
 # Only a hanging manager reaches it.
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from genbatch.actors.batch_manager.gpt_manager import GptManager
 from genbatch.actors.batch_manager.gpt_manager_params import BuildConfig, TrtGptModelType
-from genbatch.actors.batching.batcher import Batcher
+from genbatch.actors.batching.paced_batcher import PacedBatcher
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
 from genbatch.actors.scheduling.scheduler import SchedulerError
@@ -180,12 +180,15 @@ def test_b09_the_worker_starts_with_the_constructor_and_close_drains_then_joins(
     tiny_model: TinyModel, contexts: list[Context]
 ) -> None:
     client = BatchClient(inference_request(1, prompt_of(5, 5), 60, end_id=-1, streaming=True))
+    looked = threading.Event()
+    client.on_send = lambda request_id, response: looked.wait(60) and None
     running = manager(tiny_model("llama"), client)
     with running:
         client.wait_until(lambda: bool(client.responses.get(1)))
         assert client.threads == {"genbatch-batch-manager"}
         assert not client.finals(1)
         client_asked = client.asked
+        looked.set()
     assert len(client.responses[1]) == 60
     assert client.finals(1)
     asked = len(client_asked)
@@ -277,14 +280,14 @@ def test_b04_a_model_actor_that_crashes_leaves_one_final_each(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = BatchClient(*(inference_request(i, prompt_of(4, i), 90, end_id=-1) for i in range(3)))
-    stepped = Batcher._stepped
+    stepped = PacedBatcher._stepped
 
-    def crash(batcher: Batcher, *args: Any) -> None:
+    def crash(batcher: PacedBatcher, *args: Any) -> None:
         if batcher.stats.steps == 5:
             raise ZeroDivisionError
         stepped(batcher, *args)
 
-    monkeypatch.setattr(Batcher, "_stepped", crash)
+    monkeypatch.setattr(PacedBatcher, "_stepped", crash)
     with pytest.raises(ZeroDivisionError), manager(tiny_model("llama"), client):
         client.wait(0, 1, 2)
     assert [len(client.finals(one)) for one in range(3)] == [1, 1, 1]

@@ -40,7 +40,7 @@ def served(tiny_model: TinyModel, nursery: trio.Nursery) -> Callable[..., Any]:
     model = tiny_model("llama")
 
     async def made(**options: Any) -> Served:
-        chosen = BatcherOptions(**{"n_parallel": 1, "batch_timeout": 1.0, "batch_size": 99, **options})
+        chosen = BatcherOptions(**{"n_parallel": 1, "batch_timeout": 1e6, "batch_size": 99, **options})
 
         def open_context() -> Context:
             return Context(model, TorchRunner(model), n_ctx=64, n_parallel=1, n_held=4, block_size=4, n_batch=32)
@@ -63,22 +63,23 @@ async def ask_all(served: Served, asked: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.trio
 async def test_a_client_with_one_request_does_not_wait_behind_anothers_four(served: Callable[..., Any]) -> None:
     asked = [{"name": f"a{number}", "client": "a"} for number in range(4)] + [{"name": "b0", "client": "b"}]
-    assert await ask_all(await served(max_client_open=9), list(asked)) == ["a0", "b0", "a1", "a2", "a3"]
-    assert await ask_all(await served(max_client_open=9, fair_share=False), asked) == ["a0", "a1", "a2", "a3", "b0"]
+    options: dict[str, Any] = {"max_client_open": 9, "batch_size": len(asked)}  # nobody is served before all have asked
+    assert await ask_all(await served(**options), asked) == ["a0", "b0", "a1", "a2", "a3"]
+    assert await ask_all(await served(**options, fair_share=False), asked) == ["a0", "a1", "a2", "a3", "b0"]
 
 
 @pytest.mark.trio
 async def test_the_tenant_is_charged_and_not_the_connection(served: Callable[..., Any]) -> None:
     asked = [{"name": f"a{number}", "client": f"c{number}", "tenant": "a"} for number in range(3)]
     asked.append({"name": "b0", "client": "c9", "tenant": "b"})
-    assert await ask_all(await served(max_client_open=9), asked) == ["a0", "b0", "a1", "a2"]
+    assert await ask_all(await served(max_client_open=9, batch_size=len(asked)), asked) == ["a0", "b0", "a1", "a2"]
 
 
 @pytest.mark.trio
 async def test_a_priority_is_worth_so_much_waiting_and_no_more(
     served: Callable[..., Any], mock_clock: MockClock
 ) -> None:
-    bench = await served(priority_ageing_s=10.0, batch_timeout=1e6)
+    bench = await served(priority_ageing_s=10.0)
     async with trio.open_nursery() as nursery:
         for name, priority, later_s in (("first", 0, 0), ("urgent", -1, 8), ("too late", -1, 4)):
             mock_clock.jump(later_s)
@@ -100,18 +101,21 @@ async def test_without_ageing_a_priority_is_refused(served: Callable[..., Any]) 
 
 @pytest.mark.trio
 async def test_the_queue_of_clients_is_four_a_slot_and_the_programs_own_longer(served: Callable[..., Any]) -> None:
-    bench = await served(batch_timeout=1e6)
+    bench = await served()
     with pytest.raises(QueueFull):
         await bench.ask("n", client="a", n=6)  # one slot, four places
-    with trio.move_on_after(0.1):
-        await bench.ask("n", n=6)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: bench.ask("n", n=6))
+        await wait_all_tasks_blocked()
+        assert len(bench.actor.slots.pending) == 6
+        nursery.cancel_scope.cancel()
     assert BatcherOptions().admission("").max_queue == OWN_QUEUE
     await bench.ref.stop()
 
 
 @pytest.mark.trio
 async def test_beside_others_a_client_has_no_more_than_its_share_open(served: Callable[..., Any]) -> None:
-    bench = await served(batch_timeout=1e6)
+    bench = await served()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(bench.ask, "b0", "b")
         for number in range(2):
@@ -141,7 +145,7 @@ async def test_a_clients_request_without_a_deadline_has_the_default_one(
 
 @pytest.mark.trio
 async def test_a_hopeless_deadline_is_refused_before_anything_is_spent(served: Callable[..., Any]) -> None:
-    bench = await served(batch_timeout=1e6)
+    bench = await served()
     bench.actor.stats.service.append(100.0)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(bench.ask, "waiting")

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batching.batcher import INLINE_PROMPT_CHARS
+from genbatch.actors.batching.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetHealth, GetModels, Tokenize
 from genbatch.actors.batching.text_calls import INLINE_TOKEN_IDS
 from genbatch.nif.models.model import Model

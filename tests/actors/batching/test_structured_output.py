@@ -110,7 +110,7 @@ async def batcher(model: Model, *, num_blocks: int = 256, **changed: Any) -> Asy
         yield Bench(actor, ref)
         assert actor.slots.seq_pool == set(range(chosen.n_parallel))
         actor.ctx.kv.check_integrity()
-        await ref.stop("shutdown", timeout=30)
+        await ref.stop("shutdown", timeout=None)
 
 
 def schema_format(schema: object) -> ResponseFormat:
@@ -172,7 +172,8 @@ async def test_a_paused_sequence_goes_on_within_its_grammar(tiny_model: TinyMode
     async with batcher(tiny_model("llama")) as bench:
         alone = [(await bench.generate(seed=seed, **params)).text for seed in range(4)]
     texts = ["", "", "", ""]
-    async with batcher(tiny_model("llama"), num_blocks=36) as bench:  # room for about two of them
+    # Room for about two of them, and nobody is through before all are there.
+    async with batcher(tiny_model("llama"), num_blocks=36, batch_size=4, batch_timeout=1e6) as bench:
 
         async def ask(seed: int) -> None:
             texts[seed] = (await bench.generate(seed=seed, **params)).text
@@ -259,7 +260,7 @@ async def test_a_slow_mask_sits_out_while_others_decode(tiny_model: TinyModel, m
     def slow(self: GrammarConstraint) -> None:
         if self._num_tokens == 2 and not self._is_prepared:
             held.append(threading.current_thread().name)
-            assert others_done.wait(30)
+            assert others_done.wait(60)
         prepare(self)
         self._last_s = 1.0  # took a second, so the next one is slow
 
@@ -319,7 +320,7 @@ async def test_one_client_s_grammars_do_not_hold_up_another_s(
 
     def noted(self: Any, kind: str, text: str, *rest: Any) -> Any:
         order.append(text)
-        assert queued.wait(30)
+        assert queued.wait(60)
         return compile_(self, kind, text, *rest)
 
     monkeypatch.setattr(grammar_compiler.GrammarCompiler, "compile", noted)

@@ -9,19 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-TIMEOUT_S = 90.0  # of a loaded machine
-
-# In place of a scheduler: dies natively of prompts that begin with token 13, as a kernel with a bug would.
-DEADLY_SCHEDULER = """
-import os
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-
-class Deadly(FIFOScheduler):
-    def schedule(self, fitting_requests, inflight_request_ids):
-        if any(request.tokens[:1] == [13] for request in fitting_requests):
-            os.abort()
-        return super().schedule(fitting_requests, inflight_request_ids)
-"""
+TIMEOUT_S = 300.0  # of a loaded machine; only what hangs reaches it
 
 
 class RunningService:
@@ -38,7 +26,7 @@ class RunningService:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": str(directory),
+            "PYTHONPATH": os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self._lines = threading.Condition()
 

@@ -10,6 +10,7 @@ import trio
 from genbatch.clients.batcher import open_batcher
 from genbatch.nif.errors import OptionError
 from tests.actors.engine.running_service import is_running
+from tests.actors.engine.stage import Stage
 
 
 def child_processes() -> list[int]:
@@ -20,9 +21,11 @@ def child_processes() -> list[int]:
 @pytest.mark.trio
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
 async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
-    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(tmp_path)  # which is where its process looks, too
+    stage = Stage(tmp_path)
     stages: set[str] = set()
     async with open_batcher(
         str(tiny_model_dir("llama")),
@@ -30,6 +33,7 @@ async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
         n_gpu_layers=0,
         n_ctx=512,
         engine="process",
+        scheduler=stage.scheduler,
         progress=lambda stage, done, total: stages.add(stage),
     ) as batcher:
         [child] = child_processes()
@@ -37,7 +41,7 @@ async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
         whole = await batcher.generate([5, 6, 7], max_tokens=6, ignore_eos=True)
         async with batcher.stream([5, 6, 7], max_tokens=6, ignore_eos=True) as stream:
             assert [token.token_id async for token in stream] == whole.token_ids
-        with trio.CancelScope() as scope:
+        with stage.holding(), trio.CancelScope() as scope:
             async with batcher.stream([5, 6, 8], max_tokens=240, ignore_eos=True) as stream:
                 async for _ in stream:
                     scope.cancel()

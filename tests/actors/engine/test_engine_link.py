@@ -432,7 +432,7 @@ async def test_without_an_engine_questions_are_answered_and_the_queue_has_a_boun
     assert health.status == "down"
     assert await bench.ref.call(GetModels()) == Models(models=(CARD,))
     with pytest.raises(Unavailable) as refused:
-        await bench.ref.call(GetStats())
+        await bench.ref.call(Tokenize(TokenizeRequest(prompt="x")))
     assert refused.value.retry_after_ms
     for number in range(4):  # n_parallel + max_queue
         bench.ask(f"waits {number}")
@@ -607,7 +607,7 @@ async def test_a_drain_refuses_what_is_new_and_waits_for_what_is_open(bench: Ben
         drained.append(await bench.ref.call(Drain(30.0), timeout=None))
 
     bench.nursery.start_soon(drain)
-    await until(lambda: bench.link._draining)
+    await until(lambda: bench.link._draining.has_begun)
     bench.ask("new")
     assert isinstance(await bench.end_of("new"), Unavailable)
     assert (await bench.ref.call(GetHealth(), control=True)).status == "draining"
@@ -630,7 +630,7 @@ async def test_a_drain_cancels_what_does_not_end_in_time(bench: Bench, mock_cloc
         drained.append(await bench.ref.call(Drain(3.0), timeout=None))
 
     bench.nursery.start_soon(drain)
-    await until(lambda: bench.link._draining)
+    await until(lambda: bench.link._draining.has_begun)
     mock_clock.jump(3.0)
     await until(lambda: bench.engine.drained == 0.0)
     listens.finish("what there was")
@@ -640,3 +640,20 @@ async def test_a_drain_cancels_what_does_not_end_in_time(bench: Bench, mock_cloc
     assert isinstance(await bench.end_of("does not listen"), Cancelled)
     await until(lambda: drained)
     assert drained == [Drained(num_cancelled=2)]
+
+
+@pytest.mark.trio
+async def test_stats_without_an_engine_are_the_links_own(bench: Bench, mock_clock: MockClock) -> None:
+    assert (await bench.ref.call(GetStats()))["engine"] == "down"
+    await bench.engine_comes()
+    assert (await bench.ref.call(GetStats()))["engine"] == "up"
+    bench.ask("whole")
+    bench.ask("streamed", streams=True)
+    _, streamed = await bench.working("whole", "streamed")
+    streamed.emit("a")
+    await until(lambda: bench.tokens["streamed"])
+    await bench.engine_dies()
+    stats = await bench.ref.call(GetStats())
+    assert (stats["engine"], stats["model"], stats["engine_restarts"]) == ("down", "m", 0)
+    assert (stats["requests_open"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
+    assert "steps" not in stats

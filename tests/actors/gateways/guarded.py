@@ -17,7 +17,7 @@ from genbatch.actors.gateways.security import Security, open_security
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, open_socket
 from genbatch.actors.runtime.genserver import start
-from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Guarded:
 
 @asynccontextmanager
 async def guarded(tmp_path: Path, *, address: str = "tcp://127.0.0.1:*") -> AsyncIterator[Guarded]:
-    """Runs it for as long as the body runs; half a minute at most."""
+    """Runs it for as long as the body runs, as `listening` does."""
     store = KeyStore(tmp_path / "keys")
     store.new_server()
     async with listening(address, open_security(keys=str(store.directory))) as (batcher, gateway):
@@ -54,9 +54,9 @@ async def guarded(tmp_path: Path, *, address: str = "tcp://127.0.0.1:*") -> Asyn
 
 @asynccontextmanager
 async def listening(address: str, security: Security) -> AsyncIterator[tuple[ScriptedBatcher, ZeroMQGateway]]:
-    """A gateway with this security for as long as the body runs; half a minute at most."""
+    """A gateway with this security for as long as the body runs; PATIENCE_S at most."""
     batcher = ScriptedBatcher()
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             gateway = ZeroMQGateway(Dispatcher(await start(nursery, batcher)), address, security)
             await nursery.start(gateway.run)

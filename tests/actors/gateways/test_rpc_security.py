@@ -21,7 +21,7 @@ from genbatch.actors.runtime.genserver import start
 from genbatch.actors.runtime.registry import Registry
 from genbatch.clients.rpc import RPCClient
 from genbatch.proto.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
-from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 pytestmark = pytest.mark.trio
 
@@ -41,7 +41,7 @@ class Secured:
 
     def client(self, token: str | None, *, trust: ssl.SSLContext | None = None) -> RPCClient:
         """A client that asks for localhost, the name in the certificate."""
-        return RPCClient(f"rpc://localhost:{self.port}", token=token, tls=trust or self.trust, timeout=5)
+        return RPCClient(f"rpc://localhost:{self.port}", token=token, tls=trust or self.trust, timeout=60)
 
 
 @asynccontextmanager
@@ -58,7 +58,7 @@ async def secured(directory: Path) -> AsyncIterator[Secured]:
         tokens=str(store.tokens), tls_cert=str(directory / "cert.pem"), tls_key=str(directory / "key.pem")
     )
     batcher = ScriptedBatcher()
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             gateway = RPCGateway(Dispatcher(await start(nursery, batcher)), "tcp://0.0.0.0:0", security)
             await nursery.start(gateway.run)

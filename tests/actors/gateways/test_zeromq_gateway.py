@@ -64,12 +64,9 @@ async def ask(socket: ZeroMQSocket, message: Any) -> Any:
 
 async def emit_until_freed(service: Served, held: Held, prompt: str) -> None:
     """Lets tokens come for as long as somebody is thought to want them."""
-    for _ in range(3000):
-        if prompt in service.batcher.freed:
-            return
+    while prompt not in service.batcher.freed:
         held.emit("word ")
         await trio.testing.wait_all_tasks_blocked(0.002)
-    raise AssertionError("the request was not freed")
 
 
 async def test_generate_gets_one_response(tmp_path: Path) -> None:
@@ -98,8 +95,8 @@ async def test_a_stream_is_tokens_and_then_the_response(tmp_path: Path) -> None:
         held.finish()
         kind, msgid, error, result = await hear(socket)
         assert (kind, msgid, error, result["text"]) == (1, 9, None, "undeuxtrois")
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        assert service.gateway.num_calls == 0
+        while service.gateway.num_calls:
+            await trio.lowlevel.checkpoint()
 
 
 async def test_a_req_socket_gets_whole_replies_and_a_clear_error_for_a_stream(tmp_path: Path) -> None:
@@ -250,9 +247,9 @@ async def test_a_client_silent_for_longer_than_it_promised_loses_its_calls(
     async with served(tmp_path) as service, dealer(service) as silent, dealer(service) as unpromised:
         await tell(unpromised, [0, 1, "stream", [{"prompt": "hold it"}]])
         await service.batcher.arrival("hold it")
-        await tell(silent, [2, "heartbeat", [0.2]])
         await tell(silent, [0, 5, "stream", [{"prompt": "hold"}]])
         await service.batcher.arrival("hold")
+        await tell(silent, [2, "heartbeat", [0.2]])
         await service.batcher.release("hold")
         heard = [await hear(silent)]
         while heard[-1][0] == 2:
@@ -295,11 +292,11 @@ async def test_a_client_that_reads_nothing_for_long_loses_its_calls(
         await tell(slow, [0, 5, "stream", [{"prompt": "hold"}]])
         held = await service.batcher.arrival("hold")
         (peer,) = service.gateway._peers.values()
-        while not peer.outbox:
-            held.emit("x" * 20_000)
+        while "hold" not in service.batcher.freed:
+            if not peer.outbox:  # what ZeroMQ holds on the way is full when the client has taken nothing for long
+                held.emit("x" * 20_000)
+            assert peer.outbox.num_waiting <= 1, "too little for it to be cut off for that"
             await trio.testing.wait_all_tasks_blocked(0.001)
-        await service.batcher.release("hold")
-        assert len(held.tokens) < outbox.MAX_WAITING
 
 
 async def test_a_client_that_only_writes_cannot_fill_the_memory(
@@ -336,8 +333,8 @@ async def test_stopping_the_gateway_ends_open_calls_and_removes_its_file(tmp_pat
         _, msgid, error, _ = await hear(socket)
         assert (msgid, error["code"]) == (5, "unavailable")
         await service.batcher.release("hold")
-        await trio.testing.wait_all_tasks_blocked(0.05)
-        assert not Path(service.address.removeprefix("ipc://")).exists()  # noqa: ASYNC240
+        while Path(service.address.removeprefix("ipc://")).exists():  # noqa: ASYNC240
+            await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_a_batcher_that_is_down_is_unavailable(tmp_path: Path, nursery: trio.Nursery) -> None:

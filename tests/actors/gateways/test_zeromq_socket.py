@@ -12,6 +12,7 @@ from genbatch.actors.gateways.zeromq_socket import HIGH_WATER_MARK, ZeroMQSocket
 
 pytestmark = pytest.mark.trio
 
+PATIENCE_S = 300.0
 ROUND_TRIPS = 20_000
 CLIENTS = 20
 
@@ -91,10 +92,11 @@ async def test_a_sender_waits_for_room_and_loses_nothing_when_cancelled() -> Non
             await trio.testing.wait_all_tasks_blocked(cushion=0.2)
             nursery.cancel_scope.cancel()
         assert sent > HIGH_WATER_MARK
-        assert not push.try_send([b"no room"])
+        while push.try_send([b"%d" % sent, payload]):  # ZeroMQ's own threads may have gone on making room
+            sent += 1
         for expected in range(sent):
             assert await pull.recv() == [b"%d" % expected, payload]
-        assert push.try_send([b"room"])
+        await push.send([b"room"])
         assert await pull.recv() == [b"room"]
 
 
@@ -132,7 +134,7 @@ async def test_messages_that_come_together_wake_a_receiver_each() -> None:
             async def receive_one(received: list[bytes] = received) -> None:
                 received += await pull.recv()
 
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE_S):
                 async with trio.open_nursery() as nursery:
                     for _ in range(50):
                         nursery.start_soon(receive_one)

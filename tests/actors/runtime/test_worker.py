@@ -136,7 +136,7 @@ def test_the_loops_end_ends_the_thread_of_a_worker_that_nobody_closed() -> None:
 
     trio.run(main)
     gate.set()
-    started[0].join(timeout=10)
+    started[0].join(timeout=60)
     assert not started[0].is_alive()
 
 
@@ -150,5 +150,5 @@ async def test_an_idle_worker_keeps_nothing_of_its_last_job() -> None:
     weakref.finalize(tensor, freed.set)
     worker.submit(id, tensor, on_done=lambda _: None)
     del tensor
-    assert freed.wait(timeout=10)
+    assert freed.wait(timeout=60)
     await worker.close()

@@ -31,7 +31,7 @@ def run(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Any:
         command = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()", "batch", str(source)]
         model = ["--model", str(tiny_model_dir("llama")), "--dtype", "float32", "--n-gpu-layers", "0"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, *model], check=True, capture_output=True, env=environment, timeout=120)
+        subprocess.run([*command, *model], check=True, capture_output=True, env=environment, timeout=600)
         return [json.loads(line) for line in (tmp_path / "in.results.jsonl").read_text().splitlines()]
 
     return command

@@ -44,12 +44,12 @@ def address(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[s
     thread = threading.Thread(target=trio.run, args=(serve,))
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(300)
         yield where
     finally:
         if token:
             token[0].run_sync_soon(scope.cancel)
-        thread.join(60)
+        thread.join(300)
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from genbatch.proto.request_limits import RequestLimits
 
 GENBATCH = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()"]
 # Longer than any of them takes, so that a hanging one fails instead of holding up the rest.
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from genbatch.actors.recording.record_file import RecordReader
 from genbatch.clients import SyncZeroMQClient
 from genbatch.clients.cli.main import app
-from tests.actors.engine.running_service import RunningService
+from tests.actors.engine.running_service import TIMEOUT_S, RunningService
 
 
 def test_what_a_killed_service_recorded_replays_to_identical_ticks(
@@ -16,7 +16,7 @@ def test_what_a_killed_service_recorded_replays_to_identical_ticks(
 ) -> None:
     path = tmp_path / "incident.flight"
     with RunningService(tiny_model_dir("llama"), tmp_path, "--record", str(path)) as service:
-        with SyncZeroMQClient(service.address) as client:
+        with SyncZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
             result = client.generate("The capital of France is", max_tokens=12, ignore_eos=True)
         service.process.kill()  # and with it what it had not written yet
     assert len(result.token_ids) == 12

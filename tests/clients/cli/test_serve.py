@@ -1,23 +1,25 @@
 """`genbatch serve` from its start to its end by a signal, with an engine process and without."""
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from genbatch.clients import SyncZeroMQClient
+from genbatch.clients import SyncRPCClient, SyncZeroMQClient
 from genbatch.proto.errors import Unavailable
 from tests.actors.engine.running_service import TIMEOUT_S, RunningService, is_running, kill
+from tests.actors.engine.stage import Stage
 
 
 def test_sigterm_lets_open_requests_end_and_is_success(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    with RunningService(tiny_model_dir("llama"), tmp_path) as service:
+    # The kernel keeps what was sent for a client that is slow to read; ZeroMQ drops it when the service has gone.
+    rpc = f"unix://{tmp_path / 'rpc.sock'}"
+    with RunningService(tiny_model_dir("llama"), tmp_path, "--rpc-bind", rpc) as service:
         assert service.address in service.log and "float32" in service.log
         children = [pid for pid in (service.engine, service.gateway) if pid is not None]
         with (
-            SyncZeroMQClient(service.address) as client,
+            SyncRPCClient(rpc, timeout=TIMEOUT_S) as client,
             client.stream("go", max_tokens=240, ignore_eos=True) as stream,
         ):
             next(iter(stream))
@@ -35,9 +37,12 @@ def test_sigterm_lets_open_requests_end_and_is_success(tiny_model_dir: Callable[
 
 
 def test_a_second_signal_waits_for_nothing(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    flags = ("--engine", "thread", "--scheduler", stage.scheduler, "--shutdown-timeout-s", "3600")
     with (
-        RunningService(tiny_model_dir("llama"), tmp_path, "--engine", "thread", "--n-parallel", "1") as service,
-        SyncZeroMQClient(service.address) as client,
+        RunningService(tiny_model_dir("llama"), tmp_path, *flags) as service,
+        SyncZeroMQClient(service.address, timeout=TIMEOUT_S) as client,
+        stage.holding(),
         client.stream("go", max_tokens=240, ignore_eos=True) as stream,
     ):
         assert service.engine is None and service.gateway is None
@@ -45,6 +50,5 @@ def test_a_second_signal_waits_for_nothing(tiny_model_dir: Callable[[str], Path]
         kill(service.process.pid, signal.SIGINT)
         service.wait_for(" stopping ")
         kill(service.process.pid, signal.SIGINT)
-        began = time.monotonic()
+        # The stream would never end, and has an hour: whoever waited for anything would be waiting still.
         assert service.process.wait(TIMEOUT_S) == 128 + signal.SIGINT
-        assert time.monotonic() - began < 5.0

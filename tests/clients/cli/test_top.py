@@ -15,6 +15,7 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate, GetStats
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.runtime.genserver import start
+from genbatch.clients.cli import top
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.stats import stats_table
 from genbatch.clients.cli.top_history import TopHistory
@@ -177,3 +178,17 @@ async def test_the_stats_table_has_no_raw_structures(tiny_model: Callable[[str],
     text = console.export_text()
     assert "histograms" not in text and "request_id" not in text
     assert "tok/s decoded, lately" in text and "swaps" not in text
+
+
+@pytest.mark.trio
+async def test_while_the_engine_is_down_the_screen_keeps_what_it_had(stats: dict[str, Any]) -> None:
+    answers = iter((stats, {"engine": "down", "engine_restarts": 1}))
+
+    class Service:
+        async def stats(self) -> dict[str, Any]:
+            return next(answers)
+
+    history = TopHistory()
+    assert not await top._look(Service(), history)  # type: ignore[arg-type]  # it has no more of a client
+    assert await top._look(Service(), history) == "the engine is down"  # type: ignore[arg-type]
+    assert history.stats == stats

@@ -1,0 +1,199 @@
+"""Arrivals: requests on their way in, from the call to the queue for a slot.
+
+    arrivals.take(message, from_)      # is refused at once, or on its way
+    arrivals.compiled(message)         # the grammar's thread is done with it
+    arrivals.encoded(message)          # the tokenizer's is
+
+Whether one is let in depends on what waits already, and is decided before anything is spent on it. Then its grammar is
+compiled and its prompt tokenized, off the event loop where that takes long.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import outcome
+
+from genbatch.actors.batching.admission import Load
+from genbatch.actors.batching.batcher_messages import Generate
+from genbatch.actors.batching.draining import Draining
+from genbatch.actors.batching.grammars import Compiled, Grammars
+from genbatch.actors.batching.intake import Intake
+from genbatch.actors.batching.journal import Journal
+from genbatch.actors.batching.open_requests import OpenRequests
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batching.request import Request
+from genbatch.actors.batching.slots import Slots
+from genbatch.actors.batching.stall_watch import StallWatch
+from genbatch.actors.recording.flight import Flight
+from genbatch.actors.runtime.genserver import From, Monitor, reply_error
+from genbatch.actors.runtime.worker import Worker
+from genbatch.proto.errors import EngineError, GenbatchError
+from genbatch.proto.grammar import grammar_of
+
+# Prompts with more characters than this are tokenized off the event loop.
+INLINE_PROMPT_CHARS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A long prompt has been tokenized."""
+
+    request: Request
+    tokens: outcome.Outcome[list[int]]
+
+
+class Arrivals:
+    """Its length is the number of requests whose prompt or grammar is with a thread.
+
+    Args:
+        options: how much may wait.
+        draining: whether new ones are taken at all.
+        intake: checks, tokenizes and makes sequences.
+        grammars: answers with Compiled.
+        worker: the tokenizer's thread.
+        slots: what waits and what is free.
+        requests: takes what is let in.
+        journal, flight, watch: are told.
+        monitor: watches over a caller.
+        send: brings Encoded back to the actor that owns this.
+        on_ready: called with each request that has its sequences.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: BatcherOptions,
+        draining: Draining,
+        intake: Intake,
+        grammars: Grammars,
+        worker: Worker,
+        slots: Slots,
+        requests: OpenRequests,
+        journal: Journal,
+        flight: Flight,
+        watch: StallWatch,
+        monitor: Callable[[From[Any]], Monitor],
+        send: Callable[[Encoded], None],
+        on_ready: Callable[[Request], None],
+    ) -> None:
+        self._options = options
+        self._draining = draining
+        self._intake = intake
+        self._grammars = grammars
+        self._worker = worker
+        self._slots = slots
+        self._requests = requests
+        self._journal = journal
+        self._flight = flight
+        self._watch = watch
+        self._monitor = monitor
+        self._send = send
+        self._on_ready = on_ready
+        self._num_away = 0  # with a thread
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return self._num_away
+
+    def take(self, message: Generate, from_: "From[Any]") -> None:
+        """Lets a request in, or replies with what is wrong with it."""
+        wanted = message.request
+        try:
+            self._draining.check()
+            self._intake.check(wanted)
+            self._intake.check_beams(message.beam_width, wanted)
+            deadline_s = self._admit(message)
+        except GenbatchError as error:
+            self._journal.refused(message, error)
+            reply_error(from_, error)
+            return
+        now = self._flight.now()
+        request = Request(
+            number=next(self._numbers),
+            wanted=wanted,
+            from_=from_,
+            monitor=self._monitor(from_),
+            on_token=message.on_token,
+            client=message.client,
+            request_id=self._journal.request_id(message),
+            accepted_at=now,
+            tag=message.tag,
+            beam_width=message.beam_width,
+            keep=message.keep,
+            grammar=grammar_of(wanted),
+            expires_at=None if deadline_s is None else now + deadline_s,
+        )
+        if not self._requests:
+            self._watch.restart(now)
+        self._requests.add(request)
+        self._flight.arrived(request, message, deadline_s)
+        if request.grammar is None:
+            self._encode(request)
+        else:
+            self._num_away += 1
+            self._grammars.compile(request)
+
+    def compiled(self, message: Compiled) -> None:
+        """Goes on with a request whose grammar was compiled, or refused."""
+        self._num_away -= 1
+        request, constraints = message.request, message.constraints
+        if request not in self._requests:
+            return  # its caller left meanwhile
+        if isinstance(constraints, outcome.Error):
+            self._finish(request, constraints)
+        else:
+            request.constraints = constraints.unwrap()
+            self._encode(request)
+
+    def encoded(self, message: Encoded) -> None:
+        """Goes on with a request whose long prompt was tokenized."""
+        self._num_away -= 1
+        if message.request in self._requests:
+            self._finish(message.request, message.tokens)
+
+    def _admit(self, message: Generate) -> float | None:
+        """Lets a request wait, or raises; returns its deadline in seconds from now."""
+        wanted, options = message.request, self._options
+        deadline_s = wanted.deadline_s
+        if deadline_s is None and message.client and options.default_deadline_s:
+            deadline_s = options.default_deadline_s
+        account = wanted.tenant or message.client
+        load = Load(
+            free_slots=len(self._slots.seq_pool),
+            waiting=len(self._slots.pending) + len(self),
+            # The program's own requests, of which there may be many, have no share to be measured.
+            waiting_of=self._requests.waiting_of() if account else {},
+            open_of=self._requests.open_of() if account else {},
+            service_s=self._journal.stats.median_service(),
+        )
+        admission = options.admission(message.client)
+        admission.check(wanted=wanted.n, client=account, deadline_s=deadline_s, load=load)
+        return deadline_s
+
+    def _encode(self, request: Request) -> None:
+        """Tokenizes the prompt, a long one off the event loop."""
+        wanted, send = request.wanted, self._send
+        if self._intake.size(wanted) <= INLINE_PROMPT_CHARS:
+            self._finish(request, outcome.capture(self._intake.encode, wanted))
+        else:
+            self._num_away += 1
+            self._worker.submit(self._intake.encode, wanted, on_done=lambda tokens: send(Encoded(request, tokens)))
+
+    def _finish(self, request: Request, tokens: "outcome.Outcome[list[int]]") -> None:
+        """Makes the sequences, or ends a request that cannot have any."""
+        self._flight.encoded(request, tokens, self._intake)
+        try:
+            request.prompt_tokens = tokens.unwrap()
+            max_tokens = self._intake.max_tokens(request.wanted, len(request.prompt_tokens))
+        except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
+            refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
+            self._journal.unreadable(request, refusal)
+            self._requests.end(request, refusal)
+            return
+        request.sequences = self._intake.sequences(request, max_tokens)
+        self._journal.accepted(request)
+        if request.constraints:
+            self._grammars.watch(request.sequences)
+        self._on_ready(request)
