@@ -209,7 +209,7 @@ def test_an_engine_that_is_not_asked_does_nothing() -> None:
     try:
         states = Path(f"/proc/{engine.process.pid}/stat")
         # Stopping is a signal's effect, which the kernel brings about in a moment.
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while states.read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline
         with engine.running():

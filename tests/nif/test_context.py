@@ -90,7 +90,7 @@ def test_a03_decode_batch_is_one_unpadded_forward_and_equals_decoding_alone(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_h07_any_mix_of_batch_chunking_sharing_and_arrival_equals_generate(
     tiny_model: TinyModel, oracle: OracleOf, family: str, data: st.DataObject

@@ -168,7 +168,7 @@ def test_the_kernels_are_clean_under_the_sanitizers() -> None:
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
