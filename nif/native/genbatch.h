@@ -13,7 +13,7 @@
 #define CHUNK_KEYS 64 /* keys between two rescalings of the softmax, aligned to absolute positions */
 
 enum weight_kind { WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 };
-enum kv_kind { KV_F32, KV_BF16 };
+enum kv_kind { KV_F32, KV_BF16, KV_I8 };
 
 /* y = x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
 typedef struct {

@@ -15,7 +15,7 @@ MAX_HEAD_DIM = 256
 ALL_POSITIONS = 2**31 - 1  # a window that hides nothing
 
 WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 = range(4)
-KV_F32, KV_BF16 = range(2)
+KV_F32, KV_BF16, KV_I8 = range(3)
 
 # In the order of enum step_error; "%d" is the index that step.c reports.
 STEP_ERRORS = (

@@ -1,6 +1,6 @@
-"""The twins in torch of the C linears and of their packing: slow, plain, and what the tests compare with.
+"""The twins in torch of the C linears, of their packing and of attention in 8 bits: slow, plain, for the tests.
 
-Attention, RoPE and the norms have their twin in TorchRunner.
+Attention in floats, RoPE and the norms have their twin in TorchRunner.
 """
 
 import torch
@@ -134,3 +134,45 @@ def linear_u4(x: torch.Tensor, nibbles: torch.Tensor, steps: torch.Tensor, offse
     rows, row_scales = quantize_rows(x, U4_GROUP)
     weights = nibbles.double() * steps.double()[:, :, None] + offsets.double()[:, :, None]
     return (rows * row_scales[:, :, None]).double().flatten(1) @ weights.flatten(1).T
+
+
+# Attention
+
+
+def attention_i8(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, window: int, tiles: list[int]
+) -> torch.Tensor:
+    """Attention of the last positions over keys and values in 8 bits, as attention_int8.c rounds them.
+
+    Args:
+        queries: [rows, head_dim], scaled; the last row is at the last key's position.
+        keys, values: [num_keys, head_dim].
+        window: positions that a row sees.
+        tiles: how many keys stand in each tile of 16 lanes; four tiles are a chunk.
+
+    Returns:
+        [rows, head_dim] float64.
+    """
+    q, q_scales = quantize_tokens(queries)
+    k, k_scales = quantize_tokens(keys)
+    v, v_scales = quantize_tokens(values)
+    scores = (q @ k.T) * q_scales * k_scales.T
+    position, row = torch.arange(len(keys)), torch.arange(len(keys) - len(queries), len(keys))[:, None]
+    seen = (position <= row) & (position > row - window)
+    exponents = (scores + v_scales.T.log()).masked_fill(~seen, -torch.inf)
+    total, outputs = torch.zeros(len(queries), 1).double(), torch.zeros(queries.shape).double()
+    highest = exponents.amax(1, keepdim=True)
+    chunks = [sum(tiles[i : i + 4]) for i in range(0, len(tiles), 4)]
+    for part, scale, value in zip(exponents.split(chunks, 1), v_scales.split(chunks), v.split(chunks), strict=True):
+        largest = part.amax(1, keepdim=True).clamp(min=-1e30)
+        weights = 255 * (part - largest).exp()
+        factor = (largest - highest).exp()
+        outputs += factor * (weights.round() @ value)
+        total += factor * (weights / scale.T).sum(1, keepdim=True)
+    return outputs / total
+
+
+def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row in 127 steps of its own: integers [rows, k] and scales [rows, 1], both float64."""
+    scales = (x.abs().amax(1, keepdim=True) / 127).clamp(min=1e-20)
+    return (x * (1 / scales)).round().double(), scales.double()

@@ -17,6 +17,7 @@ from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.library import (
     KV_BF16,
     KV_F32,
+    KV_I8,
     MAX_GROUPS,
     STEP_ERRORS,
     STEP_NO_MEMORY,
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
 
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}
+_KV_KINDS = {torch.float32: KV_F32, torch.bfloat16: KV_BF16, torch.int8: KV_I8}
+_KV_DTYPES = {WEIGHT_F32: torch.float32, WEIGHT_BF16: torch.bfloat16, WEIGHT_I8: torch.int8}  # unless one is named
 _KEY_LANES = 16  # scores of one vector; a block's keys are padded to it
+_FACTOR_BYTES = 12  # of a token in 8 bits: see attention_int8.c
 _LARGEST = np.dtype([("value", np.float32), ("column", np.int32)])  # `largest` of genbatch.h
 
 
@@ -51,7 +55,7 @@ def native_runner(
         model: what `load_model` returned, in float32 or bfloat16 on the CPU.
         quantize: "none" keeps the model's own dtype; "int8" takes 8 bits for activations and 8, or where the
             model's weights are 4-bit already those same 4, for weights.
-        kv_dtype: torch.float32 or torch.bfloat16; None takes float32 for float32 weights, else bfloat16.
+        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None takes that of the weights.
         n_threads: threads of a step; None takes the cores this process may use.
 
     Raises:
@@ -69,7 +73,7 @@ class NativeRunner:
 
     Args:
         weights: packed once, and shared by the runners that follow one another.
-        kv_dtype: torch.float32 or torch.bfloat16; None takes float32 for float32 weights, else bfloat16.
+        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None takes that of the weights.
         n_threads: threads of a step; None takes the cores this process may use.
 
     Raises:
@@ -79,8 +83,8 @@ class NativeRunner:
     def __init__(
         self, weights: LlamaWeights, *, kv_dtype: torch.dtype | None = None, n_threads: int | None = None
     ) -> None:
-        if kv_dtype not in (None, torch.float32, torch.bfloat16):
-            raise OptionError("kv_dtype", f"{kv_dtype} is neither torch.float32 nor torch.bfloat16")
+        if kv_dtype is not None and kv_dtype not in _KV_KINDS:
+            raise OptionError("kv_dtype", f"{kv_dtype} is none of {', '.join(map(str, _KV_KINDS))}")
         if n_threads is not None and n_threads < 1:
             raise OptionError("n_threads", f"must be at least 1, not {n_threads}")
         self._n_threads = n_threads or available_cores()
@@ -93,7 +97,7 @@ class NativeRunner:
         self._weights = weights
         self._library = weights.library
         self._shape = weights.struct
-        self._kv_dtype = kv_dtype or (torch.float32 if weights.kind == WEIGHT_F32 else torch.bfloat16)
+        self._kv_dtype = kv_dtype or _KV_DTYPES[weights.kind]
         self._rope = RopeTable(weights.model)
         self._pools: list[NativeMemory] = []
         self._caches: ctypes.Array[Cache] | None = None
@@ -107,7 +111,6 @@ class NativeRunner:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
         assert self._caches is None, "allocate is called once"
         head_bytes = self._layer_bytes(block_size) // self._shape.num_kv_heads
-        padded_keys = _padded(block_size, _KEY_LANES)
         caches = (Cache * len(self.groups))()
         for i, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
             pool = NativeMemory(self._library, count * self.bytes_per_block(i, block_size))
@@ -117,11 +120,11 @@ class NativeRunner:
                 layer_stride=pool.tensor.numel() // len(group.layers),
                 block_stride=self._layer_bytes(block_size),
                 head_stride=head_bytes,
-                values_offset=padded_keys * self._shape.head_dim * self._kv_dtype.itemsize,
+                values_offset=self._key_bytes(block_size),
                 num_blocks=count,
                 block_size=block_size,
-                kind=KV_F32 if self._kv_dtype == torch.float32 else KV_BF16,
-                padded_keys=padded_keys,
+                kind=_KV_KINDS[self._kv_dtype],
+                padded_keys=_padded(block_size, _KEY_LANES),
             )
         self._caches = caches
         self._engine = self._library.engine_create(ctypes.byref(self._shape), caches, self._n_threads)
@@ -206,10 +209,15 @@ class NativeRunner:
         self._caches = None
 
     def _layer_bytes(self, block_size: int) -> int:
-        """Bytes of one block of one layer: keys for 16 lanes, values for pairs of positions."""
-        rows = _padded(block_size, _KEY_LANES) + _padded(block_size, 2)
-        elements: int = self._shape.num_kv_heads * rows * self._shape.head_dim
-        return elements * self._kv_dtype.itemsize
+        """Bytes of one block of one layer."""
+        values = _padded(block_size, 4 // self._kv_dtype.itemsize) * self._shape.head_dim * self._kv_dtype.itemsize
+        num_kv_heads: int = self._shape.num_kv_heads
+        return num_kv_heads * (self._key_bytes(block_size) + values)
+
+    def _key_bytes(self, block_size: int) -> int:
+        """Bytes that one KV head's keys take in a block, with what stands between them and the values."""
+        key = self._shape.head_dim * self._kv_dtype.itemsize + (_FACTOR_BYTES if self._kv_dtype == torch.int8 else 0)
+        return _padded(block_size, _KEY_LANES) * key
 
     def _blocks(self, group: int) -> torch.Tensor:
         """The group's pool as [layers, num_blocks, bytes of a layer's block]."""

@@ -147,11 +147,37 @@ ALWAYS_INLINE vf vf_exp(vf x)
     return (vf)(((vi)p + (n << 23)) & alive);
 }
 
+/* 2^x for x < 127, relative error below 5e-7, exactly 1 for 0; 2^-126 for all that is less and for no number. */
+ALWAYS_INLINE vf vf_exp2(vf x)
+{
+    const float shift = 12582912.0f; /* as above */
+    vf y = vf_max(x, vf_set1(-126.0f));
+    vf t = y + shift;
+    vf f = y - (t - shift);
+    vf p = vf_set1(1.3385654840e-3f);
+    p = vf_fma(p, f, vf_set1(9.6610086984e-3f));
+    p = vf_fma(p, f, vf_set1(5.5503674222e-2f));
+    p = vf_fma(p, f, vf_set1(2.4022420804e-1f));
+    p = vf_fma(p, f, vf_set1(6.9314718573e-1f));
+    p = vf_fma(p, f, vf_set1(1.0f));
+    return (vf)((vi)p + ((vi)t << 23));
+}
+
 /* Nearest integer, ties to even; |x| < 2^22. */
 ALWAYS_INLINE vi vi_round(vf x)
 {
     const vf shift = vf_set1(12582912.0f);
     return (vi)(x + shift) - (vi)shift;
+}
+
+/* The low byte of each lane. */
+ALWAYS_INLINE void vb_store(void *p, vi x)
+{
+#if VL == 16 /* gcc takes some of these conversions apart into lanes */
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    *(vb_memory *)p = __builtin_convertvector(x, vb);
+#endif
 }
 
 /* bfloat16 pairs: lane i of the vector holds elements 2i (low half) and 2i + 1 (high half). */

@@ -80,7 +80,7 @@ def test_a_ragged_mix_gives_the_logits_of_each_sequence_alone(
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 20, 64])
-@pytest.mark.parametrize("mode", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_block_size_gives_the_same_logits(
     native_model: Models, layout: Layout, block_size: int, mode: str
 ) -> None:
@@ -204,7 +204,7 @@ def replaced(batch: RaggedBatch, **changes: object) -> RaggedBatch:
     return RaggedBatch(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("mode", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
 def test_blocks_copied_and_put_back_hold_the_same_keys(native_model: Models, layout: Layout, mode: str) -> None:
     model = model_for(native_model, "qwen2", mode)
     tokens = tokens_of(model)[0]
@@ -225,10 +225,18 @@ def test_blocks_copied_and_put_back_hold_the_same_keys(native_model: Models, lay
         assert torch.equal(runner.forward(layout(groups, [(2, tokens[40:41], 40)], blocks, 16)), want)
 
 
-def test_a_key_that_is_no_number_stays_in_its_own_sequence(native_model: Models, layout: Layout) -> None:
-    model = native_model("llama", "bfloat16")
+@pytest.mark.parametrize(("mode", "token_bytes"), [("float32", 4 * 32), ("bfloat16", 2 * 32), ("int8", 32 + 12)])
+def test_a_block_takes_the_bytes_of_its_tokens(native_model: Models, mode: str, token_bytes: int) -> None:
+    model = model_for(native_model, "llama", mode)  # 3 layers, 2 KV heads of 16
+    with opened(model, mode) as runner:
+        assert runner.bytes_per_block(0, 16) == 3 * 2 * 16 * token_bytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_key_that_is_no_number_stays_in_its_own_sequence(native_model: Models, layout: Layout, mode: str) -> None:
+    model = model_for(native_model, "llama", mode)
     tokens = tokens_of(model)[0]
-    with opened(model, "bfloat16") as runner:
+    with opened(model, mode) as runner:
         want = runner.forward(layout(1, [(0, tokens[:21], 0)], capacity(16), 16))
         poison = torch.full((runner._blocks(0).shape[1], runner.bytes_per_block(0, 16)), 0xFF, dtype=torch.uint8)
         runner.write_blocks(0, range(len(poison)), poison)
