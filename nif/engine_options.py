@@ -19,8 +19,8 @@ class EngineOptions:
         n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
         runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
             insist on one.
-        quantize: "none" computes in the dtype; "int8" quantises weights and activations of the native runner; "auto" is
-            int8 where that runner runs and dtype is "auto", too: who names a dtype gets its numbers.
+        quantize: "none" computes in the dtype; "int8" quantises weights, activations and KV of the native runner;
+            "auto" is int8 where that runner runs and dtype is "auto", too: who names a dtype gets its numbers.
         n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
         use_cuda_graph: whether decode steps are captured and replayed; needs a GPU and a model of the Llama family.
         q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: see GraphOptions.

@@ -162,13 +162,15 @@ def attention_i8(
     exponents = (scores + v_scales.T.log()).masked_fill(~seen, -torch.inf)
     total, outputs = torch.zeros(len(queries), 1).double(), torch.zeros(queries.shape).double()
     highest = exponents.amax(1, keepdim=True)
-    chunks = [sum(tiles[i : i + 4]) for i in range(0, len(tiles), 4)]
-    for part, scale, value in zip(exponents.split(chunks, 1), v_scales.split(chunks), v.split(chunks), strict=True):
+    for first in range(0, len(tiles), 4):
+        start = sum(tiles[:first])
+        chunk = slice(start, start + sum(tiles[first : first + 4]))
+        part = exponents[:, chunk]
         largest = part.amax(1, keepdim=True).clamp(min=-1e30)
         weights = 255 * (part - largest).exp()
         factor = (largest - highest).exp()
-        outputs += factor * (weights.round() @ value)
-        total += factor * (weights / scale.T).sum(1, keepdim=True)
+        outputs += factor * (weights.round() @ v[chunk])
+        total += factor * (weights / v_scales[chunk].T).sum(1, keepdim=True)
     return outputs / total
 
 

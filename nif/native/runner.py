@@ -53,8 +53,8 @@ def native_runner(
 
     Args:
         model: what `load_model` returned, in float32 or bfloat16 on the CPU.
-        quantize: "none" keeps the model's own dtype; "int8" takes 8 bits for activations and 8, or where the
-            model's weights are 4-bit already those same 4, for weights.
+        quantize: "none" keeps the model's own dtype; "int8" takes 8 bits for activations, keys and values, and 8, or
+            where the model's weights are 4-bit already those same 4, for weights.
         kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None takes that of the weights.
         n_threads: threads of a step; None takes the cores this process may use.
 
@@ -210,14 +210,15 @@ class NativeRunner:
 
     def _layer_bytes(self, block_size: int) -> int:
         """Bytes of one block of one layer."""
-        values = _padded(block_size, 4 // self._kv_dtype.itemsize) * self._shape.head_dim * self._kv_dtype.itemsize
-        num_kv_heads: int = self._shape.num_kv_heads
-        return num_kv_heads * (self._key_bytes(block_size) + values)
+        size, head_dim, num_kv_heads = self._kv_dtype.itemsize, self._shape.head_dim, self._shape.num_kv_heads
+        total: int = num_kv_heads * (self._key_bytes(block_size) + _padded(block_size, 4 // size) * head_dim * size)
+        return total
 
     def _key_bytes(self, block_size: int) -> int:
         """Bytes that one KV head's keys take in a block, with what stands between them and the values."""
-        key = self._shape.head_dim * self._kv_dtype.itemsize + (_FACTOR_BYTES if self._kv_dtype == torch.int8 else 0)
-        return _padded(block_size, _KEY_LANES) * key
+        factors = _FACTOR_BYTES if self._kv_dtype == torch.int8 else 0
+        total: int = _padded(block_size, _KEY_LANES) * (self._shape.head_dim * self._kv_dtype.itemsize + factors)
+        return total
 
     def _blocks(self, group: int) -> torch.Tensor:
         """The group's pool as [layers, num_blocks, bytes of a layer's block]."""
