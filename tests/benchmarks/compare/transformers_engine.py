@@ -72,7 +72,7 @@ class Commands:
                 tokens[result.request_id] = len(result.generated_tokens)
                 done += result.is_finished()
         finally:
-            manager.stop(block=True)
+            manager.stop(block=True, hard_stop=True)  # else it would first finish what was cut off
         return {"tok_s": sum(tokens.values()) / elapsed, "done": done, "of": len(prompts)}
 
     def _generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
