@@ -39,18 +39,26 @@ static void fetch(const attention *a, const key_tile *tiles)
     }
 }
 
-/* The key tiles of the chunk that starts at tile `start`, as far as they lie in [first, last]. Those before the
- * window keep count 0, since their blocks may be evicted. Tiles are read several at once, so the keys of a live one
- * stand in for them; they get no weight. */
-static void locate_chunk(const attention *a, const uint8_t *layer, const int32_t *table, int64_t start,
-                         int64_t first, int end, key_tile *tiles)
+/* The keys that some rows meet: positions [.., end) of a table, without the tiles before `first`. */
+typedef struct {
+    const uint8_t *layer; /* and KV head */
+    const int32_t *table;
+    int64_t first;
+    int end;
+    bool once; /* read by no other tile of rows, so nobody has brought them nearer */
+} key_run;
+
+/* The key tiles of a chunk, as far as they are in the run. Those before the window keep count 0, since their blocks
+ * may be evicted. Tiles are read several at once, so the keys of a live one stand in for them; they get no weight. */
+static void locate_chunk(const attention *a, const key_run *keys, int64_t chunk, key_tile *tiles)
 {
     const key_tile *live = NULL;
     const int padded = a->cache->padded_keys, tiles_per_block = padded / LANES;
+    const int64_t start = chunk * CHUNK_TILES;
     int block = (int)(start / tiles_per_block), key = (int)(start % tiles_per_block) * LANES;
     for (int i = 0; i < CHUNK_TILES; i++) {
         tiles[i] = (key_tile){0};
-        if (start + i >= first) locate(a, layer, table, block, key, end, &tiles[i]);
+        if (start + i >= keys->first) locate(a, keys->layer, keys->table, block, key, keys->end, &tiles[i]);
         if (tiles[i].count && !live) live = &tiles[i];
         key += LANES;
         if (key == padded) key = 0, block++;
@@ -59,6 +67,77 @@ static void locate_chunk(const attention *a, const uint8_t *layer, const int32_t
         if (tiles[i].count) continue;
         tiles[i].keys = live->keys;
         tiles[i].factors = live->factors;
+    }
+}
+
+static int64_t tile_of_position(const cache *c, int position)
+{
+    return (int64_t)(position / c->block_size) * (c->padded_keys / LANES) + position % c->block_size / LANES;
+}
+
+static int64_t chunk_of_position(const cache *c, int position) { return tile_of_position(c, position) / CHUNK_TILES; }
+
+int attention_whole_chunks(const cache *c, int blocks) { return blocks * (c->padded_keys / LANES) / CHUNK_TILES; }
+
+static key_run run_of(const attention *a, int kv_head, const int32_t *table, int first_key, int end, bool once)
+{
+    const cache *c = a->cache;
+    const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
+    return (key_run){layer, table, tile_of_position(c, first_key), end, once};
+}
+
+static int first_key_of(const attention *a, int last_key)
+{
+    return last_key >= a->window ? last_key - a->window + 1 : 0;
+}
+
+static void open_rows(const attention *a, int used, row_state *state)
+{
+    const int size = padded_rows(used);
+    memset(state->outputs, 0, sizeof(float) * (size_t)(size * a->head_dim));
+    state->used = used;
+    for (int r = used; r < size; r++) {
+        if (a->cache->kind == KV_I8)
+            int8_start(a, state, r, NULL);
+        else
+            float_start(a, state, r, NULL);
+    }
+}
+
+static void start_row(const attention *a, int64_t token, int head, int last_key, row_state *state, int row)
+{
+    const float *query = a->queries + token * a->query_stride + head * a->head_dim;
+    state->last_key[row] = last_key;
+    state->first_key[row] = first_key_of(a, last_key);
+    if (a->cache->kind == KV_I8)
+        int8_start(a, state, row, query);
+    else
+        float_start(a, state, row, query);
+}
+
+static void finish_row(const attention *a, const row_state *state, int row, int64_t token, int head)
+{
+    float *out = a->out + token * a->num_heads * a->head_dim + head * a->head_dim;
+    if (a->cache->kind == KV_I8)
+        int8_finish(a, state, row, out);
+    else
+        float_finish(a, state, row, out);
+}
+
+/* The rows meet the keys of chunks [from, to). */
+static void meet(const attention *a, const key_run *keys, int64_t from, int64_t to, row_state *state)
+{
+    key_tile tiles[2][CHUNK_TILES];
+    locate_chunk(a, keys, from, tiles[0]);
+    for (int turn = 0; from < to; turn ^= 1, from++) {
+        if (from + 1 < to) {
+            locate_chunk(a, keys, from + 1, tiles[turn ^ 1]);
+            if (keys->once) fetch(a, tiles[turn ^ 1]); /* else they are in L2 */
+        }
+        if (a->cache->kind == KV_I8)
+            int8_chunk(a, tiles[turn], state);
+        else
+            float_chunk(a, tiles[turn], state);
     }
 }
 
@@ -73,74 +152,61 @@ int attention_tiles(int query_len, int heads_per_kv_head)
     return (query_len * heads_per_kv_head + size - 1) / size;
 }
 
-static int64_t tile_of_position(const cache *c, int position)
-{
-    return (int64_t)(position / c->block_size) * (c->padded_keys / LANES) + position % c->block_size / LANES;
-}
-
-static void start_rows(const attention *a, const attention_entry *entry, int kv_head, int first, int used,
-                       row_state *state)
-{
-    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads, size = padded_rows(used);
-    memset(state->outputs, 0, sizeof(float) * (size_t)(size * D));
-    state->used = used;
-    for (int r = 0; r < size; r++) {
-        const float *query = NULL;
-        if (r < used) {
-            int token = (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
-            query = a->queries + (entry->first_token + token) * a->query_stride + head * D;
-            state->last_key[r] = entry->kv_len - entry->query_len + token;
-            state->first_key[r] = state->last_key[r] >= a->window ? state->last_key[r] - a->window + 1 : 0;
-        }
-        if (a->cache->kind == KV_I8)
-            int8_start(a, state, r, query);
-        else
-            float_start(a, state, r, query);
-    }
-}
-
 void attention_tile(const attention *a, const attention_entry *entry, int kv_head, int tile)
 {
-    const cache *c = a->cache;
-    const int D = a->head_dim, per_head = a->num_heads / a->num_kv_heads;
-    const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
+    const int per_head = a->num_heads / a->num_kv_heads, first_head = kv_head * per_head;
     const int first = tile * rows_in_tile(per_head), rows = entry->query_len * per_head;
     const int used = rows - first < rows_in_tile(per_head) ? rows - first : rows_in_tile(per_head);
     row_state state;
-    start_rows(a, entry, kv_head, first, used, &state);
-    int end = state.last_key[used - 1] + 1;
-    int64_t first_tile = tile_of_position(c, state.first_key[0]), last_tile = tile_of_position(c, end - 1);
-    int64_t at = first_tile / CHUNK_TILES * CHUNK_TILES;
-    key_tile tiles[2][CHUNK_TILES];
-    locate_chunk(a, layer, entry->table, at, first_tile, end, tiles[0]);
-    for (int turn = 0; at <= last_tile; turn ^= 1, at += CHUNK_TILES) {
-        if (at + CHUNK_TILES <= last_tile) {
-            locate_chunk(a, layer, entry->table, at + CHUNK_TILES, first_tile, end, tiles[turn ^ 1]);
-            if (rows == used) fetch(a, tiles[turn ^ 1]); /* other tiles of the entry will find them in L2 */
-        }
-        if (c->kind == KV_I8)
-            int8_chunk(a, tiles[turn], &state);
-        else
-            float_chunk(a, tiles[turn], &state);
-    }
+    open_rows(a, used, &state);
     for (int r = 0; r < used; r++) {
-        int token = entry->first_token + (first + r) / per_head, head = kv_head * per_head + (first + r) % per_head;
-        float *out = a->out + (int64_t)token * a->num_heads * D + head * D;
-        if (c->kind == KV_I8)
-            int8_finish(a, &state, r, out);
-        else
-            float_finish(a, &state, r, out);
+        int token = (first + r) / per_head, last_key = entry->kv_len - entry->query_len + token;
+        start_row(a, entry->first_token + token, first_head + (first + r) % per_head, last_key, &state, r);
+    }
+    const int last_key = state.last_key[used - 1], first_key = state.first_key[0];
+    key_run keys = run_of(a, kv_head, entry->table, first_key, last_key + 1, rows == used);
+    meet(a, &keys, chunk_of_position(a->cache, first_key), chunk_of_position(a->cache, last_key) + 1, &state);
+    for (int r = 0; r < used; r++)
+        finish_row(a, &state, r, entry->first_token + (first + r) / per_head, first_head + (first + r) % per_head);
+}
+
+void attention_together(const attention *a, const attention_entry *entries, int count, int chunks, int kv_head)
+{
+    const int per_head = a->num_heads / a->num_kv_heads, first_head = kv_head * per_head;
+    row_state common, own;
+    open_rows(a, count * per_head, &common);
+    for (int r = 0; r < count * per_head; r++) {
+        const attention_entry *entry = &entries[r / per_head];
+        start_row(a, entry->first_token, first_head + r % per_head, entry->kv_len - 1, &common, r);
+    }
+    attention_fetch(a, &entries[0], kv_head, chunks);
+    key_run keys = run_of(a, kv_head, entries[0].table, 0, entries[0].kv_len, true);
+    meet(a, &keys, 0, chunks, &common);
+    for (int i = 0; i < count; i++) {
+        if (i + 1 < count) attention_fetch(a, &entries[i + 1], kv_head, chunks);
+        open_rows(a, per_head, &own);
+        for (int r = 0; r < per_head; r++) {
+            start_row(a, entries[i].first_token, first_head + r, entries[i].kv_len - 1, &own, r);
+            memcpy(own.outputs + r * a->head_dim, common.outputs + (i * per_head + r) * a->head_dim,
+                   sizeof(float) * (size_t)a->head_dim);
+            if (a->cache->kind == KV_I8)
+                int8_resume(&own, r, &common, i * per_head + r);
+            else
+                float_resume(&own, r, &common, i * per_head + r);
+        }
+        keys = run_of(a, kv_head, entries[i].table, 0, entries[i].kv_len, true);
+        meet(a, &keys, chunks, chunk_of_position(a->cache, entries[i].kv_len - 1) + 1, &own);
+        for (int r = 0; r < per_head; r++) finish_row(a, &own, r, entries[i].first_token, first_head + r);
     }
 }
 
-void attention_fetch(const attention *a, const attention_entry *entry, int kv_head)
+void attention_fetch(const attention *a, const attention_entry *entry, int kv_head, int chunks)
 {
-    const cache *c = a->cache;
-    const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
-    int end = entry->kv_len, from = end - entry->query_len;
-    int64_t first = tile_of_position(c, from >= a->window ? from - a->window + 1 : 0);
+    int first_key = first_key_of(a, entry->kv_len - entry->query_len);
+    key_run keys = run_of(a, kv_head, entry->table, first_key, entry->kv_len, true);
+    int64_t chunk = chunk_of_position(a->cache, first_key);
     key_tile tiles[CHUNK_TILES];
-    locate_chunk(a, layer, entry->table, first / CHUNK_TILES * CHUNK_TILES, first, end, tiles);
+    locate_chunk(a, &keys, chunk > chunks ? chunk : chunks, tiles);
     fetch(a, tiles);
 }
 

@@ -33,6 +33,12 @@ void float_start(const attention *a, row_state *state, int row, const float *que
     s->rescale[row] = 1.0f;
 }
 
+void float_resume(row_state *state, int row, const row_state *from, int from_row)
+{
+    state->as_float.maximum[row] = from->as_float.maximum[from_row];
+    state->as_float.total[row] = from->as_float.total[from_row];
+}
+
 /* scores[R][CHUNK_KEYS] of T key tiles; those with count 0 point at a live one and are masked later. */
 ALWAYS_INLINE void score(const int R, const int T, const bool bf16, const attention *a, const key_tile *tiles,
                          const float *queries, float *scores)

@@ -59,6 +59,13 @@ void int8_start(const attention *a, row_state *state, int row, const float *quer
     vf_store(s->totals + row * VL, (vf){0});
 }
 
+void int8_resume(row_state *state, int row, const row_state *from, int from_row)
+{
+    int8_rows *s = &state->as_int8;
+    s->maximum[row] = from->as_int8.maximum[from_row];
+    vf_store(s->totals + row * VL, vf_load(from->as_int8.totals + from_row * VL));
+}
+
 ALWAYS_INLINE vi quad(const void *p)
 {
     int32_t four;

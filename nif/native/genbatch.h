@@ -10,6 +10,7 @@
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_HEAD_DIM 256
+#define MAX_FAMILY 12 /* sequences whose rows meet keys together */
 #define CHUNK_KEYS 64 /* keys between two rescalings of the softmax, aligned to absolute positions */
 
 enum weight_kind { WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 };
@@ -173,6 +174,19 @@ typedef struct {
 } attention_entry;
 int attention_tiles(int query_len, int heads_per_kv_head);
 void attention_tile(const attention *, const attention_entry *, int kv_head, int tile);
-void attention_fetch(const attention *, const attention_entry *, int kv_head); /* asks for the first chunk */
+/* Sequences that decode and share their first `chunks` of keys, at most MAX_ROWS rows. */
+void attention_together(const attention *, const attention_entry *, int count, int chunks, int kv_head);
+/* Asks for the entry's first chunk, at or behind `chunks`. */
+void attention_fetch(const attention *, const attention_entry *, int kv_head, int chunks);
+int attention_whole_chunks(const cache *, int blocks);
+
+/* families.c */
+typedef struct {
+    attention_entry members[MAX_FAMILY];
+    int32_t count;
+    int32_t chunks; /* of keys that the members have in common; 0 for one alone */
+} family;
+/* Sorts a step's sequences into families of at most `most`, in the order of their first members; how many. */
+int families_find(const step *, int group, const cache *, int window, int most, family *out);
 
 #endif

@@ -14,6 +14,7 @@
  * blocks of weights pass by. */
 #define PANEL_TILES 20
 #define PANEL (PANEL_TILES * MAX_ROWS)
+#define UNITS_PER_THREAD 3
 #define PHASES_PER_LAYER 10
 #define PHASES_AROUND 4
 
@@ -31,7 +32,9 @@ typedef struct engine {
     const model *model;
     const cache *caches;
     workspace work;
-    void *memory; /* holds `work` */
+    family *families[MAX_GROUPS];
+    int num_families[MAX_GROUPS];
+    void *memory; /* holds `work` and the families */
     int64_t capacity; /* bytes */
     atomic_int *claims; /* a counter per phase */
     const step *step;
@@ -150,26 +153,9 @@ static void rope_and_cache_phase(worker *w, const layer *l)
 
 /* Attention */
 
-/* A tile among those of all entries. */
-typedef struct {
-    attention_entry entry;
-    int index; /* of the entry */
-    int tile, tiles; /* in the entry */
-} attention_place;
-
-static attention_place place_at(const step *s, int group, int per_head, int index)
+static int family_tiles(const family *f, int per_head)
 {
-    int first = s->query_starts[index], size = s->query_starts[index + 1] - first;
-    const int32_t *table = s->block_tables[group] + (int64_t)index * s->table_width[group];
-    return (attention_place){{first, size, s->kv_lens[index], table}, index, 0, attention_tiles(size, per_head)};
-}
-
-static attention_place place_of(const step *s, int group, int per_head, int64_t tile)
-{
-    attention_place at = place_at(s, group, per_head, 0);
-    for (; tile >= at.tiles; at = place_at(s, group, per_head, at.index + 1)) tile -= at.tiles;
-    at.tile = (int)tile;
-    return at;
+    return f->chunks ? 1 : attention_tiles(f->members[0].query_len, per_head);
 }
 
 static void attention_phase(worker *w, const layer *l)
@@ -186,20 +172,26 @@ static void attention_phase(worker *w, const layer *l)
                    .num_kv_heads = m->num_kv_heads,
                    .head_dim = m->head_dim,
                    .window = l->window};
-    int per_head = m->num_heads / m->num_kv_heads;
+    const int per_head = m->num_heads / m->num_kv_heads, families = e->num_families[l->group];
+    const family *all = e->families[l->group];
     int64_t tiles = 0, from, to;
-    for (int b = 0; b < s->num_entries; b++)
-        tiles += attention_tiles(s->query_starts[b + 1] - s->query_starts[b], per_head);
-    /* KV head outermost: sequences that share a prefix read its blocks one after another, out of L2. */
+    for (int i = 0; i < families; i++) tiles += family_tiles(&all[i], per_head);
+    /* KV head outermost: families that share a prefix read its blocks one after another, out of L2. */
     int64_t count = tiles * m->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
-        attention_place at = place_of(s, l->group, per_head, from % tiles);
+        int64_t tile = from % tiles;
+        int i = 0;
+        for (; tile >= family_tiles(&all[i], per_head); i++) tile -= family_tiles(&all[i], per_head);
         for (int64_t unit = from; unit < to; unit++) {
-            attention_entry now = at.entry;
-            int tile = at.tile;
-            if (++at.tile == at.tiles) at = place_at(s, l->group, per_head, at.index + 1 < s->num_entries ? at.index + 1 : 0);
-            if (unit + 1 < to && at.tiles == 1) attention_fetch(&a, &at.entry, (int)((unit + 1) / tiles));
-            attention_tile(&a, &now, (int)(unit / tiles), tile);
+            const family *now = &all[i];
+            const int at = (int)tile, head = (int)(unit / tiles);
+            if (++tile == family_tiles(now, per_head)) tile = 0, i = (i + 1) % families;
+            if (unit + 1 < to && family_tiles(&all[i], per_head) == 1)
+                attention_fetch(&a, &all[i].members[0], (int)((unit + 1) / tiles), 0);
+            if (now->chunks)
+                attention_together(&a, now->members, now->count, now->chunks, head);
+            else
+                attention_tile(&a, &now->members[0], head, at);
         }
     }
     phase_end(w);
@@ -325,7 +317,8 @@ static bool reserve(engine *e)
     const int64_t maxima_floats = e->step->best ? sizeof(lane_maxima) / sizeof(float) : 0;
     int64_t floats[] = {T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
                         count * m->intermediate, R * m->hidden, count * k, count * k / 32 * factor_floats,
-                        pool_size(e->pool) * scratch_size, pool_size(e->pool) * R * maxima_floats};
+                        pool_size(e->pool) * scratch_size, pool_size(e->pool) * R * maxima_floats,
+                        m->num_groups * e->step->num_entries * (int64_t)sizeof(family) / 4};
     enum { NUM = sizeof(floats) / sizeof(floats[0]) };
     int64_t total = 0;
     for (int i = 0; i < NUM; i++) total += padded(floats[i], 16) + 16;
@@ -340,7 +333,24 @@ static bool reserve(engine *e)
     for (int i = 0; i < NUM; p += padded(floats[i], 16) + 16, i++) at[i] = p;
     e->work = (workspace){at[0], at[1], at[2], at[3], at[4], at[5], (group_factors *)at[6], at[7], scratch_size,
                           (lane_maxima *)at[8]};
+    for (int g = 0; g < m->num_groups; g++) e->families[g] = (family *)at[9] + (int64_t)g * e->step->num_entries;
     return true;
+}
+
+/* Families no larger than leaves every thread some units of each layer's attention. */
+static void find_families(engine *e)
+{
+    const model *m = e->model;
+    const int rows = MAX_ROWS / (m->num_heads / m->num_kv_heads);
+    int32_t windows[MAX_GROUPS];
+    for (int g = 0; g < m->num_groups; g++) windows[g] = INT32_MAX;
+    for (int i = 0; i < m->num_layers; i++)
+        if (m->layers[i].window < windows[m->layers[i].group]) windows[m->layers[i].group] = m->layers[i].window;
+    const int64_t entries = e->step->num_entries, threads = pool_size(e->pool);
+    const int64_t share = threads == 1 ? entries : entries * m->num_kv_heads / (UNITS_PER_THREAD * threads);
+    const int64_t most = smaller(smaller(rows, MAX_FAMILY), share);
+    for (int g = 0; g < m->num_groups; g++)
+        e->num_families[g] = families_find(e->step, g, &e->caches[g], windows[g], (int)most, e->families[g]);
 }
 
 /* What Python calls */
@@ -382,6 +392,7 @@ int engine_step(engine *e, const step *s, int64_t *where)
     enum step_error error = step_check(s, e->model, e->caches, where);
     if (error) return error;
     if (!reserve(e)) return STEP_NO_MEMORY;
+    find_families(e);
     memset(e->claims, 0, sizeof(atomic_int) * (size_t)(e->model->num_layers * PHASES_PER_LAYER + PHASES_AROUND));
     pool_run(e->pool, run, e);
     return STEP_OK;

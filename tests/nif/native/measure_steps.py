@@ -17,10 +17,13 @@ BLOCK_SIZE = 16
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "float32"}
 
 
-def decode_batch(vocab_size: int, sequences: int, context: int) -> RaggedBatch:
-    """The step in which every sequence gets its `context`-th position."""
+def decode_batch(vocab_size: int, sequences: int, context: int, shared: int = 0) -> RaggedBatch:
+    """The step in which every sequence gets its `context`-th position behind `shared` common ones, whole blocks."""
     blocks = -(-context // BLOCK_SIZE)
     tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+    prefix = torch.arange(shared // BLOCK_SIZE, dtype=torch.int32) + sequences * blocks
+    tables = torch.cat((prefix.expand(sequences, -1), tables), dim=1)
+    context += shared
     last = context - 1
     return RaggedBatch(
         input_ids=torch.randint(vocab_size, (sequences,), generator=torch.Generator().manual_seed(1)),
@@ -76,13 +79,18 @@ def main() -> None:
     parser.add_argument("--mode", choices=DTYPES, default="int8")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--shared", type=int, nargs="*", default=[0], help="common positions before each context")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 16, 32])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512])
     parser.add_argument("--seconds", type=float, default=4.0)
     options = parser.parse_args()
     model = load_model(options.model, dtype=DTYPES[options.mode], n_gpu_layers=0)
     runner = native_runner(model, quantize="int8" if options.mode == "int8" else "none", n_threads=options.threads)
-    batches = [(f"decode {n}", decode_batch(model.vocab_size, n, options.context)) for n in options.batch]
+    batches = [
+        (f"decode {n}" + f" +{shared}" * (shared > 0), decode_batch(model.vocab_size, n, options.context, shared))
+        for n in options.batch
+        for shared in options.shared
+    ]
     batches += [(f"prefill {n}", prefill_batch(model.vocab_size, n)) for n in options.prefill]
     runner.allocate([max(int(batch.block_tables[0].max()) for _, batch in batches) + 1], BLOCK_SIZE)
     print(f"{model.name}, {runner.name}, context {options.context}")

@@ -121,7 +121,7 @@ SHARED = 131  # a common beginning: two chunks of 64 keys and the start of a thi
 
 @pytest.mark.parametrize("block_size", [5, 16])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "llama_odd", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "llama_odd", "mistral", "qwen2"])
 def test_a_shared_beginning_changes_no_bit(native_model: Models, name: str, mode: str, block_size: int) -> None:
     """Members of different lengths, one alone among them, that read one copy of their first blocks or each its own."""
     model = model_for(native_model, name, mode)
