@@ -155,4 +155,20 @@ MEMORY_GUARDS = (
         ),
         "every step is undone for one that has no room, and the service stands still",
     ),
+    Mutation(
+        "own block of a family's member",
+        "nif/native/families.c",
+        "(shorter - 1) / c->block_size",
+        "shorter / c->block_size",
+        ("nif/native/test_families.py::test_the_block_that_a_sequence_writes_is_never_shared",),
+        "a sequence reads keys behind its own end",
+    ),
+    Mutation(
+        "evicted blocks of a family's member",
+        "nif/native/families.c",
+        "entry->query_len == 1 && entry->kv_len <= window",
+        "entry->query_len == 1",
+        ("nif/native/test_families.py::test_prefill_and_what_a_window_hides_stay_alone",),
+        "blocks that a window has given away are read as if they were shared",
+    ),
 )
