@@ -20,8 +20,10 @@ import trio
 from genbatch.clients import ZeroMQClient
 from genbatch.proto.errors import EngineLost, GenbatchError
 from tests.actors.engine.running_service import RunningService, kill
+from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio
 
-STREAMS, WHOLES, MAX_TOKENS = 3, 6, 200
+STREAMS, WHOLES, MAX_TOKENS = 3, 6, 100
+TOLD_EVERY = 10
 
 
 @dataclass
@@ -105,6 +107,8 @@ async def run(service: RunningService, kills: int, seed: int) -> Counts:
         for number in range(kills):
             await Round(client, number, counts).run(service, draw.uniform(0.0, 1.0))
             await client.generate([5, 6], max_tokens=1)  # the next engine is there
+            if (number + 1) % TOLD_EVERY == 0:
+                print(f"{number + 1}: {counts.finals} of {counts.asked} finals, {len(counts.wrong)} wrong", flush=True)
         stats = await client.stats()
     if stats["engine_restarts"] != kills:
         counts.wrong.append(f"{stats['engine_restarts']} restarts")
@@ -117,9 +121,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    flags = ("--n-parallel", "4", "--max-restarts", "1000000", "--default-deadline-s", "0")
+    exit_on_sigterm()  # so that the service ends, too
+    flags = ("--n-parallel", "4", "--max-restarts", "1000000", "--default-deadline-s", "0", "--quantize", "auto")
     with tempfile.TemporaryDirectory() as place, RunningService(Path(given.model), Path(place), *flags) as service:
-        counts = trio.run(run, service, given.kills, given.seed)
+        counts = run_trio(lambda: run(service, given.kills, given.seed))
     print(f"{given.kills} kills, {counts.asked} requests: {counts.finals} finals, {counts.asked - counts.finals} lost")
     print(f"  {counts.results} results, {counts.lost_in_stream} streams cut off, {len(counts.wrong)} wrong")
     if counts.until_lost_s:

@@ -19,7 +19,8 @@ def test_a_guard_can_be_taken_out_of_a_copy_and_put_back(mutation: Mutation, tmp
     shutil.copy(source, copy)
     text = mutation.apply(tmp_path)
     assert text == source.read_text() != copy.read_text()
-    ast.parse(copy.read_text())  # else every test would be red
+    if copy.suffix == ".py":
+        ast.parse(copy.read_text())  # else every test would be red
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
