@@ -151,7 +151,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         finish_reason: "stop" (end of sequence or a stop string), "length", "deadline", "cancelled" or "error".
         usage: tokens that it took.
         logprobs: one a token, where asked for.
-        prompt_logprobs: one a token of the prompt, None for the first, where asked for.
+        prompt_logprobs: one a token of the prompt, None for the first, where asked for. With finish reason "deadline"
+            those that were evaluated by then.
         choices: all answers when `n` > 1, of which the first is also above; otherwise empty.
     """
 
