@@ -14,7 +14,7 @@
  * blocks of weights pass by. */
 #define PANEL_TILES 20
 #define PANEL (PANEL_TILES * MAX_ROWS)
-#define UNITS_PER_THREAD 3
+#define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
 #define PHASES_PER_LAYER 10
 #define PHASES_AROUND 4
 
@@ -162,7 +162,6 @@ static void attention_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
     const model *m = e->model;
-    const step *s = e->step;
     attention a = {.queries = e->work.qkv,
                    .out = e->work.attended,
                    .query_stride = (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim,

@@ -16,11 +16,12 @@ from tests.benchmarks.compare.command_lines import CommandLines
 from tests.benchmarks.compare.peers import MODEL
 
 _NO_END = -1
-# The best of what was tried on the first half minute of the 64 chats: 50 tokens a second. With 4, 6, 12 and 16 requests
-# at once it made 40, 40, 46 and 45; with blocks of 16 positions and 64 or 256 tokens a step 52 and 41; with its own
-# blocks of 256 43; with six times the blocks 41; with its own num_blocks, which takes all memory, 34, and with its own
-# everything none; compiled 3.5. On those with a shared prompt twice and four times the blocks made no difference.
-# Its attention here is one product over the keys of all requests with a mask: more of them cost more than they bring.
+# One of the two best of what was tried on the first half minute of the 64 chats: 50 and 51 tokens a second. With 4, 6,
+# 12 and 16 requests at once it made 40, 40, 46 and 45; with blocks of 16 positions and 64 or 256 tokens a step 52 and
+# 41; with its own blocks of 256 43; with six times the blocks 41; with its own num_blocks, which takes all memory, 34,
+# and with its own everything none; compiled 3.5. On those with a shared prompt twice and four times the blocks made no
+# difference. Its attention here is one product over the keys of all requests with a mask: more of them cost more than
+# they bring.
 _REQUESTS = 8
 _BATCH_TOKENS = 256
 _PAGE_SIZE = 32
