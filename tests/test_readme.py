@@ -1,4 +1,4 @@
-"""The README's examples run as they stand there, on the real model."""
+"""The examples of the README and of docs/guide.md run as they stand there, on the real model."""
 
 import os
 import re
@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {
+    page: re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    for page in ("README.md", "docs/guide.md")
+}
 ADDRESS = "ipc:///tmp/genbatch/zeromq.sock"
 HTTP = "http://127.0.0.1:8000"
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -59,24 +62,45 @@ def served(address: str, *flags: str) -> Iterator[list[str]]:
 
 
 def test_every_kind_of_example_is_there() -> None:
-    kinds = ("open_batcher", "SyncZeroMQClient", "OpenAI", "OfflineScheduler")
-    assert len(EXAMPLES) == len(kinds)
-    assert [name in example for name, example in zip(kinds, EXAMPLES, strict=True)] == [True] * len(kinds)
+    kinds = {
+        "README.md": ("open_batcher", "SyncZeroMQClient", "OpenAI"),
+        "docs/guide.md": ("open_batcher", "SyncZeroMQClient", "OfflineScheduler"),
+    }
+    for page, names in kinds.items():
+        assert [name in example for name, example in zip(names, EXAMPLES[page], strict=True)] == [True] * len(names)
 
 
-def test_the_embedding_example() -> None:
-    assert "The capital of France is Paris. stop" in run(EXAMPLES[0])
+def test_the_embedding_examples() -> None:
+    assert "The capital of France is Paris. stop" in run(EXAMPLES["README.md"][0])
+    assert run(EXAMPLES["docs/guide.md"][0]).startswith(" Paris")
 
 
 def test_the_examples_of_the_service(tmp_path: Path) -> None:
-    assert ADDRESS in EXAMPLES[1] and HTTP in EXAMPLES[2]
+    (_, over_zeromq, over_http), (_, guides, _) = EXAMPLES["README.md"], EXAMPLES["docs/guide.md"]
+    assert ADDRESS in over_zeromq and HTTP in over_http
     address = f"ipc://{tmp_path}/zeromq.sock"
     with served(address, "--http", "127.0.0.1:0") as printed:
-        assert "Usage(prompt_tokens=" in run(EXAMPLES[1].replace(ADDRESS, address))
+        for example in {over_zeromq, guides}:
+            assert "Usage(prompt_tokens=" in run(example.replace(ADDRESS, address))
         [http] = re.findall(r"http://127\.0\.0\.1:\d+", "".join(printed))
-        assert run(EXAMPLES[2].replace(HTTP, http)) == "The capital of France is Paris."
+        assert run(over_http.replace(HTTP, http)) == "The capital of France is Paris."
 
 
 def test_r06_the_offline_example() -> None:
-    printed = run(EXAMPLES[3])
+    printed = run(EXAMPLES["docs/guide.md"][2])
     assert printed.startswith("{0: ' Paris")
+
+
+def test_no_page_points_at_a_file_that_is_not_there() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "ADRs").glob("*.md")]
+    dead = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+    assert not dead
+
+
+def test_the_readme_fits_on_two_pages() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1200

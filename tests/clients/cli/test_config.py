@@ -19,7 +19,7 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.request_limits import RequestLimits
 
-README = Path(__file__).parent.parent.parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "options.md"
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +177,7 @@ def test_every_option_has_a_flag_and_every_flag_an_option() -> None:
     assert set_by_flags == {name.partition(".")[0] for name in options()} - {"model"}
 
 
-def test_the_readme_has_the_table_that_the_command_prints() -> None:
+def test_the_page_of_options_has_the_table_that_the_command_prints() -> None:
     table = run("--markdown").output
     assert table == markdown_table() and "| `n_parallel` | 8 | sequences decoded at once |" in table
-    assert table in README.read_text(), "paste what `genbatch config --markdown` prints"
+    assert table in PAGE.read_text(), "paste what `genbatch config --markdown` prints"
