@@ -27,11 +27,9 @@ from genbatch.actors.engine.linked_gateways import LinkedGateways
 from genbatch.actors.engine.service_processes import kept_running
 from genbatch.actors.engine.wire_options import encode_options
 from genbatch.actors.gateways.listeners import LAST_WORDS_S, Listeners, check_listeners
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
-from genbatch.actors.runtime.ref import ActorRef
-from genbatch.actors.runtime.registry import Registry
-from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
+from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.nif.engine import Engine, load_engine

@@ -20,7 +20,7 @@ import msgspec
 from genbatch.actors.batching.batcher_messages import LoadSession, SaveSession
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.service import Service, open_service
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.clients.interface import Stream

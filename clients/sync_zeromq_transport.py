@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import zmq
 
-from genbatch.actors.gateways.zeromq_socket import set_defaults
+from genbatch.actors.runtime.zeromq_socket import set_defaults
 from genbatch.clients.zeromq_keys import (
     CONNECTION_EVENTS,
     LINGER_MS,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import trio
 import zmq
 
-from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, monitored, open_socket
+from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, monitored, open_socket
 from genbatch.clients.transport import OnLost, OnMessage
 from genbatch.clients.zeromq_keys import (
     CONNECTION_EVENTS,

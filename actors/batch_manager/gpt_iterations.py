@@ -28,8 +28,8 @@ from genbatch.actors.batch_manager.response_tensors import (
     whole_response,
 )
 from genbatch.actors.batching.iteration import Interrupt, Iterate, Iteration
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorError
-from genbatch.actors.runtime.ref import ActorRef
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, QueueFull, Unavailable
 from genbatch.proto.inference_request import InferenceRequest, Tensor
 from genbatch.proto.messages import Token

@@ -35,7 +35,7 @@ from genbatch.actors.batch_manager.gpt_iterations import (
 )
 from genbatch.actors.batch_manager.gpt_manager_params import BuildConfig, TrtGptModelOptionalParams
 from genbatch.actors.batching.paced_batcher import PacedBatcher
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
 from genbatch.nif.models.model import Model

@@ -27,7 +27,7 @@ from genbatch.actors.batching.request import Request
 from genbatch.actors.batching.slots import Slots
 from genbatch.actors.batching.stall_watch import StallWatch
 from genbatch.actors.recording.flight import Flight
-from genbatch.actors.runtime.genserver import From, Monitor, reply_error
+from genbatch.actors.runtime.actor import From, Monitor, reply_error
 from genbatch.actors.runtime.worker import Worker
 from genbatch.proto.errors import EngineError, GenbatchError
 from genbatch.proto.grammar import grammar_of

@@ -60,7 +60,7 @@ from genbatch.actors.batching.swap import Swap
 from genbatch.actors.batching.text_calls import TextCalls
 from genbatch.actors.recording.flight import Flight
 from genbatch.actors.recording.recorder import open_flight
-from genbatch.actors.runtime.genserver import NOREPLY, Down, From, GenServer, Reason, Timer
+from genbatch.actors.runtime.actor import NOREPLY, Down, From, GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler_output import SchedulerOutput

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from genbatch.actors.runtime.genserver import From, reply
+from genbatch.actors.runtime.actor import From, reply
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.service_messages import Drained
 

@@ -10,7 +10,7 @@ from genbatch.actors.batching.journal import Journal
 from genbatch.actors.batching.request import Request
 from genbatch.actors.batching.sequence import Sequence
 from genbatch.actors.batching.slots import Slots
-from genbatch.actors.runtime.genserver import Monitor
+from genbatch.actors.runtime.actor import Monitor
 from genbatch.actors.scheduling.llm_request import Phase
 from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
 from genbatch.proto.messages import FinishReason

@@ -6,7 +6,7 @@ from typing import Any
 
 from genbatch.actors.batching.iteration import Iteration
 from genbatch.actors.batching.sequence import Sequence
-from genbatch.actors.runtime.genserver import From, reply
+from genbatch.actors.runtime.actor import From, reply
 from genbatch.actors.scheduling.llm_request import LlmRequest
 from genbatch.actors.scheduling.scheduler import SchedulerOutput
 from genbatch.nif.kv.kv_cache import KVCache

@@ -7,7 +7,7 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.iteration import Interrupt, Iterate
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.batching.pace import Pace
-from genbatch.actors.runtime.genserver import NOREPLY, From
+from genbatch.actors.runtime.actor import NOREPLY, From
 from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError

@@ -8,7 +8,7 @@ from genbatch.actors.batching.beam_search import Beam
 from genbatch.actors.batching.keep import Keep
 from genbatch.actors.batching.sequence import Sequence
 from genbatch.actors.batching.tenant_shares import TenantShare
-from genbatch.actors.runtime.genserver import From, Monitor, reply, reply_error
+from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.nif.sampling.constraint import Constraint
 from genbatch.nif.sampling.sampler import Sampled
 from genbatch.proto.grammar import Grammar

@@ -12,7 +12,7 @@ from genbatch.actors.batching.batcher_messages import LoadSession, SaveSession
 from genbatch.actors.batching.held_prompts import HeldPrompts
 from genbatch.actors.batching.intake import Intake
 from genbatch.actors.batching.sequence import HeldPrompt
-from genbatch.actors.runtime.genserver import From, reply, reply_error
+from genbatch.actors.runtime.actor import From, reply, reply_error
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv.prefix_cache import prefix_key

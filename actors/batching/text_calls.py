@@ -7,7 +7,7 @@ import outcome
 
 from genbatch.actors.batching.batcher_messages import Detokenize, Tokenize
 from genbatch.actors.batching.intake import Intake
-from genbatch.actors.runtime.genserver import From, reply, reply_error
+from genbatch.actors.runtime.actor import From, reply, reply_error
 from genbatch.actors.runtime.worker import Worker
 from genbatch.proto.errors import EngineError, GenbatchError
 from genbatch.proto.service_messages import Text, TokenIds

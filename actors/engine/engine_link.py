@@ -45,7 +45,7 @@ from genbatch.actors.engine.link_messages import (
     encode,
 )
 from genbatch.actors.engine.link_questions import LinkQuestions
-from genbatch.actors.runtime.genserver import NOREPLY, Down, From, GenServer, Monitor, Reason, reply, reply_error
+from genbatch.actors.runtime.actor import NOREPLY, Down, From, GenServer, Monitor, Reason, reply, reply_error
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,

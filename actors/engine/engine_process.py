@@ -15,8 +15,8 @@ from genbatch.actors.engine.control_channel import ControlChannel
 from genbatch.actors.engine.control_messages import EngineReady, Join, Loading, StartEngine, Unjoined
 from genbatch.actors.engine.engine_session import EngineSession
 from genbatch.actors.engine.frame_stream import FrameStream
-from genbatch.actors.runtime.background import background
-from genbatch.actors.runtime.ref import ActorRef
+from genbatch.actors.runtime.actor import ActorRef
+from genbatch.actors.runtime.supervisor import background
 
 # Parts of a stage of loading that are told of one by one.
 _PARTS = 100

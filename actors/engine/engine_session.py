@@ -28,8 +28,8 @@ from genbatch.actors.engine.link_messages import (
     decode_value,
     encode_frame,
 )
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
-from genbatch.actors.runtime.ref import ActorRef
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, QueueFull
 from genbatch.proto.messages import Token
 

@@ -23,8 +23,8 @@ from genbatch.actors.engine.linked_gateways import LinkedGateways
 from genbatch.actors.engine.wire_options import decode_options
 from genbatch.actors.gateways.listeners import LAST_WORDS_S
 from genbatch.actors.observe import observe
-from genbatch.actors.runtime.background import background
 from genbatch.actors.runtime.errors import StartFailed
+from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.service_options import ServiceOptions
 
 

@@ -10,8 +10,8 @@ from genbatch.actors.engine.frame_stream import FrameStream
 from genbatch.actors.engine.link_connection import LinkConnection
 from genbatch.actors.engine.link_events import LinkFrame, LinkUp
 from genbatch.actors.engine.link_messages import ToGateway
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown
-from genbatch.actors.runtime.ref import ActorRef
 
 
 class LinkHost:

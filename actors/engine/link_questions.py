@@ -10,7 +10,7 @@ from genbatch.actors.batching.batcher_messages import Drain
 from genbatch.actors.engine.ledger import RETRY_MS
 from genbatch.actors.engine.link_connection import LinkConnection
 from genbatch.actors.engine.link_messages import METHODS, QUESTIONS, Ask, Cancel, LinkError, decode_value, encode
-from genbatch.actors.runtime.genserver import From, Monitor, reply, reply_error
+from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, Unavailable
 
 

@@ -6,8 +6,7 @@ from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.engine.engine_link import EngineLink
 from genbatch.actors.engine.link_host import LinkHost
 from genbatch.actors.gateways.listeners import Listeners
-from genbatch.actors.runtime.registry import Registry
-from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor, Task
+from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, Task
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service_options import ServiceOptions
 

@@ -11,8 +11,8 @@ from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.engine.control_messages import StartEngine
 from genbatch.actors.engine.wire_options import decode_options
 from genbatch.actors.observe import observe
-from genbatch.actors.runtime.genserver import start as start_actor
-from genbatch.actors.runtime.ref import ActorRef
+from genbatch.actors.runtime.actor import ActorRef
+from genbatch.actors.runtime.actor import start as start_actor
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions

@@ -19,9 +19,8 @@ from genbatch.actors.engine.gateway_runner import GatewayRunner
 from genbatch.actors.engine.joint import Joint
 from genbatch.actors.engine.wire_options import encode_options
 from genbatch.actors.gateways.listeners import check_listeners
-from genbatch.actors.runtime.background import background
 from genbatch.actors.runtime.errors import StartFailed
-from genbatch.actors.runtime.supervisor import ChildSpec, Restart, Supervisor, Task
+from genbatch.actors.runtime.supervisor import ChildSpec, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions

@@ -22,8 +22,8 @@ from genbatch.actors.batching.batcher_messages import (
     GetStats,
     Tokenize,
 )
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
-from genbatch.actors.runtime.ref import ActorRef
 from genbatch.proto.codec import to_generate_request, to_no_params
 from genbatch.proto.errors import (
     EngineError,

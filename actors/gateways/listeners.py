@@ -10,7 +10,7 @@ from genbatch.actors.gateways.zeromq_address import check_address
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.http.extra import check_http
 from genbatch.actors.http.http_address import parse_http_address
-from genbatch.actors.runtime.ref import ActorRef
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import ChildSpec, Task
 from genbatch.actors.service_options import ServiceOptions
 

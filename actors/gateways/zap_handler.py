@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from genbatch.actors.gateways.curve_keys import ServerKeys
-from genbatch.actors.gateways.zeromq_socket import Parts, ZeroMQSocket, pumped
+from genbatch.actors.runtime.zeromq_socket import Parts, ZeroMQSocket, pumped
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import sys
 
 import zmq
 
-from genbatch.actors.gateways.zeromq_socket import Parts, ZeroMQSocket
+from genbatch.actors.runtime.zeromq_socket import Parts, ZeroMQSocket
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 
 logger = logging.getLogger(__name__)

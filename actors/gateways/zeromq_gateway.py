@@ -23,7 +23,7 @@ from genbatch.actors.gateways.security import Security
 from genbatch.actors.gateways.zeromq_address import prepare_address
 from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
 from genbatch.actors.gateways.zeromq_peer import ZeroMQPeer
-from genbatch.actors.gateways.zeromq_socket import Signed, ZeroMQSocket, open_socket
+from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket
 from genbatch.proto.errors import Cancelled, Unauthenticated, Unavailable
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 

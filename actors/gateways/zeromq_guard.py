@@ -14,7 +14,7 @@ from genbatch.actors.gateways.connection_limit import max_connections
 from genbatch.actors.gateways.curve_keys import ServerKeys
 from genbatch.actors.gateways.zap_handler import ZAPHandler, open_zap_handler
 from genbatch.actors.gateways.zeromq_connections import EVENTS, ZeroMQConnections
-from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, monitored
+from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, monitored
 
 OnEnded = Callable[[list[int]], None]
 

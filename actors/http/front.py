@@ -17,7 +17,7 @@ from genbatch.actors.gateways.connection_limit import Seat
 from genbatch.actors.gateways.token_file import bearer_token
 from genbatch.actors.http.api_error import Refusal, api_response
 from genbatch.actors.http.service_calls import HTTPCaller
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import Forbidden, FrameTooLarge, GenbatchError, Unauthenticated
 from genbatch.proto.limits import REQUEST_LIMITS
 

@@ -20,7 +20,7 @@ from genbatch.actors.http.openai_request import OpenAIRequest
 from genbatch.actors.http.service_calls import HTTPCaller, ServiceCalls
 from genbatch.actors.http.token_queue import TokenQueue
 from genbatch.actors.http.token_texts import TokenNames
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import Result, Token
 

@@ -29,7 +29,7 @@ from genbatch.actors.http.bounded_stream import BoundedStream
 from genbatch.actors.http.http_address import HTTPAddress
 from genbatch.actors.http.open_calls import OpenCalls
 from genbatch.actors.http.service_calls import ServiceCalls
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.supervisor import background
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from genbatch.actors.recording.replayed_batcher import (
 )
 from genbatch.actors.recording.replayed_context import ReplayedContext
 from genbatch.actors.recording.replayed_thread import ReplayedThread
+from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.errors import ActorDown
-from genbatch.actors.runtime.genserver import ActorRef, start
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.sampling.sampler import SampleFault
 from genbatch.proto.errors import GenbatchError

@@ -18,7 +18,7 @@ from genbatch.actors.batching.sequence import Sequence
 from genbatch.actors.recording.plan_check import PlanCheck
 from genbatch.actors.recording.records import RAISED, Arrived, Header
 from genbatch.actors.recording.replayed_context import ReplayedContext
-from genbatch.actors.runtime.genserver import Timer
+from genbatch.actors.runtime.actor import Timer
 from genbatch.nif.context import Context
 from genbatch.nif.sampling.sampler import Sampled
 from genbatch.proto.messages import FinishReason, GenerateRequest, Token

@@ -14,22 +14,64 @@
 A child is a GenServer or an async function that takes `task_status` and calls `task_status.started()`, as for
 `trio.Nursery.start`; a supervisor's `run` is one. Once started, children are shielded from the supervisor's
 own cancellation, so that it can stop them one by one.
+
+Its registry has the actors under their ids, so that a ref outlives the actor behind it:
+
+    counter = registry.ref("counter")    # finds whoever has the name at each use
+    await counter.call("value")          # ActorDown while nobody has it
 """
 
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import trio
 
-from genbatch.actors.runtime.errors import ActorError, RestartLimit, StartFailed
-from genbatch.actors.runtime.genserver import GenServer, run_actor
-from genbatch.actors.runtime.monitor import Exit, Reason
-from genbatch.actors.runtime.ref import ActorRef
-from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime.actor import ActorRef, Exit, GenServer, Mailbox, Reason, run_actor
+from genbatch.actors.runtime.errors import ActorDown, ActorError, NameTaken, RestartLimit, StartFailed
 from genbatch.actors.runtime.telemetry import Telemetry
+
+
+class Registry:
+    """Which running actor has which name."""
+
+    def __init__(self) -> None:
+        self._refs: dict[str, ActorRef] = {}
+
+    def register(self, name: str, ref: ActorRef) -> None:
+        """Gives `name` to an actor; the name of an actor that has ended is free.
+
+        Raises:
+            NameTaken: a running actor has it.
+        """
+        if self.whereis(name) is not None:
+            raise NameTaken(name)
+        self._refs[name] = ref
+
+    def unregister(self, name: str, ref: ActorRef) -> None:
+        """Frees `name` if `ref` still has it."""
+        if self._refs.get(name) is ref:
+            del self._refs[name]
+
+    def whereis(self, name: str) -> ActorRef | None:
+        """The running actor that has the name now."""
+        ref = self._refs.get(name)
+        return ref if ref is not None and ref.alive else None
+
+    def ref(self, name: str) -> ActorRef:
+        """A ref that looks the name up at each use and so survives restarts; the name may be free yet."""
+        return ActorRef(name, partial(self._find, name))
+
+    def _find(self, name: str) -> Mailbox:
+        ref = self._refs.get(name)
+        if ref is None:
+            raise ActorDown(name)
+        return ref.lifetime
+
 
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
 Restart = Literal["permanent", "transient", "temporary"]
@@ -269,3 +311,26 @@ def _keep_traceback_as_text(error: BaseException) -> None:
         pending += (link.__cause__, link.__context__)
         if isinstance(link, BaseExceptionGroup):
             pending += link.exceptions
+
+
+@asynccontextmanager
+async def background() -> AsyncIterator[trio.Nursery]:
+    """A nursery that is cancelled when the body ends.
+
+    The body's own exception comes out as it is, and so does the only exception of a background task: whoever uses
+    the block did not open this nursery and should not have to take groups apart.
+    """
+    failure: Exception | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            try:
+                yield nursery
+            except Exception as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if failure is None and len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise
+    if failure is not None:
+        raise failure

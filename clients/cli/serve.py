@@ -11,7 +11,7 @@ from rich.console import Console
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.log_lines import log_event, start_logging
 from genbatch.actors.observe import observe, start_tracing
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.clients.cli.banner import banner

@@ -14,7 +14,7 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate, GetStats
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.metrics import PREFIX, render
-from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner

@@ -15,7 +15,7 @@ import genbatch.actors.runtime.telemetry
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model

@@ -13,7 +13,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.tracing import RequestSpans, open_provider, trace_requests
 from genbatch.nif.context import Context

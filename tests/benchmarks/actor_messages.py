@@ -9,7 +9,7 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.runtime.genserver import From, GenServer, start
+from genbatch.actors.runtime.actor import From, GenServer, start
 from genbatch.actors.runtime.worker import Worker
 
 COUNT = 20_000

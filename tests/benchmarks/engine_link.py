@@ -24,7 +24,7 @@ from genbatch.actors.engine.engine_link import EngineLink
 from genbatch.actors.engine.engine_session import EngineSession
 from genbatch.actors.engine.frame_stream import FrameStream
 from genbatch.actors.engine.link_host import LinkHost
-from genbatch.actors.runtime.genserver import NOREPLY, ActorRef, From, GenServer, reply, start
+from genbatch.actors.runtime.actor import NOREPLY, ActorRef, From, GenServer, reply, start
 from genbatch.proto.messages import GenerateRequest, Result, Token, Usage
 from genbatch.proto.service_messages import Health, Models
 

@@ -18,7 +18,7 @@ import zmq
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
-from genbatch.actors.runtime.genserver import NOREPLY, From, GenServer, reply, start
+from genbatch.actors.runtime.actor import NOREPLY, From, GenServer, reply, start
 from genbatch.proto.messages import Result, Token, Usage
 from genbatch.proto.rpc_server import token_message
 

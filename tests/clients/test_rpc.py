@@ -12,7 +12,7 @@ from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.security import Security
 from genbatch.actors.gateways.token_file import TokenFile, hash_token
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
 from genbatch.clients.interface import Client
 from genbatch.clients.rpc import RPCClient
 from genbatch.clients.rpc_address import RPCAddress, read_rpc_address

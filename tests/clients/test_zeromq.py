@@ -13,7 +13,7 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, open_socket
+from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
 from genbatch.clients import remote_client
 from genbatch.clients.interface import Client
 from genbatch.clients.zeromq import ZeroMQClient

@@ -213,10 +213,10 @@ WIRE_GUARDS = (
     ),
     Mutation(
         "bound of a mailbox",
-        "actors/runtime/mailbox.py",
+        "actors/runtime/actor.py",
         "elif len(self._normal) < self.max_size:",
         "elif True:",
-        ("actors/runtime/test_mailbox.py::test_a_full_mailbox_refuses_loses_nothing_and_lets_control_messages_pass",),
+        ("actors/runtime/test_actor.py::test_a_full_mailbox_refuses_loses_nothing_and_lets_control_messages_pass",),
         "an actor that is slow takes all memory",
     ),
 )

@@ -248,7 +248,7 @@ def test_h15_async_batching_changes_no_text_on_the_gpu(gpu_model: Any, graphed: 
     from genbatch.actors.batching.batcher import Batcher
     from genbatch.actors.batching.batcher_messages import Generate
     from genbatch.actors.batching.options import BatcherOptions
-    from genbatch.actors.runtime.genserver import start
+    from genbatch.actors.runtime.actor import start
     from genbatch.nif.context import Context
     from genbatch.nif.runners.graph_options import GraphOptions
     from genbatch.nif.runners.triton_runner import TritonRunner

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime.supervisor import Registry
 from genbatch.proto.errors import CLASSES
 from genbatch.proto.messages import GenerateRequest, Result
 from genbatch.proto.rpc import StreamOptions

@@ -22,7 +22,7 @@ from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_connection import RPCConnection
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, check_connection
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.proto.framing import MessageSplitter

@@ -24,8 +24,8 @@ from genbatch.actors.engine.link_connection import LinkConnection
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_connection import RPCConnection
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, check_connection
+from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import ActorDown
-from genbatch.actors.runtime.genserver import start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context

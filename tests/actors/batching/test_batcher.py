@@ -13,7 +13,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate, GetStats
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy

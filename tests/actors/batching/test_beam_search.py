@@ -13,7 +13,7 @@ from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.beam_search import BeamSearch
 from genbatch.actors.batching.keep import Keep
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
 from genbatch.nif.context import Context

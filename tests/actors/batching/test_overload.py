@@ -10,7 +10,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import OWN_QUEUE, BatcherOptions
-from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner

@@ -11,7 +11,7 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.batching.step_faults import MAX_LONE_FAULTS, EngineFault
-from genbatch.actors.runtime.ref import ActorRef
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model

@@ -16,7 +16,7 @@ import trio.testing
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
 from genbatch.nif.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions

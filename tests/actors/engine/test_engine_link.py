@@ -28,17 +28,7 @@ from genbatch.actors.engine.frame_stream import FrameStream
 from genbatch.actors.engine.joint import Joint
 from genbatch.actors.engine.link_host import LinkHost
 from genbatch.actors.engine.link_messages import Submit, Tokens, encode_frame
-from genbatch.actors.runtime.genserver import (
-    NOREPLY,
-    ActorRef,
-    Down,
-    From,
-    GenServer,
-    Monitor,
-    reply,
-    reply_error,
-    start,
-)
+from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -15,8 +15,8 @@ from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.key_store import KeyStore
 from genbatch.actors.gateways.security import Security, open_security
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
-from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, open_socket
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
+from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 

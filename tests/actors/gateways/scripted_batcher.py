@@ -20,17 +20,7 @@ from genbatch.actors.batching.batcher_messages import (
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
-from genbatch.actors.runtime.genserver import (
-    NOREPLY,
-    ActorRef,
-    Down,
-    From,
-    GenServer,
-    Monitor,
-    reply,
-    reply_error,
-    start,
-)
+from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
 from genbatch.proto.errors import EngineError, GenbatchError, QueueFull
 from genbatch.proto.messages import Result, Token, Usage
 from genbatch.proto.request_limits import RequestLimits

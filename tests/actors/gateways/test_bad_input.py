@@ -10,7 +10,7 @@ import pytest
 import trio
 import zmq
 
-from genbatch.actors.gateways.zeromq_socket import open_socket
+from genbatch.actors.runtime.zeromq_socket import open_socket
 from genbatch.proto.limits import REQUEST_LIMITS
 from tests.actors.gateways.scripted_batcher import served
 

@@ -5,8 +5,8 @@ import trio
 import trio.testing
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.runtime.genserver import GenServer, start
-from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime.actor import GenServer, start
+from genbatch.actors.runtime.supervisor import Registry
 from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable, UnknownMethod
 from genbatch.proto.messages import Result, Token
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher

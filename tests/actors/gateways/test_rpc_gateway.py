@@ -15,7 +15,7 @@ from genbatch.actors.gateways import open_call, outbox, rpc_connection, rpc_gate
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.errors import AddressError
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
-from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime.supervisor import Registry
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 from tests.actors.gateways.scripted_batcher import Served, served
 

@@ -17,8 +17,8 @@ from genbatch.actors.gateways.key_store import KeyStore
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.security import open_security
 from genbatch.actors.gateways.tls import client_context, server_context
-from genbatch.actors.runtime.genserver import start
-from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime.actor import start
+from genbatch.actors.runtime.supervisor import Registry
 from genbatch.clients.rpc import RPCClient
 from genbatch.proto.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch.actors.gateways import zeromq_connections, zeromq_guard, zeromq_socket
+from genbatch.actors.gateways import zeromq_connections, zeromq_guard
 from genbatch.actors.gateways.security import Security
+from genbatch.actors.runtime import zeromq_socket
 from tests.actors.gateways.guarded import ask, dealer, guarded, listening, until_closed, zmtp_stream
 
 pytestmark = pytest.mark.trio

@@ -14,13 +14,14 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.gateways import outbox, zeromq_gateway, zeromq_socket
+from genbatch.actors.gateways import outbox, zeromq_gateway
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.errors import AddressError
 from genbatch.actors.gateways.zeromq_address import default_address
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
-from genbatch.actors.gateways.zeromq_socket import ZeroMQSocket, open_socket
-from genbatch.actors.runtime.registry import Registry
+from genbatch.actors.runtime import zeromq_socket
+from genbatch.actors.runtime.supervisor import Registry
+from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES, REQUEST_LIMITS
 from tests.actors.gateways.scripted_batcher import Held, Served, served
 

@@ -8,15 +8,16 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.gateways import zeromq_connections, zeromq_socket
+from genbatch.actors.gateways import zeromq_connections
 from genbatch.actors.gateways.curve_keys import ClientKeys, KeyPair
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.errors import InsecureBind
 from genbatch.actors.gateways.key_store import KeyStore
 from genbatch.actors.gateways.security import Security
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
-from genbatch.actors.gateways.zeromq_socket import open_socket
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime import zeromq_socket
+from genbatch.actors.runtime.actor import start
+from genbatch.actors.runtime.zeromq_socket import open_socket
 from tests.actors.gateways.guarded import (
     Guarded,
     ask,

@@ -12,7 +12,7 @@ from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.security import Security
 from genbatch.actors.http.http_address import parse_http_address
 from genbatch.actors.http.http_gateway import HTTPGateway
-from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, start
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 

@@ -13,7 +13,7 @@ from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.key_store import KeyStore
 from genbatch.actors.http.front import OPEN_PATHS
 from genbatch.actors.http.page import FILES
-from genbatch.actors.runtime.genserver import From
+from genbatch.actors.runtime.actor import From
 from genbatch.actors.service import Service, open_service
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.nif.engine import EngineOptions

@@ -19,7 +19,7 @@ from genbatch.actors.recording import records
 from genbatch.actors.recording.record_file import RecordError, RecordReader, RecordWriter
 from genbatch.actors.recording.records import Record
 from genbatch.actors.recording.replay import Report, replay
-from genbatch.actors.runtime.genserver import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
 from genbatch.nif.batch import RaggedBatch

@@ -5,16 +5,7 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.runtime.genserver import (
-    NOREPLY,
-    ActorRef,
-    Down,
-    From,
-    GenServer,
-    Monitor,
-    Reason,
-    Timer,
-)
+from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, Reason, Timer
 from genbatch.actors.runtime.telemetry import Telemetry
 
 

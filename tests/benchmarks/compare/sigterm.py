@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import trio
 
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.supervisor import background
 
 T = TypeVar("T")
 

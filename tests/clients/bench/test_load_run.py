@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from genbatch.actors.runtime.background import background
+from genbatch.actors.runtime.supervisor import background
 from genbatch.clients.bench.load import Load, LoadRequest
 from genbatch.clients.bench.load_run import INCOMPLETE, run_load
 from genbatch.clients.token_stream import TokenStream

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate, GetStats
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
 from genbatch.clients.cli import top
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.stats import stats_table

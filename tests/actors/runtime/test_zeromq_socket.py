@@ -8,7 +8,7 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.gateways.zeromq_socket import HIGH_WATER_MARK, ZeroMQSocket, open_socket
+from genbatch.actors.runtime.zeromq_socket import HIGH_WATER_MARK, ZeroMQSocket, open_socket
 
 pytestmark = pytest.mark.trio
 
