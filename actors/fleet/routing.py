@@ -37,6 +37,8 @@ SCAN = 32
 SAMPLE = 8
 # What a sequence that decodes counts for, in tokens that wait: it holds a slot and slows every step.
 OPEN_TOKENS = 32
+# More than any prefix saves: where a request would be refused is the last place to send it.
+FULL = 1 << 40
 # Names that a PrefixMap holds: some 100 MB with their holders, 16 million tokens of different prompts.
 MAX_NAMES = 262_144
 # Replicas remembered for a name. A prefix that more of them hold is everywhere anyway.
@@ -72,18 +74,21 @@ class ReplicaView:
         name: its name in the fleet, never used again for another one.
         tokens_waiting: prompt tokens there that nobody has computed yet.
         num_open: requests there.
+        room: requests that it still takes; a full one is asked only when all are.
         takes_requests: not while it starts or drains.
     """
 
     name: str
     tokens_waiting: int = 0
     num_open: int = 0
+    room: int = 1
     takes_requests: bool = True
 
     @property
     def load(self) -> int:
         """Work in front of a request that is sent there now, in prompt tokens."""
-        return self.tokens_waiting + OPEN_TOKENS * self.num_open
+        load = self.tokens_waiting + OPEN_TOKENS * self.num_open
+        return load if self.room > 0 else load + FULL
 
 
 class Roster(Sequence[ReplicaView]):

@@ -15,6 +15,7 @@ from genbatch.clients.cli.config import config
 from genbatch.clients.cli.demo import demo
 from genbatch.clients.cli.generate import generate
 from genbatch.clients.cli.keys import keys
+from genbatch.clients.cli.plan import plan
 from genbatch.clients.cli.replay import replay
 from genbatch.clients.cli.serve import serve
 from genbatch.clients.cli.stats import stats
@@ -27,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, generate, chat, batch, bench, stats, config, top, replay):
+for command in (demo, serve, generate, chat, batch, bench, stats, config, top, replay, plan):
     app.command()(command)
 app.add_typer(keys)
 

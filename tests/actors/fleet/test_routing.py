@@ -79,6 +79,16 @@ def test_the_least_work_wins_and_equals_take_turns() -> None:
 
 
 @pytest.mark.parametrize("name", ["least_tokens", "prefix"])
+def test_a_full_replica_is_asked_only_when_all_are_full(name: str) -> None:
+    router = build_router(name)
+    router.learn("full", prompted(LONG).blocks)
+    full, busy = ReplicaView("full", room=0), ReplicaView("busy", 100_000)
+    assert router.route(prompted(LONG), Roster([full, busy])).name == "busy"
+    busy.room = 0
+    assert router.route(prompted(LONG), Roster([full, busy])).name == "full"
+
+
+@pytest.mark.parametrize("name", ["least_tokens", "prefix"])
 def test_of_a_thousand_replicas_a_few_are_looked_at_and_work_stays_even(name: str) -> None:
     router, replicas = build_router(name), roster(*[0] * 1000)
     for number in range(20_000):

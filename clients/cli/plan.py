@@ -1,0 +1,275 @@
+"""`genbatch plan`: how many replicas a load needs, and which router."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error
+from genbatch.clients.cli.flag_group import with_flag_groups
+
+if TYPE_CHECKING:
+    from genbatch.clients.plan.fleet_run import FleetOptions
+    from genbatch.clients.plan.report import PlanRow
+    from genbatch.clients.plan.step_time import StepTime
+    from genbatch.clients.plan.traces import Trace
+
+_TRACE = "Trace"
+_FLEET = "Fleet"
+_TARGET = "Target"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFlags:
+    """What is asked of the fleet."""
+
+    trace: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="A trace in Mooncake's format, an object a line; or chat, agents or batch, which are made here.",
+            rich_help_panel=_TRACE,
+        ),
+    ]
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that a hash id of the FILE stands for.", rich_help_panel=_TRACE)
+    ] = 512
+    rate: Annotated[
+        float | None, typer.Option(help="Made traces: requests a second; 10 if not given.", rich_help_panel=_TRACE)
+    ] = None
+    duration: Annotated[
+        float | None, typer.Option(help="Made traces: seconds; 600 if not given.", rich_help_panel=_TRACE)
+    ] = None
+    scale: Annotated[
+        float | None, typer.Option(help="Made traces: multiplies every length.", rich_help_panel=_TRACE)
+    ] = None
+    tenants: Annotated[
+        int | None, typer.Option(min=1, help="Made traces: tenants, who share no prompts.", rich_help_panel=_TRACE)
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Made traces: decides all of it.", rich_help_panel=_TRACE)] = None
+    write_trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the made trace there.", rich_help_panel=_TRACE)
+    ] = None
+
+    def read(self) -> "Trace":
+        """The trace.
+
+        Raises:
+            UsageError: flags of made traces beside a file.
+            TraceError: the file cannot be read, or a value is out of range.
+        """
+        from genbatch.clients.plan.traces import MADE, TraceOptions, read_trace, write_trace
+
+        given = {
+            "rate": self.rate,
+            "duration_s": self.duration,
+            "scale": self.scale,
+            "tenants": self.tenants,
+            "seed": self.seed,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.trace not in MADE:
+            if given or self.write_trace is not None:
+                name = next(iter(given), "write_trace").removesuffix("_s")
+                raise UsageError(f"{name}: only of a made trace ({', '.join(MADE)}), not of the file {self.trace}")
+            return read_trace(Path(self.trace), self.block_tokens)
+        trace = MADE[self.trace](TraceOptions(**given))  # type: ignore[arg-type]
+        if self.write_trace is not None:
+            write_trace(trace, self.write_trace)
+        return trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFlags:
+    """What the fleet is."""
+
+    bench: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="What `genbatch bench -w w5 --out FILE` measured of one replica.",
+            rich_help_panel=_FLEET,
+        ),
+    ]  # fmt: skip
+    replicas: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="How many, or within which bounds.", rich_help_panel=_FLEET)
+    ] = "1:64"
+    router: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='round_robin, least_tokens, prefix or "module:Class"; may be given again, a table each; else prefix.',
+            rich_help_panel=_FLEET,
+        ),
+    ] = None
+    scheduler: Annotated[str, typer.Option(help="fifo or prefill_first.", rich_help_panel=_FLEET)] = "fifo"
+    n_parallel: Annotated[int, typer.Option(min=1, help="Slots of a replica.", rich_help_panel=_FLEET)] = 16
+    n_ctx: Annotated[int, typer.Option(min=1, help="KV positions of a replica.", rich_help_panel=_FLEET)] = 32768
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a step.", rich_help_panel=_FLEET)
+    ] = 512  # fmt: skip
+    gateways: Annotated[
+        int, typer.Option(min=1, help="Gateways, which do not talk to one another.", rich_help_panel=_FLEET)
+    ] = 1
+    report_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds between reports of a replica's load.", rich_help_panel=_FLEET)
+    ] = 0.25
+
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest fleet.
+
+        Raises:
+            UsageError: the text is neither N nor LOW:HIGH.
+        """
+        low, colon, high = self.replicas.partition(":")
+        try:
+            bounds = int(low), int(high if colon else low)
+        except ValueError:
+            bounds = 0, 0
+        if not 1 <= bounds[0] <= bounds[1]:
+            raise UsageError(f"replicas: {self.replicas!r} is neither N nor LOW:HIGH, from 1 on")
+        return bounds
+
+    def options(self, replicas: int, router: str) -> "FleetOptions":
+        """A fleet of one size."""
+        from genbatch.clients.plan.fleet_run import FleetOptions
+
+        return FleetOptions(
+            replicas=replicas,
+            router=router,
+            scheduler=self.scheduler,
+            n_parallel=self.n_parallel,
+            n_ctx=self.n_ctx,
+            max_batch_tokens=self.max_batch_tokens,
+            gateways=self.gateways,
+            report_s=self.report_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """What it is to achieve, and where that is written."""
+
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC:MS",
+            help="What a request is to keep to, ttft and tpot; else ttft:2000 tpot:100.",
+            rich_help_panel=_TARGET,
+        ),
+    ] = None
+    share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of all requests that are to.", rich_help_panel=_TARGET)
+    ] = 0.95
+    cost: Annotated[
+        float | None, typer.Option(min=0.0, help="Cost of a replica for an hour.", rich_help_panel=_TARGET)
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw it there, PNG or SVG; needs genbatch[plot].", rich_help_panel=_TARGET),
+    ] = None
+
+
+@with_flag_groups
+def plan(*, load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
+    """Simulate a trace on fleets of several sizes, and find the smallest that keeps a target.
+
+    The routers and schedulers are the real ones; the time of a step is fitted to what `genbatch bench` measured.
+
+    Examples:
+
+      genbatch bench -w w5 --batch 1 --batch 16 --context 128 --context 1024 --out w5.json
+
+      genbatch plan --trace agents --rate 50 --bench w5.json --replicas 1:2000 --target "ttft:2000 tpot:100"
+
+      genbatch plan --trace conversation.jsonl --bench w5.json --replicas 64 --router least_tokens --router prefix
+    """
+    from genbatch.actors.fleet.routing import RouterError
+    from genbatch.clients.bench.goodput import GoodputError
+    from genbatch.clients.plan.report import PlotError
+    from genbatch.clients.plan.step_time import StepTimeError
+    from genbatch.clients.plan.traces import TraceError
+
+    try:
+        _plan(load, fleet, wanted)
+    except (UsageError, RouterError, GoodputError, StepTimeError, TraceError, PlotError) as error:
+        print_error(error)
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def _plan(load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
+    from genbatch.clients.bench.goodput import Goodput
+    from genbatch.clients.plan.report import plan_table, plot_plan, smallest
+    from genbatch.clients.plan.step_time import read_step_time
+
+    bounds = fleet.bounds()
+    limits_s = Goodput.parse(wanted.target or ["ttft:2000 tpot:100"]).limits_s
+    if not set(limits_s) <= {"ttft", "tpot"}:
+        raise UsageError("target: a plan knows ttft and tpot")
+    step_time, trace = read_step_time(fleet.bench), load.read()
+    console = Console()
+    count = len(trace.requests)
+    prompt, output = (sum(getattr(one, name) for one in trace.requests) / count for name in ("prompt", "output"))
+    console.print(
+        f"{trace.name}: {count:,d} requests in {trace.duration_s:,.0f} s, "
+        f"{prompt:,.0f} prompt and {output:,.0f} output tokens each"
+    )
+    console.print(step_time.describe(), soft_wrap=True)
+    for router in fleet.router or ["prefix"]:
+        search = _Search(trace, step_time, fleet, router, limits_s, wanted.cost or 0.0)
+        rows = search.rows(*bounds, wanted.share)
+        console.print(f"\n[bold]{router}")
+        console.print(plan_table(rows, target_share=wanted.share, with_cost=wanted.cost is not None))
+        found = smallest(rows, wanted.share)
+        need = "no fleet within these bounds" if found is None else f"{found.replicas:,d} replicas"
+        kept = " ".join(f"{name}:{1e3 * limit:g}" for name, limit in limits_s.items())
+        console.print(f"{need}: {100 * wanted.share:g} % of the requests within {kept}")
+        if wanted.plot is not None:
+            path = wanted.plot
+            if len(fleet.router or ()) > 1:
+                path = path.with_stem(f"{path.stem}-{router.replace(':', '-')}")
+            plot_plan(rows, path, title=f"{trace.name}, {router}", target_share=wanted.share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    trace: "Trace"
+    step_time: "StepTime"
+    fleet: FleetFlags
+    router: str
+    limits_s: Mapping[str, float]
+    cost_hour: float
+
+    def rows(self, low: int, high: int, share: float) -> list["PlanRow"]:
+        """Sizes that double, then those between the last that fails and the first that keeps the target."""
+        sizes = [low]
+        while sizes[-1] < high:
+            sizes.append(min(high, 2 * sizes[-1]))
+        rows = []
+        for size in track(sizes, description="fleets", console=Console(stderr=True), transient=True):
+            rows.append(self.row(size))
+            if rows[-1].good >= share:
+                break  # more replicas are more of the same
+        larger: list[PlanRow] = []
+        while len(rows) > 1 and rows[-1].good >= share:
+            below, above = rows[-2].replicas, rows[-1].replicas
+            # The target's number of replicas is not known better than to some percent.
+            if above - below <= max(1, above // 32):
+                break
+            middle = self.row((below + above) // 2)
+            if middle.good >= share:
+                larger.append(rows.pop())
+                rows.append(middle)
+            else:
+                rows.insert(-1, middle)
+        return rows + larger[::-1]
+
+    def row(self, replicas: int) -> "PlanRow":
+        """One size, run."""
+        from genbatch.clients.plan.fleet_run import run_fleet
+        from genbatch.clients.plan.report import PlanRow
+
+        run = run_fleet(self.trace, self.step_time, self.fleet.options(replicas, self.router))
+        return PlanRow.of(run, self.limits_s, self.cost_hour)

@@ -1,0 +1,1 @@
+"""`genbatch plan`: how many replicas a load needs, before they are there."""

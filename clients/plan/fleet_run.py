@@ -1,0 +1,432 @@
+"""Runs a trace on a fleet that is not there: the real routers and step schedulers against a fitted step time.
+
+    run = run_fleet(trace, step_time, FleetOptions(replicas=8, router="prefix"))
+    print(percentile(run.ttft_s, 50))
+
+      arrivals --> gateway (router, its view of loads) --> replica: queue -> slots -> steps -> prefix cache
+                        ^                                     |
+                        +------- reports, every report_s -----+
+
+The clock jumps from event to event. Steps in which only decodes take part are summed in closed form up to the next end
+or arrival, so a run costs what its requests cost, not what their tokens cost. That is also why the loop is a heap and
+no library of processes: a run of steps that an arrival cuts short is one entry that is put again.
+
+What is simulated: queues and their bound, slots, chunked prefill as the named scheduler plans it, KV positions
+and the prefix cache with its least lately used blocks given away, reports that are old, several gateways that do not
+talk to one another. What is not: pauses (a request is admitted when all its positions fit), swapping, deaths, networks.
+"""
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, build_router
+from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.actors.scheduling.scheduler import MicroBatchScheduler
+from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS
+from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.clients.plan.step_time import StepTime, StepWork
+from genbatch.clients.plan.traces import Trace, TraceError, TraceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """A fleet.
+
+    Args:
+        router: see `build_router`.
+        scheduler: "fifo" or "prefill_first".
+        n_parallel, n_ctx, max_batch_tokens: of each replica, as of the Batcher.
+        max_queue: sequences that may wait in a replica; None: 4 a slot. What comes beyond is refused.
+        batch_timeout_s: what an idle replica waits before it starts.
+        gateways: each with a router of its own, taking turns.
+        report_s: seconds between two reports of a replica; 0: every gateway knows everything at once.
+    """
+
+    replicas: int
+    router: str = "prefix"
+    scheduler: str = "fifo"
+    n_parallel: int = 8
+    n_ctx: int = 8192
+    max_batch_tokens: int = 512
+    max_queue: int | None = None
+    batch_timeout_s: float = 0.02
+    gateways: int = 1
+    report_s: float = 0.25
+
+
+@dataclass(slots=True)
+class FleetRun:
+    """What came of a trace.
+
+    Args:
+        ttft_s, tpot_s: of each request that was answered; TPOT is NaN with one token.
+        gaps: (seconds, how many) between tokens that follow one another.
+        refused: requests for which there was no room.
+        prompt_tokens, cached_tokens, output_tokens: of those answered.
+        duration_s: until the last one ended.
+        busy_s: of all replicas together.
+        most_of_one: the largest share of all requests that one replica had, times the number of replicas.
+        route_us: of the machine that simulates, a request.
+    """
+
+    replicas: int
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    duration_s: float = 0.0
+    busy_s: float = 0.0
+    most_of_one: float = 0.0
+    route_us: float = 0.0
+
+
+def run_fleet(trace: Trace, step_time: StepTime, options: FleetOptions) -> FleetRun:
+    """Runs the trace to its end.
+
+    Raises:
+        TraceError: a request is longer than a replica's context.
+        RouterError: no router has this name.
+    """
+    longest = max(request.prompt + request.output for request in trace.requests)
+    if longest > options.n_ctx:
+        raise TraceError(f"n_ctx: {options.n_ctx} positions hold no request of {longest}, which the trace has")
+    return _Fleet(trace, step_time, options).run()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sequence(LlmRequest):
+    """A request in a replica."""
+
+    asked: TraceRequest
+    sent_at: float
+    first_at: float = 0.0
+    private: int = 0  # positions reserved that no name stands for
+    pinned: int = 0  # of its blocks, those that it holds in the cache
+
+
+class _Blocks:
+    """The positions of a replica: reserved ones, and named blocks that are in use or may be given away."""
+
+    def __init__(self, n_ctx: int, block_tokens: int) -> None:
+        self.n_ctx, self.block_tokens = n_ctx, block_tokens
+        self.private = 0
+        self._in_use: dict[int, int] = {}
+        self._spare: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, blocks: Sequence[int]) -> int:
+        """How many of these from the first on are here."""
+        for place, block in enumerate(blocks):
+            if block not in self._in_use and block not in self._spare:
+                return place
+        return len(blocks)
+
+    def admit(self, sequence: _Sequence, hits: int) -> bool:
+        """Reserves all positions that the sequence comes to need, unless there is no room for them."""
+        blocks = sequence.asked.blocks
+        private = sequence.asked.prompt + sequence.asked.output - hits * self.block_tokens
+        woken = sum(1 for block in blocks[:hits] if block in self._spare)
+        if private + self.private + (len(self._in_use) + woken) * self.block_tokens > self.n_ctx:
+            return False
+        sequence.private, sequence.pinned = private, hits
+        self.private += private
+        for block in blocks[:hits]:
+            self._pin(block)
+        self._evict()
+        return True
+
+    def computed(self, sequence: _Sequence) -> None:
+        """Names the blocks of its prompt that are computed by now."""
+        blocks = sequence.asked.blocks
+        for block in blocks[sequence.pinned : sequence.num_computed // self.block_tokens]:
+            self._pin(block)
+            sequence.pinned += 1
+            sequence.private -= self.block_tokens
+            self.private -= self.block_tokens
+        self._evict()
+
+    def release(self, sequence: _Sequence) -> None:
+        """The sequence has ended; what it named stays until the room is needed, beginnings longest."""
+        self.private -= sequence.private
+        for block in reversed(sequence.asked.answered):
+            if block not in self._in_use:
+                self._spare[block] = None
+        for block in reversed(sequence.asked.blocks[: sequence.pinned]):
+            count = self._in_use[block] - 1
+            if count:
+                self._in_use[block] = count
+            else:
+                del self._in_use[block]
+                self._spare[block] = None
+                self._spare.move_to_end(block)
+        self._evict()
+
+    def _pin(self, block: int) -> None:
+        self._spare.pop(block, None)
+        self._in_use[block] = self._in_use.get(block, 0) + 1
+
+    def _evict(self) -> None:
+        while self._spare and self.private + (len(self._in_use) + len(self._spare)) * self.block_tokens > self.n_ctx:
+            self._spare.popitem(last=False)
+
+
+class _Replica:
+    """One replica: its queue, its running sequences, and the step or run of steps under way."""
+
+    def __init__(self, place: int, scheduler: MicroBatchScheduler, blocks: _Blocks, max_running: int) -> None:
+        self.place = place
+        self.scheduler, self.blocks, self.max_running = scheduler, blocks, max_running
+        self.waiting: deque[_Sequence] = deque()
+        self.running: list[_Sequence] = []
+        self.tokens_waiting = 0
+        self.num_requests = 0
+        self.version = 0  # of its entry in the heap; one that was put again is void
+        self.plan: _Step | _DecodeRun | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def can_admit(self) -> bool:
+        return bool(self.waiting) and len(self.running) < self.max_running
+
+    def admit(self) -> None:
+        """Takes from the queue what has a slot and room, in turn."""
+        while self.can_admit():
+            sequence = self.waiting[0]
+            hits = self.blocks.match(sequence.asked.blocks)
+            # The last token of a prompt is always evaluated.
+            cached = min(hits * self.blocks.block_tokens, sequence.num_prompt_tokens - 1)
+            if not self.blocks.admit(sequence, hits):
+                return
+            self.waiting.popleft()
+            self.tokens_waiting -= cached - sequence.num_cached  # more, or less, than when it came
+            sequence.num_cached = sequence.num_computed = cached
+            self.running.append(sequence)
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step with prompts in it."""
+
+    begun_at: float
+    seconds: float
+    decodes: Sequence[LlmRequest]
+    contexts: Sequence[LlmRequest]
+    chunks: "dict[int, int]"
+
+
+@dataclass(slots=True)
+class _DecodeRun:
+    """Steps in which every running sequence decodes."""
+
+    begun_at: float
+    steps: int
+    first_s: float
+    growth_s: float  # from one step to the next
+
+    def seconds(self, steps: int) -> float:
+        return steps * self.first_s + self.growth_s * steps * (steps - 1) / 2
+
+    def steps_at(self, now: float) -> int:
+        """Steps that have begun by `now`, at least one."""
+        elapsed = now - self.begun_at
+        half = self.first_s - self.growth_s / 2
+        if self.growth_s <= 0:
+            done = elapsed / self.first_s if self.first_s > 0 else 0.0
+        else:
+            done = (math.sqrt(half * half + 2 * self.growth_s * max(0.0, elapsed)) - half) / self.growth_s
+        return max(1, min(self.steps, math.ceil(done)))
+
+
+class _Fleet:
+    def __init__(self, trace: Trace, step_time: StepTime, options: FleetOptions) -> None:
+        self.trace, self.time, self.options = trace, step_time, options
+        limits = StepLimits(options.max_batch_tokens, 16)
+        if options.scheduler not in STEP_ORDERS:
+            raise TraceError(f"scheduler: {options.scheduler!r} is neither of {', '.join(STEP_ORDERS)}")
+        order = STEP_ORDERS[options.scheduler]
+        self.replicas = [
+            _Replica(place, order(limits), _Blocks(options.n_ctx, trace.block_tokens), options.n_parallel)
+            for place in range(options.replicas)
+        ]
+        waiting = 4 * options.n_parallel if options.max_queue is None else options.max_queue
+        self.capacity = waiting + options.n_parallel
+        self.routers: list[Router] = [build_router(options.router) for _ in range(options.gateways)]
+        self.views = [
+            [ReplicaView(f"{place}", room=self.capacity) for place in range(options.replicas)] for _ in self.routers
+        ]
+        self.rosters = [Roster(views) for views in self.views]
+        self.changed: set[int] = set()
+        self.next_report = 0.0
+        self.events: list[tuple[float, int, int]] = []
+        self.result = FleetRun(options.replicas)
+
+    def run(self) -> FleetRun:
+        result, events = self.result, self.events
+        for number, asked in enumerate(self.trace.requests):
+            while events and events[0][0] <= asked.at:
+                self._next_event()
+            self._report(asked.at)
+            self._arrive(number, asked)
+        while events:
+            self._next_event()
+        count = len(self.trace.requests)
+        result.route_us = 1e6 * result.route_us / count
+        result.most_of_one = max(replica.num_requests for replica in self.replicas) * len(self.replicas) / count
+        return result
+
+    def _next_event(self) -> None:
+        at, version, place = heapq.heappop(self.events)
+        replica = self.replicas[place]
+        if replica.version == version:
+            self._end(replica, at)
+            self._begin(replica, at)
+
+    # Arrivals
+
+    def _report(self, now: float) -> None:
+        if now < self.next_report:
+            return
+        for place in self.changed:
+            replica = self.replicas[place]
+            for views in self.views:
+                view = views[place]
+                view.tokens_waiting, view.num_open = replica.tokens_waiting, replica.num_open
+                view.room = self.capacity - replica.num_open
+        self.changed.clear()
+        if self.options.report_s:
+            self.next_report = now - now % self.options.report_s + self.options.report_s
+
+    def _arrive(self, number: int, asked: TraceRequest) -> None:
+        gateway = number % len(self.routers)
+        request = RouteRequest(number, asked.blocks, asked.prompt, self.trace.block_tokens)
+        begun_at = perf_counter()
+        view = self.routers[gateway].route(request, self.rosters[gateway])
+        self.routers[gateway].learn(view.name, asked.blocks + asked.answered)
+        self.result.route_us += perf_counter() - begun_at
+        replica = self.replicas[int(view.name)]
+        self.changed.add(replica.place)
+        replica.num_requests += 1
+        if replica.num_open >= self.capacity:
+            self.result.refused += 1
+            return
+        sequence = _Sequence(
+            request_id=number,
+            num_prompt_tokens=asked.prompt,
+            max_new_tokens=asked.output,
+            arrival=number,
+            asked=asked,
+            sent_at=asked.at,
+        )
+        hits = replica.blocks.match(asked.blocks)
+        sequence.num_cached = min(hits * self.trace.block_tokens, asked.prompt - 1)
+        replica.tokens_waiting += asked.prompt - sequence.num_cached
+        view.tokens_waiting += asked.prompt - sequence.num_cached
+        view.num_open += 1
+        view.room -= 1
+        replica.waiting.append(sequence)
+        if replica.plan is None:
+            if not replica.running and len(replica.waiting) == 1:
+                # An idle replica waits a little for more; a step with nothing in it.
+                self._put(replica, asked.at, _Step(asked.at, self.options.batch_timeout_s, (), (), {}))
+        elif isinstance(replica.plan, _DecodeRun) and replica.can_admit():
+            plan = replica.plan
+            steps = plan.steps_at(asked.at)
+            if steps < plan.steps:
+                plan.steps = steps
+                self._put(replica, plan.begun_at, plan)
+
+    # Steps
+
+    def _put(self, replica: _Replica, begun_at: float, plan: "_Step | _DecodeRun") -> None:
+        replica.plan = plan
+        replica.version += 1
+        seconds = plan.seconds if isinstance(plan, _Step) else plan.seconds(plan.steps)
+        heapq.heappush(self.events, (begun_at + seconds, replica.version, replica.place))
+
+    def _begin(self, replica: _Replica, now: float) -> None:
+        replica.admit()
+        running = replica.running
+        if not running:
+            assert not replica.waiting, "an empty replica has room for every request"
+            return
+        if all(sequence.phase is Phase.DECODING for sequence in running):
+            keys = sum(sequence.num_computed + 1 for sequence in running)
+            count = len(running)
+            first = self.time.seconds(StepWork(decodes=count, keys=keys))
+            steps = min(sequence.max_new_tokens - sequence.num_generated for sequence in running)
+            self._put(replica, now, _DecodeRun(now, steps, first, self.time.key * count))
+            return
+        contexts, decodes, chunks = self._plan(replica)
+        work = StepWork(
+            decodes=len(decodes),
+            keys=sum(sequence.num_computed + 1 for sequence in decodes),
+            prefill=sum(chunks.values()),
+            prefill_keys=sum(
+                chunks[one.request_id] * (one.num_computed + chunks[one.request_id] / 2) for one in contexts
+            ),
+        )
+        self._put(replica, now, _Step(now, self.time.seconds(work), decodes, contexts, chunks))
+
+    def _plan(self, replica: _Replica) -> tuple[Sequence[LlmRequest], Sequence[LlmRequest], dict[int, int]]:
+        plan = replica.scheduler.schedule(list(replica.running), frozenset())
+        assert not isinstance(plan, tuple)
+        return plan.context_requests, plan.generation_requests, dict(plan.chunk_sizes)
+
+    def _end(self, replica: _Replica, now: float) -> None:
+        plan, replica.plan = replica.plan, None
+        self.changed.add(replica.place)
+        if isinstance(plan, _DecodeRun):
+            self.result.busy_s += now - plan.begun_at
+            count = len(replica.running)
+            self.result.gaps.append(((now - plan.begun_at) / plan.steps, plan.steps * count))
+            for sequence in replica.running:
+                sequence.num_generated += plan.steps
+                sequence.num_computed += plan.steps
+        else:
+            assert plan is not None
+            if plan.decodes or plan.contexts:
+                self.result.busy_s += plan.seconds
+            if plan.decodes:
+                self.result.gaps.append((plan.seconds, len(plan.decodes)))
+            for one in plan.decodes:
+                one.num_generated += 1
+                one.num_computed += 1
+            for one in plan.contexts:
+                self._computed(replica, one, plan.chunks[one.request_id], now)
+        if any(sequence.num_generated >= sequence.max_new_tokens for sequence in replica.running):
+            ended = [one for one in replica.running if one.num_generated >= one.max_new_tokens]
+            replica.running = [one for one in replica.running if one.num_generated < one.max_new_tokens]
+            for sequence in ended:
+                self._finish(replica, sequence, now)
+
+    def _computed(self, replica: _Replica, one: LlmRequest, chunk: int, now: float) -> None:
+        assert isinstance(one, _Sequence)
+        if one.phase is Phase.PENDING:
+            one.move(Phase.PREFILLING)
+        one.num_computed += chunk
+        replica.tokens_waiting -= chunk
+        replica.blocks.computed(one)
+        if one.context_remaining == 0:
+            one.move(Phase.DECODING)
+            one.num_generated = 1
+            one.first_at = now
+
+    def _finish(self, replica: _Replica, sequence: _Sequence, now: float) -> None:
+        sequence.move(Phase.FINISHED)
+        replica.blocks.release(sequence)
+        result = self.result
+        result.ttft_s.append(sequence.first_at - sequence.sent_at)
+        rest = sequence.num_generated - 1
+        result.tpot_s.append((now - sequence.first_at) / rest if rest else math.nan)
+        result.prompt_tokens += sequence.num_prompt_tokens
+        result.cached_tokens += sequence.num_cached
+        result.output_tokens += sequence.num_generated
+        result.duration_s = max(result.duration_s, now)

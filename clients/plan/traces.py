@@ -1,0 +1,302 @@
+"""Traces: when requests come, how long they are, and which beginnings they share.
+
+    trace = read_trace(Path("conversation_trace.jsonl"))     # or chat_trace(TraceOptions(rate=50)), agents_trace, ...
+
+A file has a JSON object a line, in the format of Mooncake's open traces:
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+`timestamp` is in milliseconds; each id names one block of the prompt together with all before it, of `block_tokens`
+tokens (512 in those traces). Two fields of ours may be there too: `tenant`, whose blocks are shared with nobody else's,
+and `answer_ids`, the names of the whole blocks that prompt and answer make together, which the next turn begins with.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from genbatch.clients.bench.load import Load
+
+# Tokens of a block in Mooncake's files, and in the traces made here.
+FILE_BLOCK, MADE_BLOCK = 512, 64
+
+
+class TraceError(Exception):
+    """A trace cannot be read or made; the message says which line, or which value, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Args:
+        at: seconds from the trace's start.
+        prompt, output: tokens.
+        blocks: names of the prompt's whole blocks, each with all before it; the tenant is in them.
+        answered: names of the whole blocks of prompt and answer that follow those.
+        tenant: in whose name.
+    """
+
+    at: float
+    prompt: int
+    output: int
+    blocks: tuple[int, ...] = ()
+    answered: tuple[int, ...] = ()
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival.
+
+    Args:
+        block_tokens: tokens that a name stands for.
+    """
+
+    name: str
+    block_tokens: int
+    requests: Sequence[TraceRequest]
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds until the last one comes."""
+        return self.requests[-1].at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """What the made traces depend on.
+
+    Args:
+        rate: requests a second, on average.
+        duration_s: seconds in which they come.
+        scale: multiplies every length; less fits a small model.
+        tenants: whose requests these are, drawn evenly.
+    """
+
+    rate: float = 10.0
+    duration_s: float = 600.0
+    seed: int = 20260101
+    scale: float = 1.0
+    tenants: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "duration_s", "scale", "tenants"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise TraceError(f"{name}: must be above 0, not {value:g}")
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+    answer_ids: list[int] = []
+    tenant: str = ""
+
+
+def read_trace(path: Path, block_tokens: int = FILE_BLOCK) -> Trace:
+    """Reads a file; requests are put in the order of their timestamps.
+
+    Raises:
+        TraceError: the file cannot be read, or a line is no request.
+    """
+    requests, decoder = [], msgspec.json.Decoder(_Line)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TraceError(f"{path}, line {number}: {error}") from error
+        if line.input_length < 1 or line.output_length < 1 or not 0 <= line.timestamp < math.inf:
+            raise TraceError(f"{path}, line {number}: lengths start at 1 and times at 0")
+        whole = line.input_length // block_tokens
+        requests.append(
+            TraceRequest(
+                at=line.timestamp / 1e3,
+                prompt=line.input_length,
+                output=line.output_length,
+                # The last block of a prompt is rarely whole, and what is not whole is not shared.
+                blocks=_of_tenant(line.hash_ids[:whole], line.tenant),
+                answered=_of_tenant(line.answer_ids, line.tenant),
+                tenant=line.tenant,
+            )
+        )
+    if not requests:
+        raise TraceError(f"{path}: holds no requests")
+    requests.sort(key=lambda request: request.at)
+    return Trace(path.stem, block_tokens, requests)
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Writes a trace that `read_trace` reads again, with the same block size."""
+    with path.open("w") as file:
+        for request in trace.requests:
+            line = {
+                "timestamp": round(request.at * 1e3, 3),
+                "input_length": request.prompt,
+                "output_length": request.output,
+                "hash_ids": request.blocks,
+            }
+            if request.answered:
+                line["answer_ids"] = request.answered
+            if request.tenant:
+                line["tenant"] = request.tenant
+            file.write(json.dumps(line) + "\n")
+
+
+def load_trace(load: Load, arrivals: Sequence[float], block_tokens: int = MADE_BLOCK) -> Trace:
+    """A benchmark's load as a trace: the same requests at the same times."""
+    requests = []
+    for request, at in zip(load.requests, arrivals, strict=True):
+        names, parent = [], 0
+        for start in range(0, len(request.prompt) - block_tokens + 1, block_tokens):
+            parent = hash((parent, request.prompt[start : start + block_tokens]))
+            names.append(parent)
+        requests.append(TraceRequest(at=at, prompt=len(request.prompt), output=request.max_tokens, blocks=tuple(names)))
+    return Trace(load.name, block_tokens, requests)
+
+
+def chat_trace(options: TraceOptions) -> Trace:
+    """People who talk: 40 applications with a system prompt each, some turns a conversation, half a minute between."""
+    draw = random.Random(f"chat {options.seed}")
+    lengths = _Lengths(draw, options.scale)
+    systems = [lengths.lognormal(300, 0.6, 2000) for _ in range(40)]
+    mean_turns = 3.0
+
+    def conversation(at: float, names: "_Names") -> Iterator[TraceRequest]:
+        app = draw.choices(range(40), weights=[1 / (rank + 1) for rank in range(40)])[0]
+        names.extend(f"app {app}", systems[app])
+        while True:
+            names.extend(None, lengths.lognormal(60, 1.0, 1024))
+            request = names.request(at, lengths.lognormal(180, 0.8, 1024))
+            yield request
+            if draw.random() < 1 / mean_turns:
+                return
+            at += draw.expovariate(1 / 30)
+
+    return _sessions("chat", options, draw, conversation, mean_turns, warm_s=300.0)
+
+
+def agents_trace(options: TraceOptions) -> Trace:
+    """Programs that call again and again: 30 kinds of agent with instructions and tools of some thousand tokens each,
+    ten calls a task, each with all before it and a tool's result, some seconds apart."""
+    draw = random.Random(f"agents {options.seed}")
+    lengths = _Lengths(draw, options.scale)
+    instructions = [lengths.lognormal(3000, 0.5, 8000) for _ in range(30)]
+    mean_calls = 10.0
+
+    def task(at: float, names: "_Names") -> Iterator[TraceRequest]:
+        kind = draw.choices(range(30), weights=[1 / (rank + 1) for rank in range(30)])[0]
+        names.extend(f"agent {kind}", instructions[kind])
+        names.extend(None, lengths.lognormal(200, 0.8, 2000))
+        while True:
+            yield names.request(at, lengths.lognormal(80, 0.7, 500))
+            if draw.random() < 1 / mean_calls:
+                return
+            names.extend(None, lengths.lognormal(250, 1.0, 3000))
+            at += draw.expovariate(1 / 4)
+
+    return _sessions("agents", options, draw, task, mean_calls, warm_s=120.0)
+
+
+def batch_trace(options: TraceOptions) -> Trace:
+    """A file of prompts, all there at the start: the same instructions, a document, a short answer."""
+    draw = random.Random(f"batch {options.seed}")
+    lengths = _Lengths(draw, options.scale)
+    instructions = lengths.scaled(512)
+
+    def one(at: float, names: "_Names") -> Iterator[TraceRequest]:
+        names.extend("instructions", instructions)
+        names.extend(None, lengths.lognormal(600, 0.7, 4000))
+        yield names.request(0.0, lengths.lognormal(100, 0.5, 400))
+
+    return _sessions("batch", options, draw, one, 1.0, warm_s=0.0)
+
+
+MADE: dict[str, Callable[[TraceOptions], Trace]] = {"chat": chat_trace, "agents": agents_trace, "batch": batch_trace}
+
+
+class _Lengths:
+    def __init__(self, draw: random.Random, scale: float) -> None:
+        self._draw, self._scale = draw, scale
+
+    def scaled(self, length: float) -> int:
+        return max(1, round(length * self._scale))
+
+    def lognormal(self, median: float, sigma: float, cap: int) -> int:
+        return self.scaled(min(cap, median * self._draw.lognormvariate(0.0, sigma)))
+
+
+class _Names:
+    """Names the blocks of one session, whose prompt only grows."""
+
+    def __init__(self, tenant: str, draw: random.Random) -> None:
+        self._tenant, self._draw = tenant, draw
+        self._parent, self._filled = hash_of(tenant), 0
+        self._names: list[int] = []
+        self.num_tokens = 0
+
+    def extend(self, what: str | None, length: int) -> None:
+        """Adds tokens that are the same wherever `what` follows the same, or None: that nobody else has."""
+        self.num_tokens += length
+        self._parent = hash_of(what or str(self._draw.getrandbits(60)), self._parent)
+        while len(self._names) < self.num_tokens // MADE_BLOCK:
+            self._names.append(hash_of(str(len(self._names)), self._parent))
+
+    def request(self, at: float, output: int) -> TraceRequest:
+        """The request at this point; its answer becomes part of the session."""
+        blocks, prompt = tuple(self._names), self.num_tokens
+        self.extend(None, output)
+        return TraceRequest(
+            at=at,
+            prompt=prompt,
+            output=output,
+            blocks=blocks,
+            answered=tuple(self._names[len(blocks) :]),
+            tenant=self._tenant,
+        )
+
+
+def _sessions(
+    name: str,
+    options: TraceOptions,
+    draw: random.Random,
+    session: Callable[[float, _Names], Iterator[TraceRequest]],
+    mean_requests: float,
+    *,
+    warm_s: float,
+) -> Trace:
+    """Sessions that begin at random, the first `warm_s` before the trace, so that it begins in mid flow."""
+    requests: list[TraceRequest] = []
+    at = -warm_s
+    while (at := at + draw.expovariate(options.rate / mean_requests)) < options.duration_s:
+        tenant = "" if options.tenants == 1 else f"tenant {draw.randrange(options.tenants)}"
+        requests += session(at, _Names(tenant, draw))
+    # Sessions that go on after the end are cut there, or the load would fade out.
+    requests = [request for request in requests if 0 <= request.at < options.duration_s]
+    if not requests:
+        raise TraceError(f"rate: {options.rate:g} a second brings no request in {options.duration_s:g} s")
+    requests.sort(key=lambda request: request.at)
+    return Trace(name, MADE_BLOCK, requests)
+
+
+def hash_of(text: str, parent: int = 0) -> int:
+    """The same in every process, unlike `hash`; 60 bits."""
+    return int.from_bytes(blake2b(f"{parent} {text}".encode(), digest_size=8).digest()) >> 4
+
+
+def _of_tenant(ids: Sequence[int], tenant: str) -> tuple[int, ...]:
+    return tuple(ids) if not tenant else tuple(hash_of(tenant, name) for name in ids)

@@ -1,0 +1,140 @@
+"""The simulated fleet: single requests to the millisecond, totals that add up, and routers that make a difference."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genbatch.clients.plan.fleet_run import FleetOptions, run_fleet
+from genbatch.clients.plan.step_time import StepTime
+from genbatch.clients.plan.traces import MADE, Trace, TraceError, TraceOptions, TraceRequest
+from tests.clients.plan.measured import MACHINE
+
+SIMPLE = StepTime(base=0.010, decode=0.001, key=0.0, prefill=0.002, prefill_key=0.0)
+
+
+def asked(at: float, prompt: int, output: int, blocks: Sequence[int] = ()) -> TraceRequest:
+    return TraceRequest(at=at, prompt=prompt, output=output, blocks=tuple(blocks))
+
+
+def trace(*requests: TraceRequest) -> Trace:
+    return Trace("test", 64, requests)
+
+
+def fleet(replicas: int = 1, router: str = "least_tokens", **options: float) -> FleetOptions:
+    return FleetOptions(replicas=replicas, router=router, batch_timeout_s=0.0, report_s=0.0, **options)  # type: ignore[arg-type]
+
+
+def test_a_request_alone_takes_its_steps() -> None:
+    run = run_fleet(trace(asked(1.0, 600, 11)), SIMPLE, fleet())
+    # 512 and 88 tokens in two steps, then ten decodes.
+    assert run.ttft_s == [pytest.approx(2 * 0.010 + 600 * 0.002)]
+    assert run.tpot_s == [pytest.approx(0.011)]
+    assert run.duration_s == pytest.approx(1.0 + 1.22 + 10 * 0.011)
+    assert run.busy_s == pytest.approx(1.22 + 0.11)
+
+
+def test_an_arrival_waits_for_the_step_under_way_and_no_longer() -> None:
+    run = run_fleet(trace(asked(0.0, 10, 1000), asked(1.0, 10, 2)), SIMPLE, fleet())
+    # The first answers at 0.03 and decodes every 11 ms: a step ends at 0.03 + 89 * 0.011 = 1.009.
+    assert min(run.ttft_s) == pytest.approx(0.03)
+    # Then a step of one decode and ten prompt tokens.
+    assert max(run.ttft_s) == pytest.approx(0.009 + 0.010 + 0.001 + 0.020)
+
+
+def test_keys_make_a_run_of_steps_slower_step_by_step() -> None:
+    growing = StepTime(base=0.0, decode=0.0, key=1e-3, prefill=0.0, prefill_key=0.0)
+    run = run_fleet(trace(asked(0.0, 100, 51)), growing, fleet())
+    assert run.duration_s == pytest.approx(1e-3 * sum(range(101, 151)))
+
+
+def test_who_finds_no_slot_waits_and_who_finds_no_place_is_refused() -> None:
+    run = run_fleet(trace(*[asked(0.0, 10, 10)] * 9), SIMPLE, fleet(n_parallel=2, max_queue=3))
+    assert len(run.ttft_s) == 5 and run.refused == 4
+    assert max(run.ttft_s) > 0.2 > min(run.ttft_s)
+
+
+def test_a_request_waits_for_kv_of_others() -> None:
+    tight = run_fleet(trace(*[asked(0.0, 500, 100)] * 2), SIMPLE, fleet(n_ctx=1000))
+    roomy = run_fleet(trace(*[asked(0.0, 500, 100)] * 2), SIMPLE, fleet(n_ctx=2000))
+    assert tight.duration_s > roomy.duration_s
+    with pytest.raises(TraceError, match="n_ctx: 500 positions hold no request of 600"):
+        run_fleet(trace(asked(0.0, 500, 100)), SIMPLE, fleet(n_ctx=500))
+
+
+def test_a_beginning_that_is_there_is_not_computed_again() -> None:
+    blocks = range(8)  # 512 tokens
+    run = run_fleet(trace(asked(0.0, 522, 1, blocks), asked(9.0, 532, 1, blocks)), SIMPLE, fleet())
+    assert run.cached_tokens == 512
+    assert run.ttft_s[1] == pytest.approx(0.010 + 20 * 0.002)
+    other = run_fleet(trace(asked(0.0, 522, 1, blocks), asked(9.0, 532, 1, range(100, 108))), SIMPLE, fleet())
+    assert other.cached_tokens == 0
+
+
+def test_what_is_given_away_first_was_used_longest_ago() -> None:
+    one, two, three = range(8), range(10, 18), range(20, 28)
+    order = [one, two, one, three, one]  # a pool of 1,200 positions holds two of these and a little
+    requests = [asked(9.0 * place, 522, 1, blocks) for place, blocks in enumerate(order)]
+    assert run_fleet(trace(*requests), SIMPLE, fleet(n_ctx=1200)).cached_tokens == 2 * 512
+
+
+def test_turns_go_to_the_next_replica_and_affinity_to_the_same() -> None:
+    requests = [asked(9.0 * place, 522, 1, range(8)) for place in range(6)]
+    assert run_fleet(trace(*requests), SIMPLE, fleet(3, "round_robin")).cached_tokens == 3 * 512
+    assert run_fleet(trace(*requests), SIMPLE, fleet(3, "prefix")).cached_tokens == 5 * 512
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 3), st.integers(1, 900), st.integers(1, 60), st.integers(0, 5), st.sampled_from([1, 2, 3])
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.sampled_from(["round_robin", "least_tokens", "prefix"]),
+    st.sampled_from(["fifo", "prefill_first"]),
+    st.sampled_from([1000, 2000, 100_000]),
+    st.sampled_from([0.0, 0.25]),
+)
+def test_every_request_ends_once_and_nothing_is_made_up(
+    drawn: list[tuple[float, int, int, int, int]], router: str, scheduler: str, n_ctx: int, report_s: float
+) -> None:
+    requests = sorted(
+        (
+            asked(at, prompt, output, range(100 * family, 100 * family + prompt // 64))
+            for at, prompt, output, family, _ in drawn
+        ),
+        key=lambda request: request.at,
+    )
+    options = FleetOptions(
+        replicas=drawn[0][4],
+        router=router,
+        scheduler=scheduler,
+        n_parallel=4,
+        n_ctx=n_ctx,
+        gateways=drawn[-1][4],
+        report_s=report_s,
+    )
+    run = run_fleet(trace(*requests), MACHINE, options)
+    assert len(run.ttft_s) + run.refused == len(requests)
+    assert min(run.ttft_s) > 0 and run.busy_s <= options.replicas * run.duration_s * (1 + 1e-9)
+    if not run.refused:
+        assert run.output_tokens == sum(request.output for request in requests)
+        assert run.prompt_tokens == sum(request.prompt for request in requests)
+        # A token after the first is in one gap.
+        assert sum(count for _, count in run.gaps) == run.output_tokens - len(requests)
+    assert 0 <= run.cached_tokens < run.prompt_tokens
+
+
+def test_agents_with_shared_prompts_need_fewer_replicas_behind_the_prefix_router() -> None:
+    agents = MADE["agents"](TraceOptions(rate=3.0, duration_s=60.0, scale=0.25))
+    runs = {
+        router: run_fleet(agents, MACHINE, FleetOptions(replicas=6, router=router))
+        for router in ("round_robin", "prefix")
+    }
+    hits = {router: run.cached_tokens / run.prompt_tokens for router, run in runs.items()}
+    assert hits["prefix"] > 1.5 * hits["round_robin"]
+    assert sum(runs["prefix"].ttft_s) < 0.5 * sum(runs["round_robin"].ttft_s)
