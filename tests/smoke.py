@@ -18,7 +18,7 @@ for layer in ("nif", "proto", "actors", "clients"):
             # Extras are not installed here; nothing else may be missing.
             assert error.name is not None and error.name.partition(".")[0] in EXTRAS, error
 
-assert (files("genbatch.actors.http") / "static" / "index.html").is_file()
+assert (files("genbatch.actors.gateways.http") / "static" / "index.html").is_file()
 
 from genbatch.clients import open_batcher  # noqa: E402
 

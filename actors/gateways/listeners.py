@@ -3,19 +3,18 @@
 from typing import TYPE_CHECKING
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.http.http_address import check_http, parse_http_address
 from genbatch.actors.gateways.rpc_address import check_rpc_address
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.security import Security, open_security
 from genbatch.actors.gateways.zeromq_address import check_address
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
-from genbatch.actors.http.extra import check_http
-from genbatch.actors.http.http_address import parse_http_address
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import ChildSpec, Task
 from genbatch.actors.service_options import ServiceOptions
 
 if TYPE_CHECKING:  # needs an extra
-    from genbatch.actors.http.http_gateway import HTTPGateway
+    from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 
 # Seconds in which answers that were just given leave for their clients, before the listeners are stopped.
 LAST_WORDS_S = 0.2
@@ -67,7 +66,7 @@ class Listeners:
         return self._rpc.run
 
     def _new_http(self) -> Task:
-        from genbatch.actors.http.http_gateway import HTTPGateway
+        from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 
         assert self._options.http is not None
         address = parse_http_address(self._options.http)

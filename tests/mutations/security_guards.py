@@ -100,10 +100,10 @@ SECURITY_GUARDS = (
     ),
     Mutation(
         "token before anything, HTTP",
-        "actors/http/front.py",
+        "actors/gateways/http/front.py",
         'if self._authenticate is None or scope["path"] in OPEN_PATHS:',
         "if True:",
-        ("actors/http/test_http_gateway.py::test_a_token_opens_the_service_in_the_name_it_goes_with",),
+        ("actors/gateways/http/test_http_gateway.py::test_a_token_opens_the_service_in_the_name_it_goes_with",),
         "strangers are let in",
     ),
     Mutation(
@@ -127,18 +127,18 @@ SECURITY_GUARDS = (
     ),
     Mutation(
         "pages of other sites",
-        "actors/http/front.py",
+        "actors/gateways/http/front.py",
         "if origin is not None and urlsplit(origin).netloc != host:",
         "if False:",
-        ("actors/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
+        ("actors/gateways/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
         "a page that this machine's user looks at uses the service",
     ),
     Mutation(
         "names that lead to this machine",
-        "actors/http/front.py",
+        "actors/gateways/http/front.py",
         "if self._only_loopback and not is_loopback(_without_port(host)):",
         "if False:",
-        ("actors/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
+        ("actors/gateways/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
         "a page gets in under a name of its own",
     ),
 )

@@ -106,10 +106,12 @@ WIRE_GUARDS = (
     ),
     Mutation(
         "cap on a body, HTTP",
-        "actors/http/front.py",
+        "actors/gateways/http/front.py",
         "if size > MAX_BODY_BYTES:",
         "if False:",
-        ("actors/http/test_http_gateway.py::test_a_body_that_is_too_large_is_refused_even_where_no_endpoint_is",),
+        (
+            "actors/gateways/http/test_http_gateway.py::test_a_body_that_is_too_large_is_refused_even_where_no_endpoint_is",
+        ),
         "a body takes the memory it likes",
     ),
     Mutation(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import trio
 
-from tests.actors.http.chromium import open_page
+from tests.actors.gateways.http.chromium import open_page
 
 # Seconds in which the answers grow to some lines.
 WATCHED_S = 8.0

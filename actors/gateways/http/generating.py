@@ -11,18 +11,63 @@ from typing import Any
 import trio
 from starlette.types import Receive, Scope, Send
 
-from genbatch.actors.http.api_error import describe, renamed
-from genbatch.actors.http.json_body import decode_json
-from genbatch.actors.http.json_response import JSON, to_json
-from genbatch.actors.http.open_calls import OpenCalls
-from genbatch.actors.http.openai_answer import OpenAIAnswer
-from genbatch.actors.http.openai_request import OpenAIRequest
-from genbatch.actors.http.service_calls import HTTPCaller, ServiceCalls
-from genbatch.actors.http.token_queue import TokenQueue
-from genbatch.actors.http.token_texts import TokenNames
+from genbatch.actors.gateways.http.bodies import JSON, decode_json, describe, renamed, to_json
+from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
+from genbatch.actors.gateways.http.openai_request import OpenAIRequest
+from genbatch.actors.gateways.http.service_calls import HTTPCaller, OpenCalls, ServiceCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import Result, Token
+
+# Tokens of one stream that may wait. A reader that is so far behind is not reading.
+MAX_WAITING = 4096
+
+
+class TokenQueue:
+    """The tokens of one stream, and its end.
+
+    Args:
+        on_overflow: called when a token finds the queue full; the stream is of no use from then on.
+    """
+
+    def __init__(self, on_overflow: Callable[[], None]) -> None:
+        self.results: Sequence[Result] = ()
+        self.error: GenbatchError | None = None
+        self.has_ended = False
+        self._on_overflow = on_overflow
+        self._waiting: list[tuple[int, Token]] = []
+        self._changed = trio.Event()
+
+    def put(self, choice: int, token: Token) -> None:
+        """The next token of a choice; does not block, and raises nothing."""
+        if len(self._waiting) >= MAX_WAITING:
+            self._on_overflow()
+            return
+        self._waiting.append((choice, token))
+        self._changed.set()
+
+    def end(self, results: Sequence[Result]) -> None:
+        """Nothing follows."""
+        self.results = results
+        self._end()
+
+    def fail(self, error: GenbatchError) -> None:
+        """Nothing follows, for this reason."""
+        self.error = error
+        self._end()
+
+    async def take(self) -> list[tuple[int, Token]]:
+        """All that waits, with its choices; waits for a token or the end, after which it may be empty."""
+        if not self._waiting and not self.has_ended:
+            await self._changed.wait()
+        self._changed = trio.Event()
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def _end(self) -> None:
+        self.has_ended = True
+        self._changed.set()
+
 
 Read = Callable[[dict[str, Any]], OpenAIRequest]
 

@@ -7,10 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genbatch.actors.gateways.errors import AddressError
-from genbatch.actors.http.api_error import renamed
-from genbatch.actors.http.http_address import HTTPAddress, parse_http_address
-from genbatch.actors.http.openai_fields import REFUSED, WITHOUT_MEANING
-from genbatch.actors.http.openai_request import MAX_PROMPTS, read_chat, read_completion
+from genbatch.actors.gateways.http.bodies import renamed
+from genbatch.actors.gateways.http.http_address import HTTPAddress, parse_http_address
+from genbatch.actors.gateways.http.openai_request import (
+    MAX_PROMPTS,
+    REFUSED,
+    WITHOUT_MEANING,
+    read_chat,
+    read_completion,
+)
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.request_limits import RequestLimits

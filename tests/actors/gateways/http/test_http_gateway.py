@@ -15,17 +15,17 @@ import trio
 import trio.testing
 
 from genbatch.actors.gateways.errors import InsecureBind
+from genbatch.actors.gateways.http import front, generating, http_gateway, service_calls
+from genbatch.actors.gateways.http.http_address import check_http
+from genbatch.actors.gateways.http.http_gateway import BoundedStream
 from genbatch.actors.gateways.key_store import KeyStore
 from genbatch.actors.gateways.security import Security
 from genbatch.actors.gateways.tls import server_context
 from genbatch.actors.gateways.token_file import TokenFile
-from genbatch.actors.http import front, http_gateway, service_calls, token_queue
-from genbatch.actors.http.bounded_stream import BoundedStream
-from genbatch.actors.http.extra import check_http
 from genbatch.nif.errors import OptionError
 from genbatch.proto.service_messages import Health
+from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
-from tests.actors.http.serving import served_http
 
 USER = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -377,7 +377,7 @@ async def test_a_stop_of_the_gateway_ends_streams_with_a_word() -> None:
 
 @pytest.mark.trio
 async def test_a_reader_that_falls_too_far_behind_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_queue, "MAX_WAITING", 64)
+    monkeypatch.setattr(generating, "MAX_WAITING", 64)
     # Longer than the test: it is not the connection's own patience that ends this.
     monkeypatch.setattr(http_gateway, "BoundedStream", partial(BoundedStream, stalled_s=3600.0))
     async with served_http() as served:
@@ -484,6 +484,8 @@ def test_other_machines_get_in_only_past_tokens_and_tls() -> None:
 
 
 def test_a_missing_extra_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genbatch.actors.http.extra.find_spec", lambda name: None if name == "hypercorn" else name)
+    monkeypatch.setattr(
+        "genbatch.actors.gateways.http.http_address.find_spec", lambda name: None if name == "hypercorn" else name
+    )
     with pytest.raises(OptionError, match=r"hypercorn; run pip install 'genbatch\[http\]'"):
         check_http(":8000", Security())

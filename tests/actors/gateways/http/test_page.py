@@ -10,16 +10,16 @@ import trio
 
 from genbatch.actors.batching.batcher_messages import Generate, GetStats
 from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.gateways.http.app import FILES
+from genbatch.actors.gateways.http.front import OPEN_PATHS
 from genbatch.actors.gateways.key_store import KeyStore
-from genbatch.actors.http.front import OPEN_PATHS
-from genbatch.actors.http.page import FILES
 from genbatch.actors.runtime.actor import From
 from genbatch.actors.service import Service, open_service
 from genbatch.actors.service_options import ServiceOptions
 from genbatch.nif.engine import EngineOptions
+from tests.actors.gateways.http.chromium import find_chromium, open_page
+from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, Held, ScriptedBatcher
-from tests.actors.http.chromium import find_chromium, open_page
-from tests.actors.http.serving import served_http
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium or Chrome on the PATH")
 

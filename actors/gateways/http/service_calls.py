@@ -1,16 +1,54 @@
 """ServiceCalls: the service's methods as the HTTP endpoint uses them, over the Dispatcher that all gateways share."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.http.token_texts import TokenTexts
-from genbatch.proto.errors import ModelNotFound
+from genbatch.proto.errors import ModelNotFound, Unavailable
 from genbatch.proto.messages import Result, Token
 from genbatch.proto.service_messages import Health, ModelCard, Models, Text, TokenIds
+
+Detokenize = Callable[[int], Awaitable[str]]
+
+
+class TokenTexts:
+    """Remembers the text of each token it was asked for; the vocabulary bounds how many those are.
+
+    Args:
+        detokenize: the text of one token id, by itself.
+    """
+
+    def __init__(self, detokenize: Detokenize) -> None:
+        self._detokenize = detokenize
+        self._known: dict[int, str] = {}
+
+    async def learn(self, token_ids: Iterable[int]) -> None:
+        """Makes `self[token_id]` work for these."""
+        for token_id in token_ids:
+            if token_id not in self._known:
+                self._known[token_id] = await self._detokenize(token_id)
+
+    def __getitem__(self, token_id: int) -> str:
+        """The text, with U+FFFD in the place of an incomplete character; empty for special tokens."""
+        return self._known[token_id]
+
+
+class TokenNames(TokenTexts):
+    """In the place of TokenTexts where the caller wants ids: no two tokens have the same name."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def learn(self, token_ids: Iterable[int]) -> None:
+        """Nothing is to be learned."""
+
+    def __getitem__(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
 
 # Seconds. Whoever asks for health asks again soon, and an answer that is late is one.
 HEALTH_TIMEOUT_S = 1.0
@@ -119,3 +157,36 @@ class ServiceCalls:
 
 
 _OURSELVES = HTTPCaller("http")
+
+
+class OpenCalls:
+    """The calls that have not ended."""
+
+    def __init__(self) -> None:
+        self._scopes: set[trio.CancelScope] = set()
+        self._stopping = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Around a call.
+
+        Raises:
+            Unavailable: the gateway stops, or has stopped.
+        """
+        scope = trio.CancelScope()
+        if self._stopping:
+            raise Unavailable("the service is stopping")
+        self._scopes.add(scope)
+        try:
+            with scope:
+                yield
+        finally:
+            self._scopes.discard(scope)
+        if scope.cancelled_caught:
+            raise Unavailable("the service is stopping")
+
+    def stop(self) -> None:
+        """Ends every call, and refuses new ones."""
+        self._stopping = True
+        for scope in self._scopes:
+            scope.cancel()

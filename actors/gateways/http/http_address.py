@@ -1,9 +1,15 @@
-"""HTTPAddress: where the HTTP endpoint listens, as it is written after `--http`."""
+"""Where the HTTP gateway listens, as it is written after `--http`, and whether it can and may be started.
+
+Both are told before a model is loaded, so nothing of the extra `genbatch[http]` is imported here.
+"""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from genbatch.actors.gateways.bind_policy import is_loopback
+from genbatch.actors.gateways.bind_policy import check_bind, is_loopback
 from genbatch.actors.gateways.errors import AddressError
+from genbatch.actors.gateways.security import Security
+from genbatch.nif.errors import OptionError
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
@@ -48,3 +54,25 @@ def parse_http_address(text: str) -> HTTPAddress:
     if host == "*":
         host = "0.0.0.0"
     return HTTPAddress(LOOPBACK if host in ("", "localhost") else host, int(port))
+
+
+NEEDED = ("starlette", "hypercorn", "prometheus_client")
+
+
+def check_http(address: str, security: Security) -> HTTPAddress:
+    """Where the gateway is to listen.
+
+    Args:
+        address: see parse_http_address.
+        security: who is let in, and the certificate.
+
+    Raises:
+        AddressError: it is no address, or one that strangers could reach.
+        OptionError: the extra is not installed.
+    """
+    wanted = parse_http_address(address)
+    check_bind("http", address, wanted.host, lacking=security.lacking_for_tokens)
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise OptionError("http", f"needs {', '.join(missing)}; run pip install 'genbatch[http]'")
+    return wanted

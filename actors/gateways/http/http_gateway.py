@@ -23,12 +23,10 @@ from genbatch.actors.gateways.bind_policy import check_bind
 from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.errors import AddressError
+from genbatch.actors.gateways.http.app import make_app
+from genbatch.actors.gateways.http.http_address import HTTPAddress
+from genbatch.actors.gateways.http.service_calls import OpenCalls, ServiceCalls
 from genbatch.actors.gateways.security import Security
-from genbatch.actors.http.app import make_app
-from genbatch.actors.http.bounded_stream import BoundedStream
-from genbatch.actors.http.http_address import HTTPAddress
-from genbatch.actors.http.open_calls import OpenCalls
-from genbatch.actors.http.service_calls import ServiceCalls
 from genbatch.actors.runtime.supervisor import background
 
 logger = logging.getLogger(__name__)
@@ -41,6 +39,55 @@ HANDSHAKE_S = 10.0
 MAX_HEADER_BYTES = 16 * 1024
 # Seconds in which ended calls may still tell their clients so.
 GRACE_S = 1.0
+# Seconds in which a client must make room for the next part. Without this bound one that stops reading, and stays,
+# would hold its task for ever: hypercorn shields what it sends from cancellation.
+STALLED_S = 10.0
+
+
+class BoundedStream(trio.abc.HalfCloseableStream):
+    """A socket's stream that is closed when a part cannot be sent in time.
+
+    Args:
+        stream: the connection.
+        stalled_s: seconds for each part.
+    """
+
+    def __init__(self, stream: trio.SocketStream, stalled_s: float = STALLED_S) -> None:
+        self._stream = stream
+        self._stalled_s = stalled_s
+        self.closed = trio.Event()
+
+    @property
+    def socket(self) -> trio.socket.SocketType:
+        """The socket, for the addresses of both ends."""
+        return self._stream.socket
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Raises:
+        trio.BrokenResourceError: the peer does not read, or has gone.
+        """
+        with trio.move_on_after(self._stalled_s) as scope:
+            await self._stream.send_all(data)
+        if scope.cancelled_caught:
+            await trio.aclose_forcefully(self)  # whoever waits to receive is told too
+            raise trio.BrokenResourceError("the peer does not read")
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """As the stream's."""
+        await self._stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """As the stream's."""
+        return await self._stream.receive_some(max_bytes)
+
+    async def send_eof(self) -> None:
+        """As the stream's."""
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        """As the stream's."""
+        self.closed.set()
+        await self._stream.aclose()
 
 
 class HTTPGateway:

@@ -1,0 +1,209 @@
+"""make_app: the endpoints by their paths.
+
+Those that generate are in `generating.py`; those that tell about the service, and the page, are here.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
+from genbatch.actors.gateways.http.front import Authenticate, Front
+from genbatch.actors.gateways.http.generating import Generating
+from genbatch.actors.gateways.http.openai_request import read_chat, read_completion, read_messages
+from genbatch.actors.gateways.http.service_calls import OpenCalls, ServiceCalls
+from genbatch.actors.metrics import render
+from genbatch.proto.errors import EngineError, GenbatchError
+from genbatch.proto.messages import check_type
+from genbatch.proto.service_messages import ModelCard
+
+# Nothing is loaded from elsewhere, nothing is inline, nobody frames it: text of a model that got out of its element
+# would still not run.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+FILES = {
+    "/": "index.html",
+    "/playground.css": "playground.css",
+    "/playground.js": "playground.js",
+    "/column.js": "column.js",
+    "/chart.js": "chart.js",
+    "/favicon.svg": "favicon.svg",
+}
+
+
+def page_routes() -> list[Route]:
+    """A route for each file; they are read once."""
+    return [Route(path, _endpoint(name), methods=["GET"]) for path, name in FILES.items()]
+
+
+def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
+    content = (files("genbatch.actors.gateways.http") / "static" / name).read_bytes()
+    media_type = _TYPES[name.rpartition(".")[2]]
+
+    async def respond(request: Request) -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return respond
+
+
+NO_EMBEDDINGS = (
+    "there are no embeddings: this model was trained to continue text, and its hidden states are no measure of "
+    "what a text means; use a model that was trained for embeddings"
+)
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /tokenize takes, after vLLM's."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /detokenize takes, after vLLM's."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class ServiceRoutes:
+    """The endpoints' functions.
+
+    Args:
+        calls: who answers.
+    """
+
+    def __init__(self, calls: ServiceCalls) -> None:
+        self._calls = calls
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        """The list of models."""
+        cards = [self._card(card) for card in await self._calls.models()]
+        return JSON({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        """One model by its name."""
+        return JSON(self._card(await self._calls.model(request.path_params["name"])))
+
+    def _card(self, card: ModelCard) -> dict[str, Any]:
+        """As OpenAI's, with vLLM's name for the context."""
+        made = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
+        return made | {"max_model_len": card.n_ctx}
+
+    async def embeddings(self, request: Request) -> Response:
+        """None."""
+        raise Refusal(404, "no_embeddings", NO_EMBEDDINGS)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text or of messages."""
+        body: TokenizeBody = check_type(decode_json(request.state.body), TokenizeBody)
+        card = await self._calls.model(body.model)
+        params: dict[str, Any] = {}
+        if body.prompt is not None:
+            params["prompt"] = body.prompt
+        if body.messages is not None:
+            params["messages"] = read_messages(body.messages)
+        if body.add_special_tokens is not None:
+            params["add_special_tokens"] = body.add_special_tokens
+        token_ids = await self._calls.tokenize(params, request.state.caller)
+        return JSON({"count": len(token_ids), "max_model_len": card.n_ctx, "tokens": token_ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        body: DetokenizeBody = check_type(decode_json(request.state.body), DetokenizeBody)
+        await self._calls.model(body.model)
+        try:
+            text = await self._calls.detokenize({"token_ids": body.tokens}, request.state.caller)
+        except GenbatchError as error:
+            raise renamed(error, {"token_ids": "tokens"}) from None
+        return JSON({"prompt": text})
+
+    async def health(self, request: Request) -> Response:
+        """200 while new requests are taken and get done, else 503 with the reason in `status`."""
+        health = await self._calls.health()
+        return JSON(health, 200 if health.status == "ready" else 503)
+
+    async def stats(self, request: Request) -> Response:
+        """The counters, as `genbatch stats` shows them."""
+        return JSON(await self._calls.stats(request.state.caller))
+
+    async def metrics(self, request: Request) -> Response:
+        """The same for Prometheus."""
+        content, content_type = render(await self._calls.stats(request.state.caller))
+        return Response(content, headers={"content-type": content_type})
+
+
+POST, GET = ["POST"], ["GET"]
+
+
+def make_app(
+    calls: ServiceCalls, open_calls: OpenCalls, *, authenticate: Authenticate | None, only_loopback: bool
+) -> ASGIApp:
+    """The ASGI application.
+
+    Args:
+        calls: who answers.
+        open_calls: where running calls are kept.
+        authenticate, only_loopback: see Front.
+    """
+    service = ServiceRoutes(calls)
+    routes = [
+        Route("/v1/chat/completions", Generating(read_chat, calls, open_calls), methods=POST),
+        Route("/v1/completions", Generating(read_completion, calls, open_calls), methods=POST),
+        Route("/v1/models", service.models, methods=GET),
+        Route("/v1/models/{name:path}", service.model, methods=GET),
+        Route("/v1/embeddings", service.embeddings, methods=POST),
+        Route("/tokenize", service.tokenize, methods=POST),
+        Route("/detokenize", service.detokenize, methods=POST),
+        Route("/health", service.health, methods=GET),
+        Route("/stats", service.stats, methods=GET),
+        Route("/metrics", service.metrics, methods=GET),
+        *page_routes(),
+    ]
+    handlers = {GenbatchError: _refused, HTTPException: _not_routed, Exception: _failed}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    # /health/ is no path of ours, and a redirect of a POST loses its body with some clients.
+    app.router.redirect_slashes = False
+    return Front(app, authenticate=authenticate, only_loopback=only_loopback)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GenbatchError)
+    return api_response(error)
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:128]
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        refusal = Refusal(error.status_code, "method_not_allowed", f"{request.method} is not for {path}")
+        refusal.headers.update(error.headers or {})
+        return api_response(refusal)
+    return api_response(Refusal(error.status_code, "not_found", f"there is no {path} here"))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    # Its text may tell a client more than it should know; the server logs it.
+    return api_response(EngineError("the service failed at this request"))
