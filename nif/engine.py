@@ -10,7 +10,7 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size
 from genbatch.nif.kv.free_memory import free_gpu_memory, free_host_memory
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.model import Model, describe_model, load_model
 from genbatch.nif.models.quiet_transformers import Progress
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.llama_weights import LlamaWeights
@@ -98,6 +98,14 @@ class Engine:
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Loads the model that the options name; raises as `load_model` and `choose_runner` do."""
+    on_cpu = options.n_gpu_layers == 0 or not torch.cuda.is_available()
+    if on_cpu and options.runner in ("auto", "native"):
+        model = describe_model(options.model_path, dtype=options.dtype, progress=progress)
+        if model is not None:
+            try:
+                return Engine(model, options)
+            except NativeUnavailable as unavailable:
+                log.info("%s is loaded as a module: %s", model.name, unavailable.reason)
     model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers, progress=progress)
     return Engine(model, options)
 
@@ -107,6 +115,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
 
     Raises:
         OptionError: the runner or the quantisation asked for cannot run this model here.
+        NativeUnavailable: the model's weights are in its files, and the native runner cannot pack them.
     """
     if options.n_threads and model.device.type == "cpu":
         torch.set_num_threads(options.n_threads)
@@ -123,6 +132,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
     try:
         weights = LlamaWeights(model, _quantize(options))
     except NativeUnavailable as unavailable:
+        if model.weights is not None:
+            raise  # the caller loads them into a module and comes again
         if options.runner == "native":
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
         _refuse_quantize(options, f"the native runner cannot run {model.name}: {unavailable.reason}")

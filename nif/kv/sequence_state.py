@@ -10,9 +10,11 @@ from safetensors.torch import load, save
 
 from genbatch.nif.errors import BatchError
 from genbatch.nif.models.model import Model
+from genbatch.nif.models.weight_source import ModuleWeights
 from genbatch.nif.runner import Runner
 
 FORMAT = "genbatch-sequence-1"
+_SAMPLED_BYTES = 256  # of every eighth tensor
 
 
 def fingerprint(model: Model, runner: Runner, block_size: int) -> str:
@@ -61,7 +63,7 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
 def _sample(model: Model) -> str:
     """A digest of some weights: two models of one config, one of them trained further, differ in all of them."""
     digest = hashlib.sha256()
-    for parameter in list(model.hf.parameters())[::8]:
-        row = parameter.detach().reshape(-1)[:64].to("cpu", torch.float32)
-        digest.update(row.contiguous().numpy().tobytes())
+    source = model.weights or ModuleWeights(model.hf)
+    for name in sorted(source.names())[::8]:
+        digest.update(source.tensor(name).rows.reshape(-1)[:_SAMPLED_BYTES].tobytes())
     return digest.hexdigest()

@@ -6,13 +6,14 @@ runner = TorchRunner(model)
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -20,10 +21,12 @@ from transformers import (
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.layer_shape import LayerShape
-from genbatch.nif.models.model_layout import layer_groups, max_position
-from genbatch.nif.models.model_source import resolve_model
+from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens, gguf_tokenizer
+from genbatch.nif.models.model_layout import DESCRIBED, layer_groups, layer_shapes, max_position
+from genbatch.nif.models.model_source import ModelSource, resolve_model
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
+from genbatch.nif.models.weight_source import SafetensorsWeights, WeightSource
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.text.tokenizer import Tokenizer
 
@@ -39,7 +42,8 @@ class Model:
 
     Args:
         name: what to call it towards users.
-        hf: transformers' module in eval mode, its attention going through `ATTENTION_NAME`.
+        hf: transformers' module in eval mode, its attention going through `ATTENTION_NAME`; on the "meta" device, a
+            description without weights, where `weights` has them.
         config: of the text decoder.
         tokenizer: the model's own.
         dtype: of the weights and of the KV cache.
@@ -49,6 +53,7 @@ class Model:
         vocab_size: width of the logits; token ids are below it.
         eos_token_ids: any of them ends a generation.
         max_position: positions one sequence may have.
+        weights: the tensors in their files, for a runner that packs them itself; None where `hf` holds them.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Model:
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_position: int
+    weights: WeightSource | None = None
 
 
 def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, progress: Progress | None = None) -> Model:
@@ -84,12 +90,12 @@ def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, prog
     register_attention()
     with quiet_transformers():
         report("load", 0, _LOAD_STEPS)
-        model_class, config = _supported_class(source, found.directory)
-        text_config = config.get_text_config(decoder=True)
+        files = _open_files(source, found)
+        text_config = files.config.get_text_config(decoder=True)
         groups = layer_groups(source, text_config)
-        tokenizer = _load_tokenizer(source, found.directory)
+        tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
-        hf = _load_weights(source, model_class, config, found.directory, torch_dtype, device)
+        hf = _load_weights(source, files, torch_dtype, device)
         report("load", 2, _LOAD_STEPS)
         layers, vocab_size = probe_layers(source, hf, groups)
         model = Model(
@@ -102,12 +108,75 @@ def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, prog
             groups=groups,
             layers=layers,
             vocab_size=vocab_size,
-            eos_token_ids=_eos_token_ids(hf, tokenizer),
+            eos_token_ids=files.end_tokens(tokenizer),
             max_position=max_position(source, text_config),
         )
         check_paged_path(source, model)
         report("load", _LOAD_STEPS, _LOAD_STEPS)
     return model
+
+
+def describe_model(source: str, *, dtype: str = "auto", progress: Progress | None = None) -> Model | None:
+    """As `load_model` for the CPU, but the weights stay in their files: `Model.weights` has them, `Model.hf` none.
+
+    Returns:
+        None where the configuration alone does not describe the family's layers: `load_model` has to look.
+
+    Raises:
+        ModelError: the model cannot be found or read, or lacks a tensor.
+        OptionError: `dtype` has another value.
+    """
+    report = progress or no_progress
+    device = torch.device("cpu")
+    torch_dtype = _dtype(dtype, device)
+    found = resolve_model(source, report)
+    register_attention()
+    with quiet_transformers():
+        report("load", 0, _LOAD_STEPS)
+        files = _open_files(source, found)
+        config: Any = files.config
+        if config.model_type not in DESCRIBED:
+            return None
+        tokenizer = files.tokenizer()
+        report("load", 1, _LOAD_STEPS)
+        weights = files.weights()
+        with torch.device("meta"):
+            hf = files.model_class._from_config(config, dtype=torch_dtype, attn_implementation=ATTENTION_NAME)
+        _check_complete(source, hf, weights)
+        report("load", 2, _LOAD_STEPS)
+        model = Model(
+            name=found.name,
+            hf=hf.eval().requires_grad_(False),
+            config=config,
+            tokenizer=tokenizer,
+            dtype=torch_dtype,
+            device=device,
+            groups=layer_groups(source, config),
+            layers=layer_shapes(config),
+            vocab_size=config.vocab_size,
+            eos_token_ids=files.end_tokens(tokenizer),
+            max_position=max_position(source, config),
+            weights=weights,
+        )
+        report("load", _LOAD_STEPS, _LOAD_STEPS)
+    return model
+
+
+def _check_complete(source: str, hf: PreTrainedModel, weights: WeightSource) -> None:
+    """Whether every tensor that the module wants is there, in its shape."""
+    wanted = hf.state_dict()
+    if hf.config.tie_word_embeddings:
+        wanted.pop("lm_head.weight", None)
+    if missing := sorted(wanted.keys() - set(weights.names())):
+        raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
+    for name, parameter in wanted.items():
+        shape = weights.tensor(name).shape
+        if shape != tuple(parameter.shape):
+            raise ModelError(
+                source,
+                f"its weights cannot be read: {name} has the shape {list(shape)}, the configuration says "
+                f"{list(parameter.shape)}",
+            )
 
 
 def _device(n_gpu_layers: int) -> torch.device:
@@ -127,12 +196,85 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _supported_class(source: str, directory: Path) -> tuple[Any, PreTrainedConfig]:
+class _Files(Protocol):
+    """A model on disk: a directory, or one GGUF file."""
+
+    config: PreTrainedConfig
+    model_class: Any
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    def weights(self) -> WeightSource: ...
+
+    def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Ids that end a generation."""
+        ...
+
+
+class _Directory:
+    """A directory as `save_pretrained` writes it."""
+
+    def __init__(self, source: str, directory: Path) -> None:
+        self._source = source
+        self.directory = directory
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        except Exception as fault:
+            raise ModelError(source, f"config.json is not one that transformers can read: {_line(fault)}") from fault
+        self.config = config
+        self.model_class = _supported_class(source, config)
+
+    def tokenizer(self) -> Tokenizer:
+        try:
+            loaded = AutoTokenizer.from_pretrained(self.directory, trust_remote_code=False)
+        except Exception as fault:
+            raise ModelError(self._source, f"its tokenizer cannot be read: {_line(fault)}") from fault
+        if not loaded.is_fast:
+            raise ModelError(self._source, "its tokenizer has no fast form (tokenizer.json)")
+        return Tokenizer(loaded)
+
+    def weights(self) -> WeightSource:
+        return SafetensorsWeights(self._source, self.directory)
+
+    def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """What generation_config.json names, else config.json; and the tokenizer's own."""
+        if (self.directory / "generation_config.json").is_file():
+            try:
+                configured: Any = GenerationConfig.from_pretrained(self.directory)
+            except Exception as fault:
+                raise ModelError(self._source, f"generation_config.json cannot be read: {_line(fault)}") from fault
+        else:
+            configured = GenerationConfig.from_model_config(self.config)
+        ids = configured.eos_token_id
+        ids = ids if isinstance(ids, list) else [ids]
+        return frozenset(token_id for token_id in [*ids, tokenizer.eos_token_id] if token_id is not None)
+
+
+class _Gguf:
+    """A GGUF file of a family that is read as it is."""
+
+    def __init__(self, source: str, path: Path) -> None:
+        self._file = GgufFile(source, path)
+        self.config = gguf_config(self._file)
+        self.model_class = _supported_class(source, self.config)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(gguf_tokenizer(self._file))
+
+    def weights(self) -> WeightSource:
+        return GgufWeights(self._file, self.config)
+
+    def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
+        del tokenizer  # the file says it itself
+        return gguf_end_tokens(self._file)
+
+
+def _open_files(source: str, found: ModelSource) -> _Files:
+    return _Gguf(source, found.path) if found.path.is_file() else _Directory(source, found.path)
+
+
+def _supported_class(source: str, config: PreTrainedConfig) -> Any:
     """The subclass of PreTrainedModel for the model, once it is known to be one that can run here."""
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as fault:
-        raise ModelError(source, f"config.json is not one that transformers can read: {_line(fault)}") from fault
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ModelError(source, f"{kind} is an encoder-decoder; only decoder-only causal models are served")
@@ -146,37 +288,21 @@ def _supported_class(source: str, directory: Path) -> tuple[Any, PreTrainedConfi
         raise ModelError(source, f"{kind} keeps a recurrent state; only attention over a KV cache is served")
     if not model_class.is_backend_compatible():
         raise ModelError(source, f"transformers' {kind} does not let its attention be replaced")
-    return model_class, config
+    return model_class
 
 
-def _load_tokenizer(source: str, directory: Path) -> Tokenizer:
+def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The module with its weights; from safetensors, or each tensor dequantised."""
+    settings: dict[str, Any] = {"config": files.config, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
-        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as fault:
-        raise ModelError(source, f"its tokenizer cannot be read: {_line(fault)}") from fault
-    if not loaded.is_fast:
-        raise ModelError(source, "its tokenizer has no fast form (tokenizer.json)")
-    return Tokenizer(loaded)
-
-
-def _load_weights(
-    source: str,
-    model_class: Any,
-    config: PreTrainedConfig,
-    directory: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PreTrainedModel:
-    """The model with its weights; safetensors only."""
-    try:
-        hf, report = model_class.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            attn_implementation=ATTENTION_NAME,
-            output_loading_info=True,
-        )
+        if isinstance(files, _Directory):
+            place, settings["use_safetensors"] = files.directory, True
+        else:
+            place, weights = None, files.weights()
+            settings["state_dict"] = {name: weights.tensor(name).whole() for name in weights.names()}
+        hf, report = files.model_class.from_pretrained(place, output_loading_info=True, **settings)
+    except ModelError:
+        raise
     except Exception as fault:
         raise ModelError(source, f"its weights cannot be read: {_line(fault)}") from fault
     # transformers fills what is missing with random numbers.
@@ -184,12 +310,6 @@ def _load_weights(
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     model: PreTrainedModel = hf.eval().requires_grad_(False).to(device)
     return model
-
-
-def _eos_token_ids(hf: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    configured = hf.generation_config.eos_token_id if hf.generation_config else None
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(token_id for token_id in [*ids, tokenizer.eos_token_id] if token_id is not None)
 
 
 def _line(fault: Exception) -> str:

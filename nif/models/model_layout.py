@@ -6,6 +6,10 @@ from transformers import PreTrainedConfig
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.layer_shape import LayerShape
+
+DESCRIBED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Kinds of model whose layers the configuration describes wholly, so that no module has to be asked."""
 
 
 def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
@@ -40,6 +44,13 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
         # A window that no sequence outgrows is no window: one group then holds all layers.
         layers_of.setdefault(None if reach is not None and reach >= longest else reach, []).append(layer)
     return tuple(LayerGroup(tuple(layers), reach) for reach, layers in layers_of.items())
+
+
+def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
+    """What each layer of a model of `DESCRIBED` keeps in the KV cache."""
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count: int = config.num_hidden_layers
+    return (LayerShape(config.num_key_value_heads, head_dim, head_dim),) * count
 
 
 def max_position(name: str, config: PreTrainedConfig) -> int:

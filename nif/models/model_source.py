@@ -1,7 +1,8 @@
-"""From what the user calls MODEL to a directory with a configuration, safetensors weights and a tokenizer."""
+"""From what the user calls MODEL to its files: a directory of safetensors, or a GGUF file."""
 
 import hashlib
 import importlib.metadata
+import logging
 import os
 import re
 import shutil
@@ -20,7 +21,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_conversion import convert_gguf
+from genbatch.nif.models.gguf_file import FAMILIES, GgufFile
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
+
+log = logging.getLogger("genbatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,12 @@ class ModelSource:
 
     Args:
         name: what to call the model towards users.
-        directory: holds config.json, the safetensors weights and the tokenizer's files.
+        path: a directory with config.json, the safetensors weights and the tokenizer's files; or a GGUF file of a
+            family that is read as it is.
     """
 
     name: str
-    directory: Path
+    path: Path
 
 
 def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
@@ -80,7 +85,7 @@ def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
     if not source.strip():
         raise ModelError(source, "the name is empty")
     if source in NAMED_MODELS:
-        return ModelSource(source, _named_directory(source, NAMED_MODELS[source], progress))
+        return ModelSource(source, _named_file(source, NAMED_MODELS[source], progress))
     path = Path(source).expanduser()
     if path.is_dir():
         _check_directory(source, path)
@@ -88,7 +93,7 @@ def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelError(source, "a single file must be a .gguf file; for safetensors name the directory")
-        return ModelSource(path.stem, _converted(source, path, _sha256(path), progress))
+        return ModelSource(path.stem, _readable(source, path, progress))
     looks_local = source.startswith((".", "/", "~")) or path.suffix.lower() == ".gguf"
     if looks_local or not _HUB_ID.fullmatch(source):
         raise ModelError(source, f"no such file or directory, and no name among {_names()}")
@@ -110,15 +115,24 @@ def cache_directory() -> Path:
 # Named models
 
 
-def _named_directory(name: str, packaged: PackagedGguf, progress: Progress) -> Path:
-    # Once converted, the model needs neither the package nor the download any more.
-    done = _conversion_directory(packaged.sha256)
-    if done.is_dir():
-        return done
+def _named_file(name: str, packaged: PackagedGguf, progress: Progress) -> Path:
     path = _installed_gguf(packaged)
-    if path is None or _sha256(path) != packaged.sha256:
+    if path is None or not _has_sha256(path, packaged.sha256):
         path = _downloaded_gguf(name, packaged, progress)
-    return _converted(name, path, packaged.sha256, progress)
+    return _readable(name, path, progress)
+
+
+def _has_sha256(path: Path, sha256: str) -> bool:
+    """Whether the file is the expected one; it is read whole once, and after that known by its size and time."""
+    status = path.stat()
+    known = cache_directory() / "verified" / f"{sha256[:16]}-{status.st_size}-{status.st_mtime_ns}"
+    if known.exists():
+        return True
+    if _sha256(path) != sha256:
+        return False
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.touch()
+    return True
 
 
 def _installed_gguf(packaged: PackagedGguf) -> Path | None:
@@ -189,6 +203,20 @@ def _pip_version() -> tuple[int, ...]:
 
 
 # GGUF files
+
+
+def _readable(source: str, path: Path, progress: Progress) -> Path:
+    """The file itself where its family is read as it is, else the directory that it is converted to."""
+    architecture = GgufFile(source, path).architecture
+    if architecture in FAMILIES:
+        return path
+    log.info(
+        "%s is converted to safetensors: files of the architecture %s are not read as they are (%s are)",
+        path.name,
+        architecture,
+        ", ".join(sorted(FAMILIES)),
+    )
+    return _converted(source, path, _sha256(path), progress)
 
 
 def _converted(source: str, path: Path, sha256: str, progress: Progress) -> Path:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from genbatch.nif.errors import OptionError
+from genbatch.nif.models.weight_source import ModuleWeights
 from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.library import (
@@ -102,16 +103,18 @@ class LlamaWeights:
         self.quantize = quantize
         self.kind = WEIGHT_I8 if quantize == "int8" else plain
         self._packer = WeightPacker(self.library, available_cores())
+        self._source = model.weights or ModuleWeights(model.hf)
         decoder = model.hf.model
         self._layers = (Layer * len(decoder.layers))()
         for group_id, group in enumerate(model.groups):
             window = ALL_POSITIONS if group.window is None else group.window
             for index, layer in enumerate(group.layers):
-                self._layers[layer] = self._layer(decoder.layers[layer], group_id, index, window)
+                self._layers[layer] = self._layer(layer, group_id, index, window)
         attention = decoder.layers[0].self_attn
         config: Any = model.config
-        # Read a row at a time, so the model's own matrix serves.
-        self._embedding = decoder.embed_tokens.weight.detach().contiguous()
+        embedding = self._source.tensor("model.embed_tokens.weight")
+        self._embedding = embedding.whole().to(model.dtype).contiguous()  # read a row at a time
+        head = embedding if config.tie_word_embeddings else self._source.tensor("lm_head.weight")
         self.struct = ModelStruct(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -125,36 +128,37 @@ class LlamaWeights:
             score_scale=attention.scaling,
             embedding_kind=plain,
             embedding=self._embedding.data_ptr(),
-            final_norm=self._packer.put_floats(decoder.norm.weight),
+            final_norm=self._packer.vector(self._source.tensor("model.norm.weight")),
             layers=self._layers,
-            head=self._linear(model.hf.lm_head.weight, model.hf.lm_head.bias, _I8_HEAD_GROUP),
+            head=self._packer.linear(self.kind, [head], group=_I8_HEAD_GROUP),
         )
+        self._source.release()
 
-    def _layer(self, module: Any, group: int, index: int, window: int) -> Layer:
-        attention, mlp = module.self_attn, module.mlp
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-        gate, up = mlp.gate_proj, mlp.up_proj
-        gate_up_bias = None if gate.bias is None else interleave_gate_up(gate.bias, up.bias)
+    def _layer(self, layer: int, group: int, index: int, window: int) -> Layer:
+        def norm(name: str) -> int | None:
+            full = f"model.layers.{layer}.{name}.weight"
+            return self._packer.vector(self._source.tensor(full)) if full in self._source.names() else None
+
         return Layer(
-            qkv=self._linear(
-                torch.cat([part.weight for part in qkv]),
-                None if qkv[0].bias is None else torch.cat([part.bias for part in qkv]),
-            ),
-            out=self._linear(attention.o_proj.weight, attention.o_proj.bias),
-            gate_up=self._linear(interleave_gate_up(gate.weight, up.weight), gate_up_bias),
-            down=self._linear(mlp.down_proj.weight, mlp.down_proj.bias),
-            attention_norm=self._packer.put_floats(module.input_layernorm.weight),
-            mlp_norm=self._packer.put_floats(module.post_attention_layernorm.weight),
-            q_norm=self._packer.put_floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
-            k_norm=self._packer.put_floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            qkv=self._linear(layer, [f"self_attn.{part}_proj" for part in "qkv"]),
+            out=self._linear(layer, ["self_attn.o_proj"]),
+            gate_up=self._linear(layer, ["mlp.gate_proj", "mlp.up_proj"], interleaved=True),
+            down=self._linear(layer, ["mlp.down_proj"]),
+            attention_norm=norm("input_layernorm"),
+            mlp_norm=norm("post_attention_layernorm"),
+            q_norm=norm("self_attn.q_norm"),
+            k_norm=norm("self_attn.k_norm"),
             group=group,
             index_in_group=index,
             window=window,
         )
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, group: int = _I8_GROUP) -> Linear:
-        linear = self._packer.pack(self.kind, weight, group)
-        if bias is not None:
-            padded = torch.nn.functional.pad(bias.detach(), (0, -len(bias) % COLUMNS))
-            linear.bias = self._packer.put_floats(padded)
+    def _linear(self, layer: int, names: list[str], *, interleaved: bool = False) -> Linear:
+        names = [f"model.layers.{layer}.{name}" for name in names]
+        tensors = [self._source.tensor(f"{name}.weight") for name in names]
+        linear = self._packer.linear(self.kind, tensors, group=_I8_GROUP, interleaved=interleaved)
+        if f"{names[0]}.bias" in self._source.names():
+            biases = [self._source.tensor(f"{name}.bias").whole() for name in names]
+            bias = interleave_gate_up(*biases) if interleaved else torch.cat(biases)
+            linear.bias = self._packer.put_floats(torch.nn.functional.pad(bias, (0, -len(bias) % COLUMNS)))
         return linear

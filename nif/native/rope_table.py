@@ -14,7 +14,9 @@ class RopeTable:
     """Asks the model's own rotary module, so every scaling of theirs is ours; grows in powers of two."""
 
     def __init__(self, model: "Model") -> None:
-        self._rotary = model.hf.model.rotary_emb
+        rotary = model.hf.model.rotary_emb
+        # Of a module without weights the buffers are missing too; they follow from the configuration.
+        self._rotary = type(rotary)(model.config) if rotary.inv_freq.is_meta else rotary
         self._limit = model.max_position
         self._cosines = self._sines = torch.empty(0)
 

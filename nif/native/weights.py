@@ -1,12 +1,14 @@
 """Weight matrices packed for the C kernels, in parallel and straight to where they stay."""
 
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from genbatch.nif.models.weight_source import StoredTensor
 from genbatch.nif.native.library import COLUMNS, WEIGHT_BF16, WEIGHT_F32, WEIGHT_I8, WEIGHT_U4, Linear
 from genbatch.nif.native.memory import NativeArena
 
@@ -50,6 +52,25 @@ class WeightPacker:
         address, target = self._arena.reserve(plain.nbytes)
         target.copy_(plain.view(torch.uint8))
         return address
+
+    def linear(
+        self, kind: int, tensors: Sequence[StoredTensor], *, group: int = 64, interleaved: bool = False
+    ) -> Linear:
+        """One linear whose outputs are those of `tensors`, one after another, packed from their files.
+
+        Args:
+            kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8, as in `pack`.
+            tensors: matrices [n, k] of one k.
+            group: inputs that share a scale of WEIGHT_I8.
+            interleaved: of two tensors, gate and up, in runs of 16 rows each; see `interleave_gate_up`.
+        """
+        matrices = [tensor.whole() for tensor in tensors]
+        merged = interleave_gate_up(*matrices) if interleaved else torch.cat(matrices)
+        return self.pack(kind, merged, group)
+
+    def vector(self, tensor: StoredTensor) -> int:
+        """The address of a tensor's values in float32, end to end; they live as long as this object."""
+        return self.put_floats(tensor.whole())
 
     def pack(self, kind: int, matrix: torch.Tensor, group: int) -> Linear:
         """The matrix as C multiplies by it, without a bias; its memory lives as long as this object.

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import stat
+import struct
 import sys
 import threading
 import zipfile
@@ -33,6 +34,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own."""
     monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family is read as it is: every file is converted."""
+    monkeypatch.setattr(model_source, "FAMILIES", {})
+
+
+def header(architecture: str) -> bytes:
+    """A GGUF file of nothing but its architecture."""
+    key, value = b"general.architecture", architecture.encode()
+    return struct.pack("<4sIQQQ20sIQ", b"GGUF", 3, 0, 1, 20, key, 8, len(value)) + value
 
 
 def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> dict[str, np.ndarray]:
@@ -89,7 +102,7 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> dict[str, np.ndar
 def test_a_directory_is_used_as_it_is(tiny_model_dir: Callable[[str], Path], cache: Path) -> None:
     directory = tiny_model_dir("llama")
     found = resolve_model(str(directory))
-    assert (found.name, found.directory) == (directory.name, directory)
+    assert (found.name, found.path) == (directory.name, directory)
     assert not cache.exists()
 
 
@@ -148,13 +161,14 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, cach
 
 
 @pytest.mark.parametrize(("kind", "stored"), [(Q4_1, torch.float32), (F16, torch.float16)])
+@pytest.mark.usefixtures("converts")
 def test_a_converted_gguf_holds_exactly_the_files_weights(
     kind: gguf.GGMLQuantizationType, stored: torch.dtype, tmp_path: Path
 ) -> None:
     worth = write_gguf(tmp_path / "tiny.gguf", kind)
     steps: list[tuple[str, int, int]] = []
     found = resolve_model(str(tmp_path / "tiny.gguf"), lambda *step: steps.append(step))
-    weights = load_file(found.directory / "model.safetensors")
+    weights = load_file(found.path / "model.safetensors")
     assert found.name == "tiny"
     assert {tensor.dtype for tensor in weights.values()} == {stored}
     ours = {"token_embd": "model.embed_tokens", "output": "lm_head", "blk.1.ffn_down": "model.layers.1.mlp.down_proj"}
@@ -172,16 +186,17 @@ def test_a_gguf_loads_with_its_tokenizer_and_template(tmp_path: Path) -> None:
     assert model.tokenizer.apply_chat_template([{"role": "user", "content": "ABCAB"}]) == [0, 39, 38, 1]
 
 
+@pytest.mark.usefixtures("converts")
 def test_a_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf", Q4_1)
     first = resolve_model(str(tmp_path / "tiny.gguf"))
     monkeypatch.setattr(model_source, "convert_gguf", None)
     (tmp_path / "tiny.gguf").rename(tmp_path / "moved.gguf")  # the content counts, not the name
-    assert resolve_model(str(tmp_path / "moved.gguf")).directory == first.directory
+    assert resolve_model(str(tmp_path / "moved.gguf")).path == first.path
 
 
 def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "broken.gguf").write_bytes(header("gemma2"))
     with pytest.raises(ModelError, match=r"broken\.gguf cannot be converted"):
         resolve_model(str(tmp_path / "broken.gguf"))
     assert [path.suffix for path in (cache / "converted").iterdir()] == [".lock"]
@@ -191,10 +206,11 @@ class _Killed(BaseException):
     """Stands for the end of the process."""
 
 
+@pytest.mark.usefixtures("converts")
 def test_a_conversion_cut_short_leaves_nothing_that_looks_done(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tiny.gguf").write_bytes(b"some content")
+    (tmp_path / "tiny.gguf").write_bytes(header("llama"))
 
     def killed(path: Path, directory: Path, progress: Any) -> None:
         directory.mkdir()
@@ -212,13 +228,14 @@ def test_a_conversion_cut_short_leaves_nothing_that_looks_done(
             resolve_model(str(tmp_path / "tiny.gguf"))
     [left] = (cache / "converted").glob("*.partial")
     monkeypatch.setattr(model_source, "convert_gguf", whole)
-    directory = resolve_model(str(tmp_path / "tiny.gguf")).directory
+    directory = resolve_model(str(tmp_path / "tiny.gguf")).path
     assert (directory / "model.safetensors").read_bytes() == b"whole"
     assert not left.exists()
 
 
+@pytest.mark.usefixtures("converts")
 def test_two_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tiny.gguf").write_bytes(b"some content")
+    (tmp_path / "tiny.gguf").write_bytes(header("llama"))
     inside, go_on = threading.Event(), threading.Event()
     calls: list[Path] = []
 
@@ -231,8 +248,7 @@ def test_two_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(model_source, "convert_gguf", slow)
     found: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: found.append(resolve_model(str(tmp_path / "tiny.gguf")).directory))
-        for _ in range(2)
+        threading.Thread(target=lambda: found.append(resolve_model(str(tmp_path / "tiny.gguf")).path)) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -247,20 +263,14 @@ def test_two_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 # Named models
 
-CONTENT = b"GGUF of the package"
+CONTENT = header("llama")
 
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> PackagedGguf:
-    """The name `tiny`, in a package that nobody has installed; its conversion only notes the file's content."""
+    """The name `tiny`, in a package that nobody has installed."""
     packaged = PackagedGguf("llm-tiny", "1.0", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(model_source, "NAMED_MODELS", {"tiny": packaged})
-
-    def convert(path: Path, directory: Path, progress: Any) -> None:
-        directory.mkdir()
-        (directory / "from").write_bytes(path.read_bytes())
-
-    monkeypatch.setattr(model_source, "convert_gguf", convert)
     return packaged
 
 
@@ -303,7 +313,7 @@ def test_a_named_model_is_found_in_its_installed_package_without_importing_it(
     fake_pip(tmp_path, monkeypatch, "sys.exit(1)")
     found = resolve_model("tiny")
     assert found.name == "tiny"
-    assert (found.directory / "from").read_bytes() == CONTENT
+    assert (found.path).read_bytes() == CONTENT
     assert "llm_tiny" not in sys.modules
 
 
@@ -313,7 +323,7 @@ def test_a_named_model_is_downloaded_when_its_package_is_not_there(
     fake_pip(tmp_path, monkeypatch, downloading(tmp_path, CONTENT))
     steps: list[tuple[str, int, int]] = []
     found = resolve_model("tiny", lambda *step: steps.append(step))
-    assert (found.directory / "from").read_bytes() == CONTENT
+    assert (found.path).read_bytes() == CONTENT
     assert steps == [("download", 0, 0), ("download", 5, 10), ("download", 10, 10)]
     assert [path.name for path in (cache / "downloads").glob("*.gguf")] == [f"{named.sha256[:16]}.gguf"]
 
@@ -324,7 +334,7 @@ def test_an_installed_file_with_another_content_is_not_used(
     install(tmp_path / "site", b"tampered with")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     fake_pip(tmp_path, monkeypatch, downloading(tmp_path, CONTENT))
-    assert (resolve_model("tiny").directory / "from").read_bytes() == CONTENT
+    assert resolve_model("tiny").path.read_bytes() == CONTENT
 
 
 def test_a_download_with_another_content_is_refused_and_not_kept(
@@ -344,7 +354,7 @@ def test_a_download_that_fails_names_the_command_to_run(
         resolve_model("tiny")
 
 
-def test_once_converted_a_named_model_needs_neither_package_nor_pip(
+def test_once_downloaded_a_named_model_needs_neither_package_nor_pip(
     named: PackagedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_pip(tmp_path, monkeypatch, downloading(tmp_path, CONTENT))
@@ -381,7 +391,7 @@ def test_a_hugging_face_id_is_fetched_without_pickles_or_code(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     steps: list[tuple[str, int, int]] = []
     found = resolve_model("someone/model", lambda *step: steps.append(step))
-    assert (found.name, found.directory) == ("someone/model", tiny_model_dir("llama"))
+    assert (found.name, found.path) == ("someone/model", tiny_model_dir("llama"))
     assert asked["repo"] == "someone/model"
     assert "*.safetensors" in asked["patterns"]
     for file in ("pytorch_model.bin", "model.pt", "modeling.py", "original/consolidated.00.pth"):

@@ -1,0 +1,387 @@
+"""A GGUF file as it is: metadata, tensors as views, and what transformers wants to know of it. Nothing is converted.
+
+file = GgufFile("model.gguf", Path("model.gguf"))
+config, tokenizer = gguf_config(file), gguf_tokenizer(file)
+weights = GgufWeights(file, config)                   # a WeightSource
+
+The header is read by hand: gguf's own reader takes seconds for a vocabulary, trusts every length it meets, and is called once
+for the configuration, once for the tokenizer and once for the weights. Nothing here trusts a number of the file.
+"""
+
+import re
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast, integrations
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMENSIONS = 4
+_MAX_DEPTH = 2  # arrays of arrays; nobody writes more
+_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+_READABLE = frozenset((*FLOAT_KINDS, *_BLOCKS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A line of the file's table of tensors."""
+
+    kind: int
+    shape: tuple[int, ...]  # as numpy has it: rows first
+    start: int  # byte of the file
+
+
+class GgufFile:
+    """The header of a GGUF file, checked, and its tensors as views.
+
+    Args:
+        model: what the user called the model, for errors.
+        path: the file.
+
+    Attributes:
+        metadata: every key with its value; arrays of numbers are numpy arrays.
+
+    Raises:
+        ModelError: it is no GGUF file, is cut short, or contradicts itself; the reason names the file and the place.
+    """
+
+    def __init__(self, model: str, path: Path) -> None:
+        self.model = model
+        self.path = path
+        self._file = MappedFile(model, path)
+        self._view = self._file.bytes.data
+        self.metadata: dict[str, Any] = {}
+        self._entries: dict[str, _Entry] = {}
+        try:
+            self._read_header()
+        except struct.error as fault:
+            raise self.fault(f"the file ends within its header ({len(self._view)} bytes)") from fault
+
+    def fault(self, reason: str) -> ModelError:
+        """An error that names this file."""
+        return ModelError(self.model, f"{self.path.name}: {reason}")
+
+    @property
+    def architecture(self) -> str:
+        """GGUF's name of the family, such as "llama"."""
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise self.fault("the metadata lack general.architecture")
+        return name
+
+    def names(self) -> Collection[str]:
+        """The tensors' names as the file has them."""
+        return self._entries.keys()
+
+    def tensor(self, name: str) -> StoredTensor:
+        """A view of one tensor, under the file's own name.
+
+        Raises:
+            ModelError: its type is not one that is read, or its bytes are not in the file.
+        """
+        if name not in self._entries:
+            raise self.fault(f"tensor {name} is missing")
+        entry = self._entries[name]
+        kind = _kind_name(entry.kind)
+        if kind not in _READABLE:
+            raise self.fault(f"tensor {name} is of type {kind}; read are {', '.join(sorted(_READABLE))}")
+        row_bytes = bytes_per_row(kind, entry.shape[-1])
+        if row_bytes is None:
+            raise self.fault(f"tensor {name}: rows of {entry.shape[-1]} elements do not fill blocks of {kind}")
+        count = int(np.prod(entry.shape[:-1], dtype=object))
+        end = entry.start + count * row_bytes
+        if end > len(self._view):
+            raise self.fault(f"tensor {name} ends at byte {end}, the file at {len(self._view)}: it is cut short")
+        rows = self._file.bytes[entry.start : end].reshape(count, row_bytes)
+        return StoredTensor(name, kind, entry.shape, rows)
+
+    def release(self) -> None:
+        """Drops the file's pages from this process."""
+        self._file.release()
+
+    # The header
+
+    def _read_header(self) -> None:
+        if self._view[:4].tobytes() != _MAGIC:
+            raise self.fault(f"it is no GGUF file: it begins with {self._view[:4].tobytes()!r}")
+        version, num_tensors, num_keys = struct.unpack_from("<IQQ", self._view, 4)
+        if version not in _VERSIONS:
+            raise self.fault(f"it is GGUF of version {version}; versions 2 and 3 in little endian are read")
+        at = 24
+        for _ in range(num_keys):
+            key, at = self._string(at, "a key")
+            (kind,) = struct.unpack_from("<I", self._view, at)
+            if key in self.metadata:
+                raise self.fault(f"the key {key!r} occurs twice")
+            self.metadata[key], at = self._value(at + 4, kind, key, 0)
+        table = []
+        for _ in range(num_tensors):
+            name, at = self._string(at, "a tensor's name")
+            entry, at = self._table_line(at, name)
+            if name in self._entries:
+                raise self.fault(f"tensor {name} occurs twice")
+            self._entries[name] = entry
+            table.append(name)
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self.fault(f"general.alignment is {alignment!r}, not a power of two")
+        begin = -(-at // alignment) * alignment
+        for name in table:
+            entry = self._entries[name]
+            if entry.start % alignment:
+                raise self.fault(f"tensor {name} begins at offset {entry.start}, no multiple of {alignment}")
+            if begin + entry.start > len(self._view):
+                at = begin + entry.start
+                raise self.fault(f"tensor {name} begins at byte {at}, the file ends at {len(self._view)}")
+            self._entries[name] = _Entry(entry.kind, entry.shape, begin + entry.start)
+
+    def _table_line(self, at: int, name: str) -> tuple[_Entry, int]:
+        (count,) = struct.unpack_from("<I", self._view, at)
+        if not 1 <= count <= _MAX_DIMENSIONS:
+            raise self.fault(f"tensor {name} has {count} dimensions")
+        *dimensions, kind, offset = struct.unpack_from(f"<{count}QIQ", self._view, at + 4)
+        if min(dimensions) < 1:
+            raise self.fault(f"tensor {name} has the shape {dimensions[::-1]}")
+        return _Entry(kind, tuple(reversed(dimensions)), offset), at + 16 + 8 * count
+
+    def _string(self, at: int, what: str) -> tuple[str, int]:
+        (length,) = struct.unpack_from("<Q", self._view, at)
+        end = at + 8 + length
+        if end > len(self._view):
+            raise self.fault(f"{what} of {length} bytes at byte {at} goes beyond the file's end at {len(self._view)}")
+        try:
+            return str(self._view[at + 8 : end], "utf-8"), end
+        except UnicodeDecodeError as fault:
+            raise self.fault(f"{what} at byte {at} is no UTF-8") from fault
+
+    def _value(self, at: int, kind: int, key: str, depth: int) -> tuple[Any, int]:
+        if kind in _SCALARS:
+            layout = "<" + _SCALARS[kind]
+            return struct.unpack_from(layout, self._view, at)[0], at + struct.calcsize(layout)
+        if kind == _STRING:
+            return self._string(at, f"the value of {key!r}")
+        if kind != _ARRAY or depth == _MAX_DEPTH:
+            raise self.fault(f"the value of {key!r} is of the unknown type {kind}")
+        kind, count = struct.unpack_from("<IQ", self._view, at)
+        at += 12
+        if kind in _SCALARS:
+            size = struct.calcsize("<" + _SCALARS[kind])
+            end = at + count * size
+            if end > len(self._view):
+                raise self.fault(f"the array {key!r} of {count} elements goes beyond the file's end")
+            return np.frombuffer(self._file.bytes[at:end], np.dtype("<" + _SCALARS[kind])), end
+        items = []
+        for _ in range(count):  # a hostile count ends at the file's end: every element takes 8 bytes or more
+            item, at = self._value(at, kind, key, depth + 1)
+            items.append(item)
+        return items, at
+
+
+def _kind_name(kind: int) -> str:
+    try:
+        return GGMLQuantizationType(kind).name if GGMLQuantizationType(kind) in GGML_QUANT_SIZES else str(kind)
+    except ValueError:
+        return str(kind)
+
+
+# What the tensors are called
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """What is particular to the files of one architecture.
+
+    Args:
+        layer_names: transformers' name for each of a layer's tensors.
+        norm_offset: to be added to the elements of norms.
+        rotates_pairs: rows of queries and keys lie in the order that rotates neighbours, not halves.
+    """
+
+    layer_names: dict[str, str]
+    norm_offset: float = 0.0
+    rotates_pairs: bool = False
+
+
+FAMILIES = {
+    "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True),
+    "qwen2": GgufFamily(_LAYER_NAMES),
+    "qwen3": GgufFamily(_LAYER_NAMES),
+}
+"""By `general.architecture`; files of other families are converted. Mistral's are written as "llama"."""
+
+
+class GgufWeights:
+    """A GGUF file's tensors by transformers' names. Implements `WeightSource`.
+
+    Args:
+        file: whose architecture is one of `FAMILIES`.
+        config: what `gguf_config` made of it.
+    """
+
+    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
+        self._file = file
+        self._config: Any = config
+        self._family = FAMILIES[file.architecture]
+        self._stored = {ours: name for name in file.names() if (ours := self._name_of(name))}
+
+    def names(self) -> Collection[str]:
+        """As in `WeightSource`."""
+        return self._stored.keys()
+
+    def tensor(self, name: str) -> StoredTensor:
+        """As in `WeightSource`."""
+        if name not in self._stored:
+            raise self._file.fault(f"the tensor for {name} is missing")
+        found = self._file.tensor(self._stored[name])
+        norm = "norm" in name and name.endswith(".weight")
+        return StoredTensor(
+            name,
+            found.kind,
+            found.shape,
+            found.rows,
+            self._row_order(name, len(found.rows)),
+            self._family.norm_offset if norm else 0.0,
+        )
+
+    def release(self) -> None:
+        """As in `WeightSource`."""
+        self._file.release()
+
+    def _name_of(self, stored: str) -> str | None:
+        if match := _LAYER.fullmatch(stored):
+            ours = self._family.layer_names.get(match[2])
+            return None if ours is None else f"model.layers.{match[1]}.{ours}.{match[3]}"
+        top, _, suffix = stored.rpartition(".")
+        return f"{_TOP_NAMES[top]}.{suffix}" if top in _TOP_NAMES else None
+
+    def _row_order(self, name: str, count: int) -> np.ndarray | None:
+        """Undoes what llama.cpp's converter does to the rows of Llama's queries and keys."""
+        if not self._family.rotates_pairs or not re.search(r"\.[qk]_proj\.weight$", name):
+            return None
+        heads = self._config.num_attention_heads if ".q_proj." in name else self._config.num_key_value_heads
+        if count % (2 * heads):
+            raise self._file.fault(f"tensor {self._stored[name]} has {count} rows for {heads} heads")
+        order = np.arange(count).reshape(heads, count // heads // 2, 2)
+        return np.ascontiguousarray(order.swapaxes(1, 2)).reshape(-1)
+
+
+# Configuration and tokenizer
+
+
+def gguf_config(file: GgufFile) -> PreTrainedConfig:
+    """The configuration that transformers would make of the file's metadata.
+
+    Raises:
+        ModelError: the metadata lack something or contradict themselves.
+    """
+    architecture = file.architecture
+    known: Any = GGUF_CONFIG_MAPPING
+    names = known.get(architecture)
+    if names is None:
+        raise file.fault(f"transformers does not know the architecture {architecture!r}")
+    named_mistral = "mistral" in str(file.metadata.get("general.name")).lower()
+    kind = "mistral" if architecture == "llama" and named_mistral else architecture
+    settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {})
+    settings["tie_word_embeddings"] = "output.weight" not in file.names()
+    for key, value in file.metadata.items():
+        prefix, _, rest = key.partition(".")
+        if prefix == architecture and (name := names.get(rest)) not in (None, -1):
+            settings[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    for role in ("bos", "eos", "unknown", "padding"):
+        token_id = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is not None:
+            settings[{"unknown": "unk", "padding": "pad"}.get(role, role) + "_token_id"] = token_id
+    settings["vocab_size"] = file.tensor("token_embd.weight").shape[0]
+    if (head_dim := file.metadata.get(f"{architecture}.attention.key_length")) is not None:
+        settings["head_dim"] = head_dim
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
+    except Exception as fault:
+        raise file.fault(f"its metadata are no configuration of {kind}: {fault}") from fault
+    return config
+
+
+_TOKENIZER_KEYS = {
+    "model": "tokenizer_type",
+    "pre": "pre_tokenizer_type",
+    "tokens": "tokens",
+    "scores": "scores",
+    "token_type": "token_type",
+    "merges": "merges",
+    "precompiled_charsmap": "precompiled_charsmap",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "unknown_token_id": "unk_token_id",
+    "padding_token_id": "pad_token_id",
+    "add_space_prefix": "add_prefix_space",
+}
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers makes of the file's vocabulary, with the file's chat template.
+
+    Raises:
+        ModelError: the vocabulary is missing or not one that transformers reads.
+    """
+    described: dict[str, Any] = {}
+    for key, name in _TOKENIZER_KEYS.items():
+        value = file.metadata.get(f"tokenizer.ggml.{key}")
+        if value is not None:
+            described[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    tokens = described.get("tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise file.fault("the metadata lack the vocabulary tokenizer.ggml.tokens")
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    for role, name in _SPECIAL.items():
+        token_id = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is not None and not (isinstance(token_id, int) and token_id < len(tokens)):
+            raise file.fault(f"tokenizer.ggml.{role}_token_id is {token_id}, outside the vocabulary of {len(tokens)}")
+        settings[name] = None if token_id is None else tokens[token_id]
+    if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
+        settings["chat_template"] = template
+    sentencepiece = described.get("tokenizer_type") == "llama"
+    settings["add_bos_token"] = bool(file.metadata.get("tokenizer.ggml.add_bos_token", sentencepiece))
+    settings["add_eos_token"] = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False))
+    theirs: Any = integrations
+    reader: Any = theirs.gguf if hasattr(theirs, "gguf") else theirs.ggml  # it moved in transformers 5.23
+    fast: Any = PreTrainedTokenizerFast
+    try:
+        backend, more = reader.convert_gguf_tokenizer(file.architecture, described)
+        tokenizer: PreTrainedTokenizerBase = fast(tokenizer_object=backend, **{**settings, **more})
+    except Exception as fault:
+        raise file.fault(f"its tokenizer cannot be read: {fault}") from fault
+    return tokenizer
+
+
+def gguf_end_tokens(file: GgufFile) -> frozenset[int]:
+    """Ids that end a generation: of the text, and of the turn where the file names one."""
+    ids = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot"))
+    return frozenset(token_id for token_id in ids if isinstance(token_id, int))

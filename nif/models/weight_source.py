@@ -1,0 +1,253 @@
+"""Where weights come from: tensors under transformers' names, each in the form that its file holds it in.
+
+source = SafetensorsWeights("llama", directory)      # or GgufWeights, or ModuleWeights
+tensor = source.tensor("model.layers.0.mlp.up_proj.weight")
+tensor.kind, tensor.shape                            # "BF16", (1536, 576)
+packer.linear([tensor])                              # nif/native/weights.py: straight into packed form
+
+Files are mapped, not read: a tensor is a view of its file until somebody packs it, and `release` gives the pages that
+were touched back to the system. So loading needs the packed model and a few rows at a time.
+"""
+
+import json
+import mmap
+import struct
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from genbatch.nif.errors import ModelError
+
+FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The kinds that are plain numbers, with their types; every other kind is a type of block in GGML's spelling."""
+
+_MAX_HEADER_BYTES = 1 << 27  # of a safetensors file; the format's own limit is 100 MB
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as its file holds it.
+
+    Args:
+        name: transformers' name.
+        kind: "F32", "F16", "BF16", or a block type such as "Q4_K".
+        shape: as transformers has it.
+        rows: [product of all but the last dimension, bytes of a row] uint8, usually a view of the file.
+        row_order: where the file has the rows in another order: row i of the tensor is `rows[row_order[i]]`.
+        offset: to be added to every element; files for llama.cpp hold some norms plus one.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rows: np.ndarray
+    row_order: np.ndarray | None = None
+    offset: float = 0.0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the file."""
+        return int(self.rows.shape[1])
+
+    def addresses(self) -> np.ndarray:
+        """Where each row begins, [rows] uint64; valid as long as `rows`."""
+        start, stride = self.rows.ctypes.data, self.rows.strides[0]
+        order = np.arange(len(self.rows)) if self.row_order is None else self.row_order
+        return (order * stride + start).astype(np.uint64)
+
+    def part(self, index: int) -> "StoredTensor":
+        """One of the matrices of a tensor of three dimensions, such as an expert's."""
+        count = int(np.prod(self.shape[1:-1]))
+        rows = slice(index * count, (index + 1) * count)
+        if self.row_order is not None:
+            taken = StoredTensor(self.name, self.kind, self.shape[1:], self.rows[self.row_order[rows]])
+        else:
+            taken = StoredTensor(self.name, self.kind, self.shape[1:], self.rows[rows])
+        return taken
+
+    def floats(self, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """The exact values of the rows from `first` to before `end`: float32, [rows, last dimension]."""
+        rows = self.rows[first:end] if self.row_order is None else self.rows[self.row_order[first:end]]
+        if self.kind in FLOAT_KINDS:
+            values = torch.from_numpy(np.array(rows)).view(FLOAT_KINDS[self.kind]).float()
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):  # a scale may be infinite; the model's check says so
+                values = torch.from_numpy(gguf.dequantize(rows, GGMLQuantizationType[self.kind]))
+        return values + self.offset if self.offset else values
+
+    def whole(self) -> torch.Tensor:
+        """All exact values, float32, in the tensor's own shape."""
+        return self.floats().reshape(self.shape)
+
+
+class WeightSource(Protocol):
+    """A model's tensors by the names that transformers gives them."""
+
+    def names(self) -> Collection[str]:
+        """Every tensor that the source holds."""
+        ...
+
+    def tensor(self, name: str) -> StoredTensor:
+        """One tensor.
+
+        Raises:
+            ModelError: there is none of that name, or not in a form that can be read; it names file and tensor.
+        """
+        ...
+
+    def release(self) -> None:
+        """Gives the pages that were read back to the system; what is read again comes from the files again."""
+        ...
+
+
+def bytes_per_row(kind: str, length: int) -> int | None:
+    """Bytes of `length` elements in one row; None if they do not fill the kind's blocks."""
+    per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return length // per_block * block_bytes if length % per_block == 0 else None
+
+
+class MappedFile:
+    """A file's bytes without a copy.
+
+    Args:
+        model: what the user called the model, for errors.
+        path: the file.
+
+    Raises:
+        ModelError: it cannot be opened, or is empty.
+    """
+
+    def __init__(self, model: str, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as fault:
+            raise ModelError(model, f"{path.name} cannot be read: {fault}") from fault
+        self.path = path
+        self.bytes = np.frombuffer(self._map, np.uint8)
+
+    def release(self) -> None:
+        """Drops the pages from this process; they stay in the system's cache while it has room."""
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class SafetensorsWeights:
+    """The tensors of a directory of safetensors, in one file or in shards.
+
+    Args:
+        model: what the user called the model, for errors.
+        directory: holds model.safetensors, or model.safetensors.index.json and the files it names.
+
+    Raises:
+        ModelError: a file is missing, cut short, or contradicts itself.
+    """
+
+    def __init__(self, model: str, directory: Path) -> None:
+        self._model = model
+        self._directory = directory
+        self._files: list[MappedFile] = []
+        self._entries: dict[str, tuple[MappedFile, str, tuple[int, ...], int, int]] = {}
+        for path in _shards(model, directory):
+            file = MappedFile(model, path)
+            self._files.append(file)
+            for name, entry in _entries(model, file):
+                self._entries[name] = (file, *entry)
+
+    def names(self) -> Collection[str]:
+        """As in `WeightSource`."""
+        return self._entries.keys()
+
+    def tensor(self, name: str) -> StoredTensor:
+        """As in `WeightSource`."""
+        if name not in self._entries:
+            raise ModelError(self._model, f"its weights lack {name} ({self._directory.name})")
+        file, kind, shape, start, end = self._entries[name]
+        if kind not in FLOAT_KINDS:
+            raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}; F32, F16 and BF16 are read")
+        rows = file.bytes[start:end].reshape(int(np.prod(shape[:-1])), -1)
+        return StoredTensor(name, kind, shape, rows)
+
+    def release(self) -> None:
+        """As in `WeightSource`."""
+        for file in self._files:
+            file.release()
+
+
+class ModuleWeights:
+    """The tensors of a module in memory.
+
+    Args:
+        hf: transformers' module, on the CPU.
+    """
+
+    def __init__(self, hf: torch.nn.Module) -> None:
+        self._tensors = dict(hf.state_dict())
+
+    def names(self) -> Collection[str]:
+        """As in `WeightSource`."""
+        return self._tensors.keys()
+
+    def tensor(self, name: str) -> StoredTensor:
+        """As in `WeightSource`."""
+        values = self._tensors[name].detach().contiguous()
+        kind = next(kind for kind, dtype in FLOAT_KINDS.items() if dtype == values.dtype)
+        rows = values.reshape(-1, values.shape[-1]).cpu().view(torch.uint8).numpy()
+        return StoredTensor(name, kind, tuple(values.shape), rows)
+
+    def release(self) -> None:
+        """Nothing is mapped."""
+
+
+def _shards(model: str, directory: Path) -> list[Path]:
+    """The weight files of a directory."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as fault:
+        raise ModelError(model, f"its weights cannot be read: {index.name}: {fault!r}") from fault
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(model, f"its weights cannot be read: {index.name} names the file {name!r}")
+        if not (directory / name).is_file():
+            raise ModelError(model, f"its weights cannot be read: {name} is missing")
+    return [directory / name for name in files]
+
+
+def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
+    """Name, type, shape, first byte and one past the last, of every tensor of a safetensors file."""
+
+    def broken(what: str) -> ModelError:
+        return ModelError(model, f"its weights cannot be read: {file.path.name}: {what}")
+
+    size = len(file.bytes)
+    if size < 8:
+        raise broken(f"{size} bytes are no safetensors file")
+    (header_bytes,) = struct.unpack("<Q", file.bytes[:8].tobytes())
+    start = 8 + header_bytes
+    if header_bytes > _MAX_HEADER_BYTES or start > size:
+        raise broken(f"a header of {header_bytes} bytes in a file of {size}")
+    try:
+        header: Any = json.loads(file.bytes[8:start].tobytes())
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        for name, entry in entries:
+            first, end = entry["data_offsets"]
+            shape, dtype = tuple(entry["shape"]), entry["dtype"]
+            if not all(isinstance(n, int) and n >= 0 for n in (first, end, *shape)) or not isinstance(dtype, str):
+                raise broken(f"the entry of {name} is {entry}")
+            if first > end or start + end > size:
+                raise broken(f"{name} ends at byte {start + end} of {size}")
+            kind = dtype
+            if kind in FLOAT_KINDS and end - first != int(np.prod(shape, dtype=object)) * FLOAT_KINDS[kind].itemsize:
+                raise broken(f"{name} has {end - first} bytes, which {kind} of shape {list(shape)} does not take")
+            yield name, (kind, shape, start + first, start + end)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        raise broken(f"its header is not readable: {fault!r}") from fault
