@@ -21,8 +21,8 @@ from genbatch.actors.batching.batcher_messages import LoadSession, SaveSession
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.runtime.supervisor import background
-from genbatch.actors.service import Service, open_service
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.service import Service, open_service
 from genbatch.clients.interface import Stream
 from genbatch.clients.request import GenerateParams, MessageLike, build_request, build_tokenize
 from genbatch.clients.service_calls import Params, ServiceCalls

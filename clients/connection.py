@@ -92,7 +92,7 @@ async def open_client(connection: ConnectionFlags, engine: ModelFlags, *, n_para
 def _remote_client(address: str, connection: ConnectionFlags) -> "RemoteClient":
     """The client that speaks what the address says: ipc:// and tcp:// are ZeroMQ, unix:// and rpc:// msgpack-RPC."""
     if address.startswith(("unix://", "rpc://")):
-        from genbatch.actors.gateways.tls import client_context
+        from genbatch.actors.security.key_files import client_context
         from genbatch.clients.rpc import RPCClient
 
         if connection.client_key is not None:
@@ -110,7 +110,7 @@ def _remote_client(address: str, connection: ConnectionFlags) -> "RemoteClient":
 async def import_engine(bars: LoadingBars) -> None:
     """Imports torch and transformers on a thread: seconds, in which the bars move and Ctrl-C is heard."""
     bars("start", 0, 0)
-    await trio.to_thread.run_sync(import_module, "genbatch.actors.service", abandon_on_cancel=True)
+    await trio.to_thread.run_sync(import_module, "genbatch.actors.service.service", abandon_on_cancel=True)
 
 
 def _refuse_flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> None:

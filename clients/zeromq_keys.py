@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from genbatch.actors.gateways.curve_keys import ClientKeys
+from genbatch.actors.security.curve_keys import ClientKeys
 from genbatch.proto.errors import Unauthenticated
 from genbatch.proto.limits import RESPONSE_LIMITS
 

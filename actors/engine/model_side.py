@@ -8,9 +8,8 @@ import trio
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.context_factory import context_factory
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.engine.control_messages import StartEngine
-from genbatch.actors.engine.wire_options import decode_options
-from genbatch.actors.observe import observe
+from genbatch.actors.engine.child_process import StartEngine, decode_options
+from genbatch.actors.observing.observe import observe
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.actor import start as start_actor
 from genbatch.actors.runtime.telemetry import Telemetry

@@ -1,20 +1,246 @@
 """ZeroMQGuard: who gets a connection to the ZeroMQ gateway, how many there are, and which have ended.
 
-async with open_guard(socket, keys) as guard:
-    address = socket.bind(...)
-    nursery.start_soon(guard.run, on_ended)
+    async with open_guard(socket, keys) as guard:
+        address = socket.bind(...)
+        nursery.start_soon(guard.run, on_ended)
+
+ZeroMQConnections: a ROUTER tells nothing of its connections. Its monitor does: an event at each one's start and end,
+with the file descriptor, which each message carries too. An end is told before another client can take the identity
+that became free by it.
+
+ZAPHandler: tells libzmq which clients' keys are on the list (ZeroMQ RFC 27). libzmq asks over a socket inside the
+process, at each handshake, before it lets one frame of the client in. The key that was shown comes with every message
+afterwards, as its User-Id.
 """
 
+import contextlib
+import logging
+import socket
+import struct
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import trio
+import zmq
+from zmq.utils import z85
 
 from genbatch.actors.gateways.connection_limit import max_connections
-from genbatch.actors.gateways.curve_keys import ServerKeys
-from genbatch.actors.gateways.zap_handler import ZAPHandler, open_zap_handler
-from genbatch.actors.gateways.zeromq_connections import EVENTS, ZeroMQConnections
-from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, monitored
+from genbatch.actors.runtime.zeromq_socket import Parts, ZeroMQSocket, monitored, pumped
+from genbatch.actors.security.curve_keys import ServerKeys
+from genbatch.proto.limits import MAX_TRANSPORT_BYTES
+
+logger = logging.getLogger(__name__)
+
+# What one client may send while there is always something left to take: far more than 256 open calls have to say.
+MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28
+# What may come without a message's end. libzmq hands over whole messages only, keeps the parts until then, and bounds
+# neither their number nor their bytes: a message of small parts without an end takes twenty times its size of memory.
+MAX_BYTES_BETWEEN = 2 * MAX_TRANSPORT_BYTES
+# In Linux's `struct tcp_info`: tcpi_bytes_received.
+_TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_EVENT = struct.Struct("=HI")  # what happened; the file descriptor
+
+
+class ZeroMQConnections:
+    """The connections of one socket, by file descriptor, as of the last look.
+
+    Args:
+        monitor: receives EVENTS of the socket.
+        limit: most connections. With more, those that have been silent longest are ended: a flood of
+            connections that never speak pushes itself out, and whoever speaks at once gets in.
+    """
+
+    def __init__(self, monitor: ZeroMQSocket, limit: int) -> None:
+        self._monitor = monitor
+        self._limit = limit
+        self._name: int | str | None = None
+        self._taken: dict[int, list[int]] = {}  # messages and bytes that came by it since the queue was last empty
+        self._spoke: set[int] = set()  # a message came by it since the last sweep
+        self._received: dict[int, int] = {}  # bytes that had come by it when a message last had
+        self._open: set[int] = set()
+        self._silent: dict[int, None] = {}  # no message has come yet, oldest first
+        self._ending: set[int] = set()  # we have ended it, libzmq has not said so yet
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, connection: int) -> bool:
+        return connection in self._open and connection not in self._ending
+
+    def listens_at(self, address: str) -> None:
+        """The socket is bound; until then nothing is limited."""
+        transport, _, rest = address.partition("://")
+        self._name = int(rest.rpartition(":")[2]) if transport == "tcp" else rest
+
+    def took(self, connection: int, num_bytes: int) -> bool:
+        """Counts a message that came by it; returns whether it may send more, or else ends it.
+
+        libzmq's own bound on a client's queue is not used (see RCVHWM), so a flood must be cut off.
+        """
+        self._spoke.add(connection)
+        counts = self._taken.setdefault(connection, [0, 0])
+        counts[0] += 1
+        counts[1] += num_bytes
+        if counts[0] <= MAX_MESSAGES_AT_ONCE and counts[1] <= MAX_BYTES_AT_ONCE:
+            return True
+        if connection in self:
+            logger.warning("a client sent %d messages and %d bytes at once, and was cut off", *counts)
+            self._end(connection)
+        return False
+
+    def emptied(self) -> None:
+        """All that had come was taken: nobody floods."""
+        self._taken.clear()
+
+    def sweep(self) -> None:
+        """Ends the connections whose message has no end. Where the socket is a file only its owner can do that."""
+        spoke, self._spoke = self._spoke, set()
+        if not isinstance(self._name, int):
+            return
+        for connection in self._open - self._ending:
+            received = _bytes_received(connection)
+            before = self._received.setdefault(connection, 0)
+            if connection in spoke:
+                self._received[connection] = received
+            elif received - before > MAX_BYTES_BETWEEN:
+                logger.warning("a client sent %d bytes of a message without an end, and was cut off", received - before)
+                self._end(connection)
+
+    def heard(self, connection: int) -> None:
+        """A message came by it, so its client has passed the handshake."""
+        self._silent.pop(connection, None)
+
+    async def changed(self) -> list[int]:
+        """Waits until connections begin or end; returns those that have ended, in their order."""
+        return self._take(await self._monitor.recv_many(1024))
+
+    def ended(self) -> list[int]:
+        """Connections that have ended since the last look."""
+        return self._take(self._monitor.try_recv_many(1024))
+
+    def _take(self, messages: list[Parts]) -> list[int]:
+        ended = []
+        for event, _address in messages:
+            kind, connection = _EVENT.unpack(event)
+            if kind == zmq.EVENT_ACCEPTED:
+                self._open.add(connection)
+                self._silent[connection] = None
+            else:
+                self._open.discard(connection)
+                self._silent.pop(connection, None)
+                self._ending.discard(connection)
+                self._taken.pop(connection, None)
+                self._received.pop(connection, None)
+                ended.append(connection)
+        self._keep_limit()
+        return ended
+
+    def _keep_limit(self) -> None:
+        while self._silent and len(self._open) - len(self._ending) > self._limit:
+            self._end(next(iter(self._silent)))
+
+    def _end(self, connection: int) -> None:
+        self._silent.pop(connection, None)
+        self._ending.add(connection)
+        if self._name is not None:
+            _shut_down(connection, self._name)
+
+
+def _bytes_received(connection: int) -> int:
+    """Bytes that have come by a TCP connection of libzmq's; 0 where the system does not tell."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    try:
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=connection)
+    except OSError:
+        return 0
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:  # libzmq has just closed it
+        return 0
+    finally:
+        borrowed.detach()
+    return int.from_bytes(info[_BYTES_RECEIVED:_TCP_INFO_BYTES], sys.byteorder)
+
+
+def _shut_down(connection: int, name: int | str) -> None:
+    """Ends a connection that libzmq owns, which then notices and closes it.
+
+    libzmq may just have closed it, and something else have its descriptor; then it must be left alone, unless that is
+    another of our connections, whose client connects again by itself.
+
+    Args:
+        name: the port, or the path, that the connection came in at.
+    """
+    with contextlib.suppress(OSError):  # no socket, or no longer connected
+        borrowed = socket.socket(fileno=connection)
+        try:
+            borrowed.getpeername()  # a socket that listens has none
+            local = borrowed.getsockname()
+            if name == (local[1] if isinstance(local, tuple) else local):
+                borrowed.shutdown(socket.SHUT_RDWR)
+        finally:
+            borrowed.detach()
+
+
+ADDRESS = "inproc://zeromq.zap.01"
+DOMAIN = b"genbatch"
+VERSION = b"1.0"
+
+
+class ZAPHandler:
+    """Answers the questions of one context; made by `open_zap_handler`.
+
+    Args:
+        socket: bound to the address where libzmq asks.
+        keys: the list.
+    """
+
+    def __init__(self, socket: ZeroMQSocket, keys: ServerKeys) -> None:
+        self._socket = socket
+        self._keys = keys
+
+    async def run(self) -> None:
+        """Answers until cancelled."""
+        while True:
+            question = await self._socket.recv()
+            await self._socket.send(self._answer(question))
+
+    def _answer(self, question: Parts) -> Parts:
+        """[version, request id, status, text, user id, metadata], each of which libzmq checks."""
+        match question:
+            case [version, request_id, domain, address, _identity, mechanism, *credentials]:
+                pass
+            case _:
+                return [VERSION, b"", b"500", b"not a question", b"", b""]
+        if (version, domain, mechanism, len(credentials)) != (VERSION, DOMAIN, b"CURVE", 1):
+            return [VERSION, request_id, b"500", b"not a question of this service's", b"", b""]
+        key = z85.encode(credentials[0])
+        name = self._keys.client_name(key.decode())
+        if name is None:
+            logger.info("refused a ZeroMQ client at %s: its key %s is not on the list", address.decode(), key.decode())
+            return [VERSION, request_id, b"400", b"the key is not on the list", b"", b""]
+        return [VERSION, request_id, b"200", b"OK", key, b""]
+
+
+@asynccontextmanager
+async def open_zap_handler(socket: ZeroMQSocket, keys: ServerKeys) -> AsyncIterator[ZAPHandler]:
+    """Makes a socket, before it is bound, let in only clients whose keys are on the list.
+
+    Args:
+        socket: the service's.
+        keys: the service's own, and the list.
+    """
+    async with pumped(socket.context.socket(zmq.REP)) as answers:
+        answers.bind(ADDRESS)
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, keys.pair.secret)
+        socket.set(zmq.ZAP_DOMAIN, DOMAIN)
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody gets in, rather than everybody
+        yield ZAPHandler(answers, keys)
+
 
 OnEnded = Callable[[list[int]], None]
 

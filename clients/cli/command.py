@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from genbatch.actors.gateways.errors import AddressError, KeyFileError
 from genbatch.actors.runtime.errors import ActorError, StartFailed
 from genbatch.actors.scheduling.scheduler import SchedulerError
+from genbatch.actors.security.errors import AddressError, KeyFileError
 from genbatch.clients.errors import ClientError
 from genbatch.nif.errors import ModelError, NativeError, OptionError
 from genbatch.proto.errors import GenbatchError, InvalidRequest, ModelNotFound, PromptTooLong

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.command import run_command
 from genbatch.clients.cli.demo_screen import Answer, answer_panels, answers_as_text, summary
 from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, engine_options
@@ -70,7 +70,7 @@ async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
         address = f"ipc://{Path(directory) / 'demo.sock'}"
         with LoadingBars(console) as bars:
             await import_engine(bars)
-            from genbatch.actors.service import open_service
+            from genbatch.actors.service.service import open_service
             from genbatch.clients.zeromq import ZeroMQClient
 
             await stack.enter_async_context(

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from genbatch.actors.gateways.errors import KeyFileError
+from genbatch.actors.security.errors import KeyFileError
 from genbatch.clients.cli.command import report
 
 if TYPE_CHECKING:
-    from genbatch.actors.gateways.key_store import KeyStore
+    from genbatch.actors.security.curve_keys import KeyStore
 
 keys = typer.Typer(
     name="keys", help="Make keys and tokens, so that other machines may use a service.", no_args_is_help=True
@@ -118,8 +118,6 @@ def list_tenants(directory: Directory = None) -> None:
 
 
 def _store(directory: Path | None) -> "KeyStore":
-    from genbatch.actors.gateways.key_store import (
-        KeyStore,  # imports zmq, which no other command needs to answer --help
-    )
+    from genbatch.actors.security.curve_keys import KeyStore
 
     return KeyStore(directory or default_directory())

@@ -18,7 +18,7 @@ import msgspec
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions
 from genbatch.actors.scheduling.step_plan import StepLimits
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.batcher_flags import BatcherFlags
 from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
 from genbatch.clients.cli.service_flags import ServiceFlags

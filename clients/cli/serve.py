@@ -9,11 +9,10 @@ import typer
 from rich.console import Console
 
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.log_lines import log_event, start_logging
-from genbatch.actors.observe import observe, start_tracing
+from genbatch.actors.observing.observe import log_event, observe, start_logging, start_tracing
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.banner import banner
 from genbatch.clients.cli.batcher_flags import BatcherFlags
 from genbatch.clients.cli.command import run_service
@@ -113,13 +112,13 @@ async def _open_service(
     async with AsyncExitStack() as stack:
         with LoadingBars(Console(stderr=True)) as bars:
             if options.engine == "process":
-                from genbatch.actors.engine.service_processes import open_processes
+                from genbatch.actors.service.processes import open_processes
 
                 bars("start", 0, 0)  # over there
                 opening: AbstractAsyncContextManager[Running] = open_processes(engine, batcher, options, progress=bars)
             else:
                 await import_engine(bars)
-                from genbatch.actors.service import open_service
+                from genbatch.actors.service.service import open_service
 
                 opening = open_service(engine, batcher, options, progress=bars)
             service = await stack.enter_async_context(opening)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from genbatch.actors.log_lines import LogFormat, LogLevel
-from genbatch.actors.service_options import EngineKind
+from genbatch.actors.observing.observe import LogFormat, LogLevel
+from genbatch.actors.service.options import EngineKind
 
 _LISTENING = "Listening"
 _SECURITY = "Security"

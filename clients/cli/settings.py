@@ -23,8 +23,8 @@ import pydantic
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.gateways.zeromq_address import default_address
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.gateways.addresses import default_address
+from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.option_fields import LIMITS, Option, options
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError

@@ -96,7 +96,7 @@ async def _stats(json: bool, prometheus: bool, connection: ConnectionFlags, engi
 
 def _exposition(counted: Mapping[str, Any]) -> str:
     try:
-        from genbatch.actors.metrics import render
+        from genbatch.actors.observing.metrics import render
     except ImportError as error:
         raise UsageError(f'prometheus: {error.name} is not installed: pip install "genbatch[http]"') from error
     return render(counted)[0].decode()

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from genbatch.actors.gateways.zeromq_address import default_address
+from genbatch.actors.gateways.addresses import default_address
 from genbatch.clients.cli.command import UsageError, run_command
 from genbatch.clients.cli.top_history import TopHistory
 from genbatch.clients.cli.top_screen import top_screen

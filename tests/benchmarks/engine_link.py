@@ -19,11 +19,10 @@ import trio
 
 from genbatch.actors.batching.batcher_messages import Generate, GetHealth
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.engine.control_messages import Join
-from genbatch.actors.engine.engine_link import EngineLink
-from genbatch.actors.engine.engine_session import EngineSession
-from genbatch.actors.engine.frame_stream import FrameStream
-from genbatch.actors.engine.link_host import LinkHost
+from genbatch.actors.engine.child_process import Join
+from genbatch.actors.engine.engine_process import EngineSession
+from genbatch.actors.engine.engine_wire import FrameStream
+from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, From, GenServer, reply, start
 from genbatch.proto.messages import GenerateRequest, Result, Token, Usage
 from genbatch.proto.service_messages import Health, Models
@@ -102,8 +101,8 @@ async def engine_side(fd: int, sequences: int, steps: int, step_s: float) -> flo
 
 async def gateway_side(end: socket.socket, sequences: int, steps: int) -> float:
     async with trio.open_nursery() as nursery:
-        link = await start(nursery, EngineLink(BatcherOptions(n_parallel=sequences), lambda reason: None))
-        host = LinkHost(link)
+        link = await start(nursery, RemoteBatcher(BatcherOptions(n_parallel=sequences), lambda reason: None))
+        host = EngineConnections(link)
         await nursery.start(host.run)
         await host.send(Join(1, Models(models=())), end)
         began = time.process_time()

@@ -19,7 +19,7 @@ import trio
 
 from genbatch.clients import ZeroMQClient
 from genbatch.proto.errors import EngineLost, GenbatchError
-from tests.actors.engine.running_service import RunningService, kill
+from tests.actors.service.running_service import RunningService, kill
 from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio
 
 STREAMS, WHOLES, MAX_TOKENS = 3, 6, 100

@@ -19,7 +19,7 @@ from genbatch.clients import ZeroMQClient
 from genbatch.clients.bench.percentile import percentile
 from genbatch.clients.retry import Retry
 from genbatch.proto.errors import GenbatchError
-from tests.actors.engine.running_service import RunningService
+from tests.actors.service.running_service import RunningService
 from tests.nif.tiny_models import build_model
 
 SLOTS, OVERLOAD = 8, 3.0

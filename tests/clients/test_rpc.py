@@ -10,9 +10,9 @@ import trio.testing
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
-from genbatch.actors.gateways.security import Security
-from genbatch.actors.gateways.token_file import TokenFile, hash_token
 from genbatch.actors.runtime.actor import start
+from genbatch.actors.security.key_files import TokenFile, hash_token
+from genbatch.actors.security.security import Security
 from genbatch.clients.interface import Client
 from genbatch.clients.rpc import RPCClient
 from genbatch.clients.rpc_address import RPCAddress, read_rpc_address
@@ -102,7 +102,7 @@ async def test_a_first_message_that_is_large_or_slow_is_not_read_on(
             (b"", 0.05, "unauthenticated"),
             (msgpack.packb([0, 1, "stats", []]), 3600.0, "unauthenticated"),
         ):
-            monkeypatch.setattr("genbatch.actors.gateways.rpc_connection.HELLO_S", hello_s)
+            monkeypatch.setattr("genbatch.actors.gateways.rpc_gateway.HELLO_S", hello_s)
             async with await trio.open_unix_socket(address.removeprefix("unix://")) as stream:
                 await stream.send_all(data)
                 answer = b""

@@ -10,11 +10,11 @@ import torch
 import trio
 
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.gateways.errors import InsecureBind, KeyFileError
-from genbatch.actors.gateways.key_store import KeyStore
-from genbatch.actors.gateways.security import Security
-from genbatch.actors.service import Service, open_service
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.security.errors import InsecureBind, KeyFileError
+from genbatch.actors.security.security import Security
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.service import Service, open_service
 from genbatch.clients import SyncZeroMQClient, ZeroMQClient
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 MAX_LENGTH = 4096
-INSTRUMENTED = ["genbatch.proto", "genbatch.actors.gateways.bind_policy", "genbatch.actors.gateways.zeromq_address"]
+INSTRUMENTED = ["genbatch.proto", "genbatch.actors.security.security", "genbatch.actors.gateways.addresses"]
 
 
 def main() -> int:

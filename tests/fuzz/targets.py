@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgpack
 
-from genbatch.actors.gateways.bind_policy import is_loopback
-from genbatch.actors.gateways.errors import AddressError, KeyFileError
-from genbatch.actors.gateways.zeromq_address import check_address
+from genbatch.actors.gateways.addresses import check_address
+from genbatch.actors.security.errors import AddressError, KeyFileError
+from genbatch.actors.security.security import is_loopback
 from genbatch.proto.codec import decode, encode, to_generate_request
 from genbatch.proto.errors import FrameTooLarge, InvalidRequest, MalformedMessage
 from genbatch.proto.framing import MAX_FEED_BYTES, MessageSplitter, StreamBroken

@@ -2,14 +2,16 @@
 
 from tests.mutations.mutation import Mutation
 
-LEDGER, LINK = "actors/engine/ledger.py", "actors/engine/engine_link.py"
+LEDGER, LINK = "actors/engine/accepted_requests.py", "actors/engine/remote_batcher.py"
 STALE = '        if epoch != self.epoch or not self.is_up:\n            self.counts["stale"] += 1\n            return '
-OLD_EPOCH = ("actors/engine/test_ledger.py::test_messages_of_an_engine_that_is_gone_are_dropped",)
-REPLAY = ("actors/engine/test_ledger.py::test_an_engines_death_ends_what_was_delivered_in_part_and_replays_the_rest",)
-SUSPECTS = (
-    "actors/engine/test_ledger.py::test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live",
+OLD_EPOCH = ("actors/engine/test_accepted_requests.py::test_messages_of_an_engine_that_is_gone_are_dropped",)
+REPLAY = (
+    "actors/engine/test_accepted_requests.py::test_an_engines_death_ends_what_was_delivered_in_part_and_replays_the_rest",
 )
-POISON = ("actors/engine/test_ledger.py::test_poison_is_refused_for_a_while_and_nothing_else_is",)
+SUSPECTS = (
+    "actors/engine/test_accepted_requests.py::test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live",
+)
+POISON = ("actors/engine/test_accepted_requests.py::test_poison_is_refused_for_a_while_and_nothing_else_is",)
 NAN_ROW = (
     "nif/sampling/test_sampler.py::test_a_row_without_usable_logits_fails_alone",
     "actors/batching/test_batcher.py::test_a_row_of_nan_fails_its_request_alone",
@@ -53,7 +55,9 @@ ENGINE_GUARDS = (
         LEDGER,
         "if entry.expires_at is not None and now >= entry.expires_at:",
         "if False:",
-        ("actors/engine/test_ledger.py::test_a_deadline_that_passed_is_not_replayed_and_one_that_remains_is",),
+        (
+            "actors/engine/test_accepted_requests.py::test_a_deadline_that_passed_is_not_replayed_and_one_that_remains_is",
+        ),
         "an engine works for nobody",
     ),
     Mutation(
@@ -75,9 +79,9 @@ ENGINE_GUARDS = (
     Mutation(
         "no gap in a stream",
         LEDGER,
-        "if row.index != expected or entry.phase is Phase.WAITING:",
+        "if row.index != expected or entry.phase is Stage.WAITING:",
         "if False:",
-        ("actors/engine/test_ledger.py::test_a_gap_or_a_repetition_in_a_stream_is_the_links_fault",),
+        ("actors/engine/test_accepted_requests.py::test_a_gap_or_a_repetition_in_a_stream_is_the_links_fault",),
         "a text lacks a piece and nobody knows",
     ),
     Mutation(
@@ -85,7 +89,7 @@ ENGINE_GUARDS = (
         LEDGER,
         "if self._entries.pop(entry.id, None) is None:",
         "self._entries.pop(entry.id, None)\n        if False:",
-        ("actors/engine/test_ledger.py::test_a_request_ends_once_whatever_the_engine_says_again",),
+        ("actors/engine/test_accepted_requests.py::test_a_request_ends_once_whatever_the_engine_says_again",),
         "a request is counted as ended twice",
     ),
     Mutation(
@@ -93,7 +97,7 @@ ENGINE_GUARDS = (
         LEDGER,
         "if not self.is_up and len(self._entries) >= self._max_waiting:",
         "if False:",
-        ("actors/engine/test_ledger.py::test_what_arrives_before_an_engine_waits_for_it_within_a_bound",),
+        ("actors/engine/test_accepted_requests.py::test_what_arrives_before_an_engine_waits_for_it_within_a_bound",),
         "memory grows while there is no engine",
     ),
     Mutation(
@@ -101,15 +105,15 @@ ENGINE_GUARDS = (
         LINK,
         "and self._watch.is_stuck(now):",
         "and False:",
-        ("actors/engine/test_engine_link.py::test_an_engine_that_does_not_get_on_is_to_be_killed",),
+        ("actors/engine/test_remote_batcher.py::test_an_engine_that_does_not_get_on_is_to_be_killed",),
         "a service is there and does nothing",
     ),
     Mutation(
         "deadline without an engine",
         LINK,
-        "for entry in self.ledger.expired(now):",
+        "for entry in self.accepted.expired(now):",
         "for entry in []:",
-        ("actors/engine/test_engine_link.py::test_a_deadline_is_kept_while_there_is_no_engine",),
+        ("actors/engine/test_remote_batcher.py::test_a_deadline_is_kept_while_there_is_no_engine",),
         "a caller waits longer than it said",
     ),
     Mutation(
@@ -117,7 +121,7 @@ ENGINE_GUARDS = (
         LINK,
         "if entry is not None:\n            self._forget(entry)",
         "if False:\n            self._forget(entry)",
-        ("actors/engine/test_engine_link.py::test_a_caller_that_leaves_cancels_its_request_over_there",),
+        ("actors/engine/test_remote_batcher.py::test_a_caller_that_leaves_cancels_its_request_over_there",),
         "the engine works for nobody",
     ),
     Mutation(
@@ -125,7 +129,7 @@ ENGINE_GUARDS = (
         LINK,
         "self._draining.check()",
         "pass",
-        ("actors/engine/test_engine_link.py::test_a_drain_refuses_what_is_new_and_waits_for_what_is_open",),
+        ("actors/engine/test_remote_batcher.py::test_a_drain_refuses_what_is_new_and_waits_for_what_is_open",),
         "a service that is to stop never does",
     ),
     Mutation(

@@ -74,10 +74,12 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "default deadline, at the link",
-        "actors/engine/engine_link.py",
+        "actors/engine/remote_batcher.py",
         "wanted = msgspec.structs.replace(wanted, deadline_s=self.options.default_deadline_s)",
         "pass",
-        ("actors/engine/test_engine_link.py::test_a_clients_request_has_the_default_deadline_without_an_engine_too",),
+        (
+            "actors/engine/test_remote_batcher.py::test_a_clients_request_has_the_default_deadline_without_an_engine_too",
+        ),
         "while there is no engine a request waits for ever",
     ),
     Mutation(

@@ -8,7 +8,7 @@ ZEROMQ_SECURITY = "actors/gateways/test_zeromq_security.py::"
 SECURITY_GUARDS = (
     Mutation(
         "list of keys",
-        "actors/gateways/zap_handler.py",
+        "actors/gateways/zeromq_guard.py",
         "if name is None:",
         "if False:",
         (ZEROMQ_SECURITY + "test_a_key_that_is_not_on_the_list_gets_nowhere",),
@@ -76,7 +76,7 @@ SECURITY_GUARDS = (
     ),
     Mutation(
         "token before anything, msgpack-RPC",
-        "actors/gateways/rpc_connection.py",
+        "actors/gateways/rpc_gateway.py",
         "if token is None or tenant is None:",
         "if False:",
         ("clients/test_rpc.py::test_a_client_without_the_right_token_is_told_so",),
@@ -84,7 +84,7 @@ SECURITY_GUARDS = (
     ),
     Mutation(
         "size before the token",
-        "actors/gateways/rpc_connection.py",
+        "actors/gateways/rpc_gateway.py",
         "MAX_TRANSPORT_BYTES if authenticate is None else MAX_HELLO_BYTES",
         "MAX_TRANSPORT_BYTES",
         ("clients/test_rpc.py::test_a_first_message_that_is_large_or_slow_is_not_read_on",),
@@ -92,7 +92,7 @@ SECURITY_GUARDS = (
     ),
     Mutation(
         "tokens taken off the list",
-        "actors/gateways/rpc_connection.py",
+        "actors/gateways/rpc_gateway.py",
         "if self._authenticate(self._token) != self.session.tenant:",
         "if False:",
         ("clients/test_rpc.py::test_a_token_that_is_taken_away_ends_the_connection",),
@@ -108,7 +108,7 @@ SECURITY_GUARDS = (
     ),
     Mutation(
         "tokens are compared in constant time",
-        "actors/gateways/token_file.py",
+        "actors/security/key_files.py",
         "if hmac.compare_digest(given, known):",
         "if given == known:",
         ("actors/gateways/test_token_file.py::test_all_hashes_are_compared_in_constant_time",),
@@ -116,7 +116,7 @@ SECURITY_GUARDS = (
     ),
     Mutation(
         "bind policy",
-        "actors/gateways/bind_policy.py",
+        "actors/security/security.py",
         "if lacking and not is_loopback(host):",
         "if False:",
         (

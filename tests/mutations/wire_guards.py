@@ -3,7 +3,7 @@
 from tests.mutations.mutation import Mutation
 
 VALIDATION, CODEC, RPC = "proto/validation.py", "proto/codec.py", "proto/rpc_server.py"
-OPEN_CALL, ZEROMQ = "actors/gateways/open_call.py", "actors/gateways/zeromq_gateway.py"
+OPEN_CALL, ZEROMQ = "actors/gateways/session.py", "actors/gateways/zeromq_gateway.py"
 CAPS = ("proto/test_messages.py::test_the_operator_sets_the_caps",)
 EDGES = ("proto/test_codec.py::test_limits_hold_at_their_edges",)
 
@@ -156,7 +156,7 @@ WIRE_GUARDS = (
     ),
     Mutation(
         "bound of the outbox",
-        "actors/gateways/outbox.py",
+        "actors/gateways/session.py",
         "return self.num_waiting > MAX_WAITING",
         "return False",
         (
@@ -188,7 +188,7 @@ WIRE_GUARDS = (
     ),
     Mutation(
         "flood of messages",
-        "actors/gateways/zeromq_connections.py",
+        "actors/gateways/zeromq_guard.py",
         "if counts[0] <= MAX_MESSAGES_AT_ONCE and counts[1] <= MAX_BYTES_AT_ONCE:",
         "if True:",
         (
@@ -199,7 +199,7 @@ WIRE_GUARDS = (
     ),
     Mutation(
         "message without an end",
-        "actors/gateways/zeromq_connections.py",
+        "actors/gateways/zeromq_guard.py",
         "elif received - before > MAX_BYTES_BETWEEN:",
         "elif False:",
         ("actors/gateways/test_zeromq_endless.py::test_a_message_of_parts_without_an_end_is_cut_off_alone",),

@@ -20,8 +20,7 @@ import trio
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.rpc_connection import RPCConnection
-from genbatch.actors.gateways.rpc_gateway import SWEEP_S, check_connection
+from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model

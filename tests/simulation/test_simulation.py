@@ -8,8 +8,8 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.engine.engine_link import EngineLink
-from genbatch.actors.engine.ledger import Entry, Ledger
+from genbatch.actors.engine.accepted_requests import AcceptedRequest, AcceptedRequests
+from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.nif import decode_run
 from genbatch.nif.models.model import Model
 from tests.simulation.history_runner import HistoryRunner
@@ -95,12 +95,12 @@ def test_a_block_that_comes_back_from_the_host_without_its_content_is_noticed(
 def test_a_request_that_is_forgotten_when_its_engine_dies_is_noticed(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lose = Ledger.lose
+    lose = AcceptedRequests.lose
 
-    def forgetful(self: Ledger, now: float) -> list[tuple[Entry, Exception]]:
+    def forgetful(self: AcceptedRequests, now: float) -> list[tuple[AcceptedRequest, Exception]]:
         return lose(self, now)[1:]
 
-    monkeypatch.setattr(Ledger, "lose", forgetful)
+    monkeypatch.setattr(AcceptedRequests, "lose", forgetful)
     assert fails(model)
 
 
@@ -119,5 +119,5 @@ def test_a_draw_that_depends_on_how_its_step_was_planned_is_noticed(
 def test_a_drain_that_waits_for_longer_than_it_was_told_is_noticed(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineLink, "_cancel_open", lambda self: None)
+    monkeypatch.setattr(RemoteBatcher, "_cancel_open", lambda self: None)
     assert fails(model, 100)  # few worlds are drained; one of the next is

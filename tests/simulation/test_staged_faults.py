@@ -9,8 +9,8 @@ import trio
 
 from genbatch.actors.batching.batcher_messages import GetHealth
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.gateways.open_call import STALLED_S
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S
+from genbatch.actors.gateways.session import STALLED_S
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import Cancelled

@@ -1,8 +1,8 @@
 """World: the whole service in one deterministic event loop, and the faults that a seed draws for it.
 
-Real: Batcher, scheduler, context and KV cache, EngineLink, ledger, link messages, RPC gateway sessions, wire protocol.
+Real: Batcher, scheduler, context and KV cache, RemoteBatcher, link messages, RPC gateway sessions, wire protocol.
 Simulated: the model (HistoryRunner), time (MockClock), threads (SimWorker), processes (a nursery that is cut down),
-sockets (pipes with delays). Checked after every event: the ledger, the blocks, each client's stream.
+sockets (pipes with delays). Checked after every event: what was accepted, the blocks, each client's stream.
 """
 
 import random
@@ -18,12 +18,10 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import GetModels
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.batching.step_faults import EngineFault
-from genbatch.actors.engine.engine_link import CANCEL_GRACE_S, EngineLink, LinkFrame, LinkUp
-from genbatch.actors.engine.engine_session import EngineSession
-from genbatch.actors.engine.link_connection import LinkConnection
+from genbatch.actors.engine.engine_process import EngineSession
+from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, EngineConnection, LinkFrame, LinkUp, RemoteBatcher
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.rpc_connection import RPCConnection
-from genbatch.actors.gateways.rpc_gateway import SWEEP_S, check_connection
+from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.scheduling.batching_type import BatchingType
@@ -129,7 +127,7 @@ class World:
     def trace(self, who: str, what: str) -> None:
         """Notes an event, and checks what must hold after every one."""
         self.events.append(f"{trio.current_time():.4f} {who} {what}")
-        self._link.ledger.check_integrity()
+        self._link.accepted.check_integrity()
         if self._batcher is not None:
             pauses = max((sequence.num_pauses for sequence in self._batcher.slots.pending), default=0)
             assert pauses <= MAX_PAUSES, "what is paused again and again keeps all others waiting, too"
@@ -160,7 +158,7 @@ class World:
     async def _run(self) -> None:
         with trio.fail_after(LIVENESS_S):
             async with trio.open_nursery() as self._nursery:
-                self._link = EngineLink(self._options, self._kill)
+                self._link = RemoteBatcher(self._options, self._kill)
                 self._ref = await start(self._nursery, self._link, name="link")
                 self._dispatcher = Dispatcher(self._ref)
                 self._nursery.start_soon(self._run_engines)
@@ -180,8 +178,8 @@ class World:
         while not self._is_idle():  # noqa: ASYNC110 - time is simulated, and there is no one event to wait for
             await trio.sleep(0.2)
         await trio.sleep(1.0)
-        self._link.ledger.check_integrity()
-        counts = self._link.ledger.counts
+        self._link.accepted.check_integrity()
+        counts = self._link.accepted.counts
         assert counts["accepted"] == counts["finals"], counts
         batcher = self._batcher
         assert batcher.slots.seq_pool == set(range(batcher.options.n_parallel)), "a slot is lost"
@@ -194,7 +192,7 @@ class World:
     def _is_idle(self) -> bool:
         if self._life is None or self._batcher is None or self._life.cancel_scope.cancel_called:
             return False
-        return not len(self._link.ledger) and not len(self._batcher.requests)
+        return not len(self._link.accepted) and not len(self._batcher.requests)
 
     # The gateway
 
@@ -241,7 +239,7 @@ class World:
                 # What ends it ends the process: there is no time for last words.
                 ref = await start(life, batcher, name="batcher", shutdown_s=0.0)
                 models = await ref.call(GetModels(), timeout=None)
-                connection = LinkConnection(gateway_end, self._hear)
+                connection = EngineConnection(gateway_end, self._hear)
                 self._nursery.start_soon(connection.run)
                 self._ref.info(LinkUp(connection, models), control=True)
                 self._batcher, self._life = batcher, life
@@ -271,7 +269,7 @@ class World:
             block_size=4,
         )
 
-    def _hear(self, connection: LinkConnection, messages: Any) -> None:
+    def _hear(self, connection: EngineConnection, messages: Any) -> None:
         if messages is None:
             self.num_deaths += 1
         with suppress(ActorDown):  # the world is ending
@@ -299,7 +297,7 @@ class World:
         self.is_draining = True
         begun, jumped = trio.current_time(), self._jumped_s
         await self._dispatcher.call("drain", {"timeout_s": timeout_s}, client="operator", on_token=None)
-        assert not len(self._link.ledger), "drained, and something is open"
+        assert not len(self._link.accepted), "drained, and something is open"
         most = timeout_s + CANCEL_GRACE_S + self._jumped_s - jumped
         assert trio.current_time() - begun <= most + 0.001, "drained too late"
 

@@ -22,7 +22,7 @@ from genbatch.actors.gateways.http.front import Authenticate, Front
 from genbatch.actors.gateways.http.generating import Generating
 from genbatch.actors.gateways.http.openai_request import read_chat, read_completion, read_messages
 from genbatch.actors.gateways.http.service_calls import OpenCalls, ServiceCalls
-from genbatch.actors.metrics import render
+from genbatch.actors.observing.metrics import render
 from genbatch.proto.errors import EngineError, GenbatchError
 from genbatch.proto.messages import check_type
 from genbatch.proto.service_messages import ModelCard

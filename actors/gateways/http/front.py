@@ -12,12 +12,12 @@ import trio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from genbatch.actors.gateways.bind_policy import is_loopback
 from genbatch.actors.gateways.connection_limit import Seat
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.gateways.http.service_calls import HTTPCaller
-from genbatch.actors.gateways.token_file import bearer_token
 from genbatch.actors.runtime.supervisor import background
+from genbatch.actors.security.key_files import bearer_token
+from genbatch.actors.security.security import is_loopback
 from genbatch.proto.errors import Forbidden, FrameTooLarge, GenbatchError, Unauthenticated
 from genbatch.proto.limits import REQUEST_LIMITS
 

@@ -6,9 +6,8 @@ Both are told before a model is loaded, so nothing of the extra `genbatch[http]`
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from genbatch.actors.gateways.bind_policy import check_bind, is_loopback
-from genbatch.actors.gateways.errors import AddressError
-from genbatch.actors.gateways.security import Security
+from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.security import Security, check_bind, is_loopback
 from genbatch.nif.errors import OptionError
 
 LOOPBACK = "127.0.0.1"

@@ -10,13 +10,12 @@ import msgpack
 import trio
 import zmq
 
-from genbatch.actors.gateways.curve_keys import ClientKeys
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.key_store import KeyStore
-from genbatch.actors.gateways.security import Security, open_security
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
+from genbatch.actors.security.curve_keys import ClientKeys, KeyStore
+from genbatch.actors.security.security import Security, open_security
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from genbatch.actors.gateways.bind_policy import check_bind, is_loopback
-from genbatch.actors.gateways.errors import InsecureBind
+from genbatch.actors.security.errors import InsecureBind
+from genbatch.actors.security.security import check_bind, is_loopback
 
 OTHERS_CAN_REACH = ["0.0.0.0", "*", "", "[::]", "::", "192.0.2.1", "10.0.0.1", "eth0", "example.org"]
 # They look like this machine, and are not, or not for sure.

@@ -7,9 +7,8 @@ import pytest
 import zmq
 import zmq.auth
 
-from genbatch.actors.gateways.curve_keys import ClientKeys, ServerKeys, read_public_key
-from genbatch.actors.gateways.errors import KeyFileError
-from genbatch.actors.gateways.key_store import KeyStore, Tenant
+from genbatch.actors.security.curve_keys import ClientKeys, KeyStore, ServerKeys, Tenant, read_public_key
+from genbatch.actors.security.errors import KeyFileError
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 import trio
 import trio.testing
 
-from genbatch.actors.gateways import open_call, outbox, rpc_connection, rpc_gateway
+from genbatch.actors.gateways import rpc_gateway, session
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.errors import AddressError
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.runtime.supervisor import Registry
+from genbatch.actors.security.errors import AddressError
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 from tests.actors.gateways.scripted_batcher import Served, served
 
@@ -130,7 +130,7 @@ async def test_what_follows_a_message_is_a_message_of_its_own(tmp_path: Path) ->
 
 
 async def test_a_message_that_is_begun_must_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_connection, "MESSAGE_S", 0.05)
+    monkeypatch.setattr(rpc_gateway, "MESSAGE_S", 0.05)
     async with served(tmp_path, "unix") as service, connected(service) as idle, connected(service) as socket:
         kind, msgid, error, _ = await socket.ask(b"\x94\x00")
         assert (kind, msgid, error["code"]) == (1, None, "unavailable")
@@ -141,7 +141,7 @@ async def test_a_message_that_is_begun_must_be_ended(tmp_path: Path, monkeypatch
 async def test_a_client_that_does_not_read_loses_its_calls_and_its_memory_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "MAX_WAITING", 50)
+    monkeypatch.setattr(session, "MAX_WAITING", 50)
     async with served(tmp_path, "unix") as service, connected(service) as slow, connected(service) as other:
         await slow.tell([0, 5, "stream", [{"prompt": "hold"}]])
         held = await service.batcher.arrival("hold")
@@ -159,7 +159,7 @@ async def test_a_client_that_does_not_read_loses_its_calls_and_its_memory_is_bou
 
 
 async def test_a_client_that_takes_nothing_for_long_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_connection, "STALLED_S", 0.05)
+    monkeypatch.setattr(rpc_gateway, "STALLED_S", 0.05)
     async with served(tmp_path, "unix") as service, connected(service) as slow:
         await slow.tell([0, 5, "stream", [{"prompt": "hold"}]])
         held = await service.batcher.arrival("hold")
@@ -178,7 +178,7 @@ async def test_a_client_that_only_writes_is_read_no_further(tmp_path: Path) -> N
                 await flood.tell(bad * 16)
         assert scope.cancelled_caught
         assert isinstance(service.gateway, RPCGateway)
-        assert all(one._outbox.num_waiting <= outbox.MAX_WAITING for one in service.gateway._connections)
+        assert all(one._outbox.num_waiting <= session.MAX_WAITING for one in service.gateway._connections)
         assert (await other.ask([0, 1, "generate", [{"prompt": "ok"}]]))[3]["text"] == "ok"
 
 
@@ -225,7 +225,7 @@ async def test_a_stream_without_credit_for_long_is_cancelled_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc_gateway, "SWEEP_S", 0.02)
-    monkeypatch.setattr(open_call, "STALLED_S", 0.1)
+    monkeypatch.setattr(session, "STALLED_S", 0.1)
     async with served(tmp_path, "unix") as service, connected(service) as socket:
         await socket.tell([0, 1, "stream", [{"prompt": "hold a"}, {"credit": 0}]])
         await socket.tell([0, 2, "stream", [{"prompt": "hold b"}, {"credit": 0}]])
@@ -240,7 +240,7 @@ async def test_a_stream_without_credit_for_long_is_cancelled_alone(
 
 
 async def test_the_tokens_that_wait_for_credit_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_call, "MAX_HELD", 5)
+    monkeypatch.setattr(session, "MAX_HELD", 5)
     async with served(tmp_path, "unix") as service, connected(service) as socket:
         await socket.tell([0, 1, "stream", [{"prompt": "hold"}, {"credit": 1}]])
         held = await service.batcher.arrival("hold")

@@ -12,13 +12,13 @@ import trustme
 
 from genbatch.actors.gateways import rpc_gateway
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.errors import InsecureBind, KeyFileError
-from genbatch.actors.gateways.key_store import KeyStore
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
-from genbatch.actors.gateways.security import open_security
-from genbatch.actors.gateways.tls import client_context, server_context
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import Registry
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.security.errors import InsecureBind, KeyFileError
+from genbatch.actors.security.key_files import client_context, server_context
+from genbatch.actors.security.security import open_security
 from genbatch.clients.rpc import RPCClient
 from genbatch.proto.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from genbatch.actors.gateways import token_file
-from genbatch.actors.gateways.errors import KeyFileError
-from genbatch.actors.gateways.key_store import KeyStore
-from genbatch.actors.gateways.token_file import TokenFile, bearer_token, hash_token, new_token
+from genbatch.actors.security import key_files
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.security.errors import KeyFileError
+from genbatch.actors.security.key_files import TokenFile, bearer_token, hash_token, new_token
 
 
 def test_a_token_gives_its_name_and_every_other_text_gives_none(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_all_hashes_are_compared_in_constant_time(tmp_path: Path, monkeypatch: p
         compared.append(known)
         return given == known
 
-    monkeypatch.setattr(token_file.hmac, "compare_digest", compare_digest)
+    monkeypatch.setattr(key_files.hmac, "compare_digest", compare_digest)
     assert TokenFile(store.tokens).tenant(first) == "a"
     assert len(compared) == 2
 

@@ -7,8 +7,8 @@ import pytest
 import trio
 import trio.lowlevel
 
-from genbatch.actors.gateways import zeromq_connections, zeromq_gateway
-from genbatch.actors.gateways.security import Security
+from genbatch.actors.gateways import zeromq_gateway, zeromq_guard
+from genbatch.actors.security.security import Security
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 from tests.actors.gateways.guarded import ask, dealer, listening, until_closed, zmtp_stream
 
@@ -43,7 +43,7 @@ async def test_a_message_of_parts_without_an_end_is_cut_off_alone(monkeypatch: p
 async def test_whoever_sends_whole_messages_may_send_any_number_of_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(zeromq_connections, "MAX_BYTES_BETWEEN", 1000)
+    monkeypatch.setattr(zeromq_guard, "MAX_BYTES_BETWEEN", 1000)
     async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway), dealer(gateway.address) as client:
         for msgid in range(20):
             assert (await ask(client, [0, msgid, "generate", [{"prompt": "x" * 500}]]))[1] == msgid

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch.actors.gateways import zeromq_connections, zeromq_guard
-from genbatch.actors.gateways.security import Security
+from genbatch.actors.gateways import zeromq_guard
 from genbatch.actors.runtime import zeromq_socket
+from genbatch.actors.security.security import Security
 from tests.actors.gateways.guarded import ask, dealer, guarded, listening, until_closed, zmtp_stream
 
 pytestmark = pytest.mark.trio
@@ -61,7 +61,7 @@ async def test_a_flood_that_ends_with_a_reset_does_not_take_the_process_down() -
 
 
 async def test_who_sends_too_much_at_once_is_cut_off_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeromq_connections, "MAX_MESSAGES_AT_ONCE", 500)
+    monkeypatch.setattr(zeromq_guard, "MAX_MESSAGES_AT_ONCE", 500)
     monkeypatch.setattr(zeromq_socket, "HEARTBEAT_IVL", 0)  # else it would end for want of a pong
     async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway):
         port = int(gateway.address.rpartition(":")[2])

@@ -14,14 +14,14 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.gateways import outbox, zeromq_gateway
+from genbatch.actors.gateways import session, zeromq_gateway
+from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.errors import AddressError
-from genbatch.actors.gateways.zeromq_address import default_address
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime import zeromq_socket
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
+from genbatch.actors.security.errors import AddressError
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES, REQUEST_LIMITS
 from tests.actors.gateways.scripted_batcher import Held, Served, served
 
@@ -264,7 +264,7 @@ async def test_a_client_silent_for_longer_than_it_promised_loses_its_calls(
 async def test_a_client_that_does_not_read_loses_its_calls_and_others_do_not_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "MAX_WAITING", 50)
+    monkeypatch.setattr(session, "MAX_WAITING", 50)
     async with served(tmp_path) as service, dealer(service) as slow, dealer(service) as other:
         await tell(slow, [0, 5, "stream", [{"prompt": "hold"}]])
         held = await service.batcher.arrival("hold")
@@ -303,16 +303,16 @@ async def test_a_client_that_reads_nothing_for_long_loses_its_calls(
 async def test_a_client_that_only_writes_cannot_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "MAX_WAITING", 20)
-    largest, answered, post = 0, trio.Event(), outbox.Outbox.post
+    monkeypatch.setattr(session, "MAX_WAITING", 20)
+    largest, answered, post = 0, trio.Event(), session.Outbox.post
 
-    def noted_post(box: outbox.Outbox, message: bytes) -> None:
+    def noted_post(box: session.Outbox, message: bytes) -> None:
         nonlocal largest
         post(box, message)
         largest = max(largest, box.num_waiting)
         answered.set()
 
-    monkeypatch.setattr(outbox.Outbox, "post", noted_post)
+    monkeypatch.setattr(session.Outbox, "post", noted_post)
     async with served(tmp_path) as service, dealer(service) as flood:
         bad = b"\xc1" * 4096
         for _ in range(20_000):

@@ -8,16 +8,15 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.gateways import zeromq_connections
-from genbatch.actors.gateways.curve_keys import ClientKeys, KeyPair
+from genbatch.actors.gateways import zeromq_guard
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.errors import InsecureBind
-from genbatch.actors.gateways.key_store import KeyStore
-from genbatch.actors.gateways.security import Security
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime import zeromq_socket
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.zeromq_socket import open_socket
+from genbatch.actors.security.curve_keys import ClientKeys, KeyPair, KeyStore
+from genbatch.actors.security.errors import InsecureBind
+from genbatch.actors.security.security import Security
 from tests.actors.gateways.guarded import (
     Guarded,
     ask,
@@ -141,7 +140,7 @@ async def test_an_identity_gives_no_access_to_anothers_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_guard_late: bool
 ) -> None:
     if is_guard_late:  # the task that waits for connections to end does not get its turn
-        monkeypatch.setattr(zeromq_connections.ZeroMQConnections, "changed", never)
+        monkeypatch.setattr(zeromq_guard.ZeroMQConnections, "changed", never)
     async with guarded(tmp_path) as service:
         alice, mallory = (service.client_key(name) for name in ("alice", "mallory"))
         async with dealer(service.address, alice, identity=b"a") as hers:

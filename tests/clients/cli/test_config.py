@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.option_fields import FLAG_GROUPS, LIMITS, Option, option_of_flag, options
 from genbatch.clients.cli.option_table import markdown_table

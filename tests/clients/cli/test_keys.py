@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from genbatch.actors.gateways.curve_keys import ClientKeys, ServerKeys
-from genbatch.actors.gateways.token_file import TokenFile
+from genbatch.actors.security.curve_keys import ClientKeys, ServerKeys
+from genbatch.actors.security.key_files import TokenFile
 from genbatch.clients.cli.main import app
 
 

@@ -16,10 +16,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.gateways.zeromq_address import default_address
+from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.settings import read_settings
 from genbatch.nif.engine_options import EngineOptions
@@ -213,7 +213,7 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         opened.append((engine, batcher, service))
         raise ModelError("some", "the end")
 
-    monkeypatch.setattr("genbatch.actors.engine.service_processes.open_processes", open_service)
+    monkeypatch.setattr("genbatch.actors.service.processes.open_processes", open_service)
     return opened
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from genbatch.actors.recording.record_file import RecordReader
 from genbatch.clients import SyncZeroMQClient
 from genbatch.clients.cli.main import app
-from tests.actors.engine.running_service import TIMEOUT_S, RunningService
+from tests.actors.service.running_service import TIMEOUT_S, RunningService
 
 
 def test_what_a_killed_service_recorded_replays_to_identical_ticks(

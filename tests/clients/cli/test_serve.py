@@ -8,8 +8,8 @@ import pytest
 
 from genbatch.clients import SyncRPCClient, SyncZeroMQClient
 from genbatch.proto.errors import Unavailable
-from tests.actors.engine.running_service import TIMEOUT_S, RunningService, is_running, kill
 from tests.actors.engine.stage import Stage
+from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
 
 
 def test_sigterm_lets_open_requests_end_and_is_success(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:

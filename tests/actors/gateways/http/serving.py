@@ -11,8 +11,8 @@ import trio
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.http_address import parse_http_address
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
-from genbatch.actors.gateways.security import Security
 from genbatch.actors.runtime.actor import ActorRef, start
+from genbatch.actors.security.security import Security
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 

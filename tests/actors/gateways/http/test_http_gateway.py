@@ -14,14 +14,13 @@ import pytest
 import trio
 import trio.testing
 
-from genbatch.actors.gateways.errors import InsecureBind
 from genbatch.actors.gateways.http import front, generating, http_gateway, service_calls
 from genbatch.actors.gateways.http.http_address import check_http
 from genbatch.actors.gateways.http.http_gateway import BoundedStream
-from genbatch.actors.gateways.key_store import KeyStore
-from genbatch.actors.gateways.security import Security
-from genbatch.actors.gateways.tls import server_context
-from genbatch.actors.gateways.token_file import TokenFile
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.security.errors import InsecureBind
+from genbatch.actors.security.key_files import TokenFile, server_context
+from genbatch.actors.security.security import Security
 from genbatch.nif.errors import OptionError
 from genbatch.proto.service_messages import Health
 from tests.actors.gateways.http.serving import served_http

@@ -13,9 +13,9 @@ import trio
 
 from genbatch.actors.batching.batcher_messages import Generate, GetStats
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.gateways.key_store import KeyStore
-from genbatch.actors.service import Service, open_service
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.engine import EngineOptions
 from genbatch.proto.messages import GenerateRequest, Message, Result
 from tests.actors import holding_scheduler

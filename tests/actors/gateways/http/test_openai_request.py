@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.gateways.errors import AddressError
 from genbatch.actors.gateways.http.bodies import renamed
 from genbatch.actors.gateways.http.http_address import HTTPAddress, parse_http_address
 from genbatch.actors.gateways.http.openai_request import (
@@ -16,6 +15,7 @@ from genbatch.actors.gateways.http.openai_request import (
     read_chat,
     read_completion,
 )
+from genbatch.actors.security.errors import AddressError
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.request_limits import RequestLimits

@@ -12,10 +12,10 @@ from genbatch.actors.batching.batcher_messages import Generate, GetStats
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.http.app import FILES
 from genbatch.actors.gateways.http.front import OPEN_PATHS
-from genbatch.actors.gateways.key_store import KeyStore
 from genbatch.actors.runtime.actor import From
-from genbatch.actors.service import Service, open_service
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.engine import EngineOptions
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http

@@ -1,0 +1,272 @@
+"""AcceptedRequests: every request that a gateway has accepted, until its one final, whatever becomes of the engine.
+
+    request = accepted.accept(wanted, now)
+    for request in accepted.due():                     # send them to the engine
+    for request, token in accepted.tokens(epoch, rows)   # give them to the callers
+    request = accepted.final(epoch, request_id)        # the one final of each; None where it had one
+    for request, error in accepted.lose(now):          # the engine died: these end, the others are due again
+
+Knows neither sockets, clocks nor event loops: whoever drives it says what happened and does what it returns.
+
+    WAITING --due--> SENT --first token--> BEGUN --final--> gone
+       ^               |                     |
+       +-- the engine died, a first time ----+   (a stream with delivered tokens ends instead: engine_lost)
+
+A request is replayed on a new engine if nothing of it was delivered, its deadline remains and it is its first replay.
+Replayed ones are suspects: any of them may be what the engine died of. So they are sent one at a time, the next when
+the last has given a token or ended; an engine that dies again has but one to blame, and that one is poison.
+"""
+
+import enum
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from genbatch.actors.engine.engine_wire import LinkError, TokenRow
+from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, Unavailable
+from genbatch.proto.messages import GenerateRequest, Token
+
+# Poison is refused for so many seconds, and so many of its kinds are remembered.
+POISON_S = 300.0
+MAX_POISONS = 256
+# Seconds that an engine has to end a request whose deadline has passed, before the gateway does.
+DEADLINE_GRACE_S = 1.0
+# What a refused caller is told while the engine is down: about a small model's load time.
+RETRY_MS = 2000
+
+
+class Stage(enum.Enum):
+    """Where an open request is."""
+
+    WAITING = "waiting"  # to be sent, for the first time or again
+    SENT = "sent"  # to the engine of this epoch, which has not shown a token of it
+    BEGUN = "begun"  # it has
+
+
+@dataclass(slots=True, eq=False)
+class AcceptedRequest:
+    """One accepted request.
+
+    Args:
+        id: its number on the link.
+        request: as it was asked.
+        caller: whoever drives this keeps here whom to answer.
+        expires_at: when its deadline passes; None is never.
+        is_streamed: whether its tokens are delivered as they come.
+    """
+
+    id: int
+    request: GenerateRequest
+    caller: Any
+    expires_at: float | None
+    is_streamed: bool
+    phase: Stage = Stage.WAITING
+    deaths: int = 0  # of engines that had it
+    next_index: dict[int, int] = field(default_factory=dict)  # by choice
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens that its caller has."""
+        return sum(self.next_index.values()) if self.is_streamed else 0
+
+
+class AcceptedRequests:
+    """See the module's docstring.
+
+    Args:
+        max_waiting: requests that may wait while no engine is there; more are refused.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self.epoch = 0  # counts the engines; what one says after its end is dropped
+        self.is_up = False
+        self.counts = {"accepted": 0, "finals": 0, "replayed": 0, "lost": 0, "stale": 0}
+        self._max_waiting = max_waiting
+        self._entries: dict[int, AcceptedRequest] = {}
+        self._due: dict[int, AcceptedRequest] = {}  # those that wait and are no suspects, in order
+        self._suspects: dict[int, AcceptedRequest] = {}  # those that wait and are
+        self._poisons: OrderedDict[bytes, float] = OrderedDict()  # when each is forgiven
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, entry: AcceptedRequest) -> bool:
+        return entry.id in self._entries
+
+    def __iter__(self) -> Iterator[AcceptedRequest]:
+        return iter(list(self._entries.values()))
+
+    # Requests
+
+    def accept(
+        self, request: GenerateRequest, now: float, *, caller: Any = None, is_streamed: bool = False
+    ) -> AcceptedRequest:
+        """Takes a request; it is due.
+
+        Raises:
+            Unavailable: no engine is there, and enough requests wait for one.
+            EngineLost: it is poison.
+        """
+        if not self.is_up and len(self._entries) >= self._max_waiting:
+            raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
+        self._check_poison(request, now)
+        self._last_id += 1
+        expires_at = None if request.deadline_s is None else now + request.deadline_s
+        entry = AcceptedRequest(self._last_id, request, caller, expires_at, is_streamed)
+        self._entries[entry.id] = entry
+        self._due[entry.id] = entry
+        self.counts["accepted"] += 1
+        return entry
+
+    def due(self) -> list[AcceptedRequest]:
+        """What is to be sent to the engine now; each counts as sent."""
+        if not self.is_up:
+            return []
+        sent = list(self._due.values())
+        self._due.clear()
+        if self._suspects and not any(entry.deaths and entry.phase is Stage.SENT for entry in self._entries.values()):
+            sent.append(self._suspects.pop(next(iter(self._suspects))))
+        for entry in sent:
+            entry.phase = Stage.SENT
+        return sent
+
+    def drop(self, entry: AcceptedRequest) -> bool:
+        """Its caller is gone, or was answered by the gateway; returns whether the engine is to be told."""
+        if self._entries.pop(entry.id, None) is None:
+            return False
+        self._due.pop(entry.id, None)
+        self._suspects.pop(entry.id, None)
+        self.counts["finals"] += 1
+        return entry.phase is not Stage.WAITING
+
+    def expired(self, now: float) -> list[AcceptedRequest]:
+        """Those whose deadline has passed without the engine having ended them; `drop` them and tell their callers."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.expires_at is not None
+            and now >= entry.expires_at + (0.0 if entry.phase is Stage.WAITING else DEADLINE_GRACE_S)
+        ]
+
+    # The engine
+
+    def engine_up(self) -> int:
+        """A new engine is there; returns its epoch."""
+        assert not self.is_up, "the last engine has not been lost"
+        self.is_up = True
+        self.epoch += 1
+        return self.epoch
+
+    def tokens(self, epoch: int, rows: Iterable[TokenRow]) -> list[tuple[AcceptedRequest, Token]]:
+        """The tokens to deliver: of this epoch, of requests that are open.
+
+        Raises:
+            LinkError: a token is missing, or comes twice.
+        """
+        if epoch != self.epoch or not self.is_up:
+            self.counts["stale"] += 1
+            return []
+        delivered = []
+        entries = self._entries
+        for row in rows:
+            entry = entries.get(row.id)
+            if entry is None:
+                continue  # its caller left, and the engine does not know yet
+            expected = entry.next_index.get(row.choice, 0)
+            if row.index != expected or entry.phase is Stage.WAITING:
+                raise LinkError(f"request {row.id}: token {row.index} where {expected} was next")
+            entry.next_index[row.choice] = expected + 1
+            entry.phase = Stage.BEGUN
+            token = Token(
+                text=row.text,
+                token_id=row.token_id,
+                index=row.index,
+                logprob=row.logprob,
+                choice=row.choice,
+                top=row.top,
+            )
+            delivered.append((entry, token))
+        return delivered
+
+    def begun(self, epoch: int, request_id: int) -> None:
+        """The engine has generated a first token."""
+        entry = self._open(epoch, request_id)
+        if entry is not None:
+            entry.phase = Stage.BEGUN
+
+    def final(self, epoch: int, request_id: int) -> AcceptedRequest | None:
+        """The entry that ends now; None where it has ended already, or an engine that is gone says so."""
+        entry = self._open(epoch, request_id)
+        if entry is not None:
+            self.drop(entry)
+        return entry
+
+    def lose(self, now: float) -> list[tuple[AcceptedRequest, GenbatchError]]:
+        """The engine has died: those that end now, and how; the others are due again."""
+        self.is_up = False
+        sent = [entry for entry in self._entries.values() if entry.phase is not Stage.WAITING]
+        # The likeliest cause first: those that came last, and had not got as far as a token.
+        sent.sort(key=lambda entry: (entry.phase is Stage.BEGUN, -entry.id))
+        ended: list[tuple[AcceptedRequest, GenbatchError]] = []
+        for entry in sent:
+            entry.deaths += 1
+            error = self._verdict(entry, now, alone=len(sent) == 1)
+            if error is not None:
+                del self._entries[entry.id]
+                ended.append((entry, error))
+                continue
+            entry.phase = Stage.WAITING
+            entry.next_index.clear()
+            self._suspects[entry.id] = entry
+            self.counts["replayed"] += 1
+        self.counts["lost"] += len(ended)
+        self.counts["finals"] += len(ended)
+        return ended
+
+    def check_integrity(self) -> None:
+        """Every accepted request is open or has had its final, and every one that waits is due."""
+        assert self.counts["accepted"] == self.counts["finals"] + len(self._entries), self.counts
+        due = self._due.keys() | self._suspects.keys()
+        waiting = {entry.id for entry in self._entries.values() if entry.phase is Stage.WAITING}
+        assert waiting == due, waiting ^ due
+        assert self.is_up or len(waiting) == len(self._entries), "sent to no engine"
+
+    def _open(self, epoch: int, request_id: int) -> AcceptedRequest | None:
+        if epoch != self.epoch or not self.is_up:
+            self.counts["stale"] += 1
+            return None
+        return self._entries.get(request_id)
+
+    def _verdict(self, entry: AcceptedRequest, now: float, *, alone: bool) -> GenbatchError | None:
+        """How an entry that a dead engine had ends; None if it is replayed."""
+        if entry.deaths > 1:
+            if alone or entry.phase is Stage.SENT:
+                self._poisons[_fingerprint(entry.request)] = now + POISON_S
+                while len(self._poisons) > MAX_POISONS:
+                    self._poisons.popitem(last=False)
+            return EngineLost("the engine died twice while it worked on this request", entry.num_delivered)
+        if entry.num_delivered:
+            return EngineLost("the engine died in mid stream", entry.num_delivered)
+        if entry.expires_at is not None and now >= entry.expires_at:
+            return DeadlineExceeded("the deadline passed, and the engine died")
+        return None
+
+    def _check_poison(self, request: GenerateRequest, now: float) -> None:
+        while self._poisons and next(iter(self._poisons.values())) <= now:
+            self._poisons.popitem(last=False)
+        if self._poisons:
+            forgiven_at = self._poisons.get(_fingerprint(request))
+            if forgiven_at is not None:
+                retry_ms = round(1000 * (forgiven_at - now))
+                raise EngineLost("the engine died twice while it worked on such a request", 0, retry_after_ms=retry_ms)
+
+
+def _fingerprint(request: GenerateRequest) -> bytes:
+    """The same for requests that have the same effect on an engine, in the name of the same tenant."""
+    plain = msgspec.structs.replace(request, deadline_s=None, priority=0)
+    return hashlib.sha256(msgspec.msgpack.encode(plain)).digest()

@@ -1,0 +1,198 @@
+"""Addresses that gateways listen at: tcp://HOST:PORT, ipc://PATH (ZeroMQ) and unix://PATH (msgpack-RPC).
+
+An address is checked before a model is loaded; a socket file is made where only its owner can reach it, and one that
+a dead service left is taken away.
+"""
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import trio
+
+from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.security import check_bind
+
+
+def host_and_port(address: str, rest: str) -> tuple[str, int]:
+    """The host, an IPv6 one in its brackets, and the port in the `rest` of an address; "*" is a port to be chosen, 0.
+
+    Raises:
+        AddressError: it has not that form.
+    """
+    host, _, port = rest.rpartition(":")
+    if host and port == "*":
+        return host, 0
+    if not host or not (port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise AddressError(address, "a tcp:// address is tcp://HOST:PORT")
+    return host, int(port)
+
+
+# Bytes of a socket's path, a limit of the operating system (108 with the terminating zero, 104 on some).
+MAX_PATH_BYTES = 103
+
+
+def socket_path(address: str, rest: str) -> Path:
+    """The absolute path in the `rest` of an address.
+
+    Raises:
+        AddressError: there is none, or it is too long.
+    """
+    if not rest:
+        raise AddressError(address, "it needs the path of a file, whose permissions keep others out")
+    path = Path(rest).absolute()
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise AddressError(address, f"the path has more than {MAX_PATH_BYTES} bytes")
+    return path
+
+
+def prepare_socket_file(address: str, path: Path, *, must_be_private: bool = False) -> None:
+    """Makes ready to listen: makes a missing directory for the user alone, removes a file that a dead service left.
+
+    Args:
+        must_be_private: the directory must be this user's alone, since others may have made it first.
+
+    Raises:
+        AddressError: somebody listens there, or the file system refuses.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if must_be_private:
+            _check_private(address, path.parent)
+        _remove_stale(address, path)
+    except OSError as error:
+        raise AddressError(address, str(error)) from error
+
+
+def _check_private(address: str, directory: Path) -> None:
+    status = directory.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise AddressError(address, f"{directory} is not a directory of this user alone (mode 0700)")
+
+
+def _remove_stale(address: str, path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise AddressError(address, "the file exists and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise AddressError(address, "another service listens there")
+
+
+# Connections that the kernel keeps until they are accepted.
+BACKLOG = 128
+
+
+def check_rpc_address(address: str, *, lacking: Sequence[str]) -> Path | None:
+    """Checks an address without touching anything; returns the path of a `unix://` address.
+
+    Args:
+        lacking: see check_bind.
+
+    Raises:
+        AddressError: strangers could reach the address, or it is none.
+    """
+    transport, _, rest = address.partition("://")
+    if transport == "unix":
+        return socket_path(address, rest)
+    if transport not in ("tcp", "rpc"):
+        raise AddressError(address, "the address must start with unix:// or tcp://")
+    host, _ = host_and_port(address, rest)
+    check_bind("rpc_bind", address, host, lacking=lacking)
+    return None
+
+
+async def listen(address: str, path: Path | None) -> list[trio.SocketListener]:
+    """Listens at an address that was checked.
+
+    Raises:
+        AddressError: the operating system refuses, or somebody else listens there.
+    """
+    try:
+        if path is not None:
+            prepare_socket_file(address, path)
+            return [_listen_at_file(path)]
+        host, port = host_and_port(address, address.partition("://")[2])
+        host = host.removeprefix("[").removesuffix("]")
+        return await trio.open_tcp_listeners(port, host=None if host == "*" else host, backlog=BACKLOG)
+    except OSError as error:
+        raise AddressError(address, str(error)) from error
+
+
+def listening_address(address: str, listener: trio.SocketListener) -> str:
+    """The address for clients, with the port that was chosen."""
+    if address.startswith("unix://"):
+        return address
+    host = address.partition("://")[2].rpartition(":")[0]
+    return f"rpc://{host}:{listener.socket.getsockname()[1]}"
+
+
+def _listen_at_file(path: Path) -> trio.SocketListener:
+    made = socket.socket(socket.AF_UNIX)
+    umask = os.umask(0o177)  # only its owner may connect to the file
+    try:
+        made.bind(str(path))
+        made.listen(BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    finally:
+        os.umask(umask)
+    return trio.SocketListener(trio.socket.from_stdlib_socket(made))
+
+
+def default_address() -> str:
+    """`ipc://` in a directory of this user's own, the same at each call."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(runtime) / "genbatch" if runtime else Path(tempfile.gettempdir()) / f"genbatch-{os.getuid()}"
+    return f"ipc://{directory / 'zeromq.sock'}"
+
+
+def prepare_address(address: str, *, lacking: Sequence[str]) -> Path | None:
+    """Makes ready to listen; returns the path of an `ipc://` address.
+
+    A missing directory is made for the user alone. A socket file that a dead service left is removed.
+
+    Args:
+        lacking: see check_bind.
+
+    Raises:
+        AddressError: others could reach the address, somebody listens there, or it is none.
+    """
+    path = check_address(address, lacking=lacking)
+    if path is None:
+        return None
+    prepare_socket_file(address, path, must_be_private=address == default_address())
+    return path
+
+
+def check_address(address: str, *, lacking: Sequence[str]) -> Path | None:
+    """Checks an address without touching anything; returns the path of an `ipc://` address.
+
+    Args:
+        lacking: see check_bind.
+
+    Raises:
+        AddressError: others could reach the address, or it is none.
+    """
+    transport, _, rest = address.partition("://")
+    if transport == "tcp":
+        host, _ = host_and_port(address, rest)
+        check_bind("bind", address, host, lacking=lacking)
+        return None
+    if transport != "ipc":
+        raise AddressError(address, "the address must start with ipc:// or tcp://")
+    if rest.startswith(("@", "*")):
+        raise AddressError(address, "ipc:// needs the path of a file, whose permissions keep others out")
+    return socket_path(address, rest)

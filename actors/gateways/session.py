@@ -1,0 +1,321 @@
+"""RPCSession: one client's calls over msgpack-RPC messages, whatever carries the messages; knows no sockets.
+
+    message --> RPCSession --> OpenCall --> Dispatcher --> Batcher
+                                   |
+    client  <--   Outbox   <-- tokens for which there is credit
+
+An OpenCall is a call between its request and its final, and the tokens that wait for its client's credit. The Outbox
+is what waits to be sent to the client, in order.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import trio
+
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.proto.errors import Cancelled, EngineError, GenbatchError, InvalidRequest
+from genbatch.proto.messages import Token
+from genbatch.proto.rpc import (
+    MAX_CREDIT,
+    PLAIN_STREAM,
+    CancelRequest,
+    CreditGranted,
+    Heartbeat,
+    Refused,
+    Request,
+    StreamOptions,
+    TokenArray,
+)
+from genbatch.proto.rpc_server import ServerConnection, token_message, tokens_message
+
+# Tokens and other messages that may wait for a client that does not read, beyond what its socket holds for it.
+MAX_WAITING = 1024
+# A message of more tokens would only be late.
+MAX_TOKENS_A_MESSAGE = 256
+
+
+class Outbox:
+    """Messages, and tokens not yet made into messages: those of a client that coalesces share one as long as they wait.
+
+    How many tokens a message has is so decided by how far sending is behind, and by nothing else.
+    """
+
+    __slots__ = ("_entries", "num_waiting")
+
+    def __init__(self) -> None:
+        self.num_waiting = 0  # tokens and other messages
+        self._entries: deque[bytes | list[TokenArray]] = deque()  # tokens that do not share are lists of one
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more is waiting than may wait for a client that takes nothing."""
+        return self.num_waiting > MAX_WAITING
+
+    def post(self, message: bytes) -> None:
+        """Appends a message that is not a token."""
+        self._entries.append(message)
+        self.num_waiting += 1
+
+    def post_token(self, token: TokenArray, *, coalesce: bool) -> None:
+        """Appends a token, to the message in front of it where that is allowed."""
+        self.num_waiting += 1
+        if coalesce and self._entries:
+            last = self._entries[-1]
+            if type(last) is list and len(last) < MAX_TOKENS_A_MESSAGE:
+                last.append(token)
+                return
+        self._entries.append([token])
+
+    def head(self) -> bytes | None:
+        """The next message to send; None if nothing waits."""
+        if not self._entries:
+            return None
+        entry = self._entries[0]
+        if isinstance(entry, bytes):
+            return entry
+        return token_message(entry[0]) if len(entry) == 1 else tokens_message(entry)
+
+    def pop(self) -> None:
+        """The head was sent."""
+        entry = self._entries.popleft()
+        self.num_waiting -= len(entry) if type(entry) is list else 1
+
+    def take_all(self, max_bytes: int) -> bytes:
+        """The next messages one after another, about `max_bytes` of them; they count as sent."""
+        taken = bytearray()
+        while len(taken) < max_bytes and (message := self.head()) is not None:
+            taken += message
+            self.pop()
+        return bytes(taken)
+
+    def drop_tokens(self) -> None:
+        """Forgets the tokens; their calls are being cancelled, and finals are never dropped for others."""
+        self._entries = deque(entry for entry in self._entries if type(entry) is not list)
+        self.num_waiting = len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets everything: nobody is left to read it."""
+        self._entries.clear()
+        self.num_waiting = 0
+
+
+# Tokens of one stream that wait for credit, and how many seconds they do.
+MAX_HELD = 4096
+STALLED_S = 10.0
+
+
+class OpenCall:
+    """One call of a session.
+
+    Args:
+        options: how its tokens travel.
+        outbox: where tokens go for which there is credit.
+    """
+
+    __slots__ = ("_caught_up", "_coalesce", "_credit", "_held", "_outbox", "_stalled_since", "reason", "scope")
+
+    def __init__(self, options: StreamOptions, outbox: Outbox) -> None:
+        self.scope = trio.CancelScope()
+        self.reason: GenbatchError | None = None  # why it was cancelled
+        self._outbox = outbox
+        self._coalesce = options.coalesce
+        self._credit = options.credit  # None: nobody counts
+        self._held: deque[TokenArray] = deque()
+        self._stalled_since: float | None = None  # tokens wait, and no credit has come since
+        self._caught_up = trio.Event()
+        self._caught_up.set()
+
+    def cancel(self, reason: GenbatchError) -> None:
+        """Ends it; the first reason stands."""
+        if self.reason is None:
+            self.reason = reason
+            self._held.clear()
+            self.scope.cancel()
+
+    def deliver(self, token: TokenArray) -> bool:
+        """Sends the next token, or keeps it until there is credit; returns whether it was sent."""
+        if self._credit is not None:
+            if not self._credit:
+                self._hold(token)
+                return False
+            self._credit -= 1
+        self._outbox.post_token(token, coalesce=self._coalesce)
+        return True
+
+    def grant(self, count: int) -> None:
+        """The client can take `count` more tokens; a call that announced no credit has no need of it."""
+        if self._credit is None:
+            return
+        self._credit = min(self._credit + count, MAX_CREDIT)
+        while self._held and self._credit:
+            self._credit -= 1
+            self._outbox.post_token(self._held.popleft(), coalesce=self._coalesce)
+        self._stalled_since = trio.current_time() if self._held else None
+        if not self._held:
+            self._caught_up.set()
+
+    async def caught_up(self) -> None:
+        """Waits until no token waits for credit."""
+        await self._caught_up.wait()
+
+    def check_stalled(self, now: float) -> None:
+        """Cancels it if its client has granted nothing for too long while tokens wait."""
+        if self._stalled_since is not None and now - self._stalled_since > STALLED_S:
+            self.cancel(Cancelled(f"the client granted no credit for {STALLED_S:g} s"))
+
+    def _hold(self, token: TokenArray) -> None:
+        if not self._held:
+            self._stalled_since = trio.current_time()
+            self._caught_up = trio.Event()
+        self._held.append(token)
+        if len(self._held) > MAX_HELD:
+            self.cancel(Cancelled(f"more than {MAX_HELD} tokens of this call wait for credit"))
+
+
+logger = logging.getLogger(__name__)
+
+# Calls that one client may have open; the Batcher's queue has its own, smaller bounds.
+MAX_CALLS = 256
+
+
+class RPCSession:
+    """The service's side of one client.
+
+    Args:
+        dispatcher: runs the methods.
+        nursery: where calls run.
+        outbox: takes what is to be sent to the client.
+        wake: called when there is something in it, must not block or raise.
+        client: its name, for fairness and logs.
+        tenant: whose key or token it has shown; None where none is asked for.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        nursery: trio.Nursery,
+        outbox: Outbox,
+        wake: Callable[[], None],
+        *,
+        client: str,
+        tenant: str | None = None,
+    ) -> None:
+        self.client = client
+        self.tenant = tenant
+        self.lease_s: float | None = None  # the client asked to be taken for dead after so many silent seconds
+        self._dispatcher = dispatcher
+        self._nursery = nursery
+        self._outbox = outbox
+        self._wake = wake
+        self._connection = ServerConnection(MAX_CALLS)
+        self._calls: dict[int, OpenCall] = {}
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have not ended."""
+        return len(self._calls)
+
+    def receive(self, data: bytes, *, may_stream: bool = True) -> None:
+        """Acts on one message.
+
+        Args:
+            data: the message.
+            may_stream: whether the client can receive more than one message for a request.
+        """
+        match self._connection.receive(data):
+            case Request() as request:
+                self._start(request, may_stream)
+            case CancelRequest(msgid):
+                self._calls[msgid].cancel(Cancelled("cancelled by the client"))
+            case CreditGranted(msgid, count):
+                self._calls[msgid].grant(count)
+                self._wake()
+            case Heartbeat(lease_s):
+                self.lease_s = lease_s
+            case Refused(error, reply):
+                logger.info("refused a message of client %s: %s", self.client, error)
+                self._post(reply)
+
+    def refuse(self, data: bytes, error: GenbatchError) -> None:
+        """Answers a message that could not be received whole.
+
+        Args:
+            data: its beginning.
+        """
+        logger.info("refused a message of client %s: %s", self.client, error)
+        self._post(self._connection.refusal(data, error))
+
+    def heartbeat(self) -> None:
+        """Tells the client that its calls are alive."""
+        self._post(self._connection.heartbeat())
+
+    def cancel_all(self, reason: GenbatchError) -> None:
+        """Ends every open call with `reason`."""
+        for call in self._calls.values():
+            call.cancel(reason)
+
+    def check_stalled(self, now: float) -> None:
+        """Ends the calls whose client has stopped reading their tokens."""
+        for call in self._calls.values():
+            call.check_stalled(now)
+
+    def _start(self, request: Request, may_stream: bool) -> None:
+        streams = self._dispatcher.streams(request.method)
+        error = None
+        if streams and not may_stream:
+            reason = f"{request.method} sends many messages, this socket takes one a request: call generate"
+            error = InvalidRequest("method", reason)
+        elif request.options != PLAIN_STREAM and not streams:
+            error = InvalidRequest("options", f"{request.method} sends no tokens")
+        if error is not None:
+            self._post(self._connection.error(request.msgid, error))
+            return
+        self._calls[request.msgid] = OpenCall(request.options, self._outbox)
+        self._nursery.start_soon(self._serve, request, name=f"{request.method} of {self.client}")
+
+    async def _serve(self, request: Request) -> None:
+        """Runs a call and sends its one final."""
+        call = self._calls[request.msgid]
+
+        def on_token(token: Token) -> None:
+            array = self._connection.token(request.msgid, token) if call.reason is None else None
+            if array is not None and call.deliver(array):
+                self._wake()
+
+        final = None
+        with call.scope:
+            final = await self._run(request, on_token, call)
+        if final is None:
+            assert call.reason is not None
+            final = self._connection.error(request.msgid, call.reason)
+        del self._calls[request.msgid]
+        self._post(final)
+
+    async def _run(self, request: Request, on_token: Callable[[Token], None], call: OpenCall) -> bytes:
+        try:
+            result = await self._dispatcher.call(
+                request.method,
+                request.params,
+                client=self.client,
+                on_token=on_token,
+                tenant=self.tenant,
+                request_id=f"{self.client}/{request.msgid}",
+            )
+        except GenbatchError as error:
+            await call.caught_up()
+            return self._connection.error(request.msgid, error)
+        await call.caught_up()
+        try:
+            return self._connection.result(request.msgid, result)
+        except (TypeError, ValueError, OverflowError):
+            logger.exception("the result of %s cannot be sent", request.method)
+            return self._connection.error(request.msgid, EngineError("the result cannot be sent"))
+
+    def _post(self, message: bytes) -> None:
+        self._outbox.post(message)
+        self._wake()

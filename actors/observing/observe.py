@@ -1,0 +1,157 @@
+"""What a process of the service does with the events of its actors: it logs them, and traces requests if told to.
+
+    start_logging("json", "info")
+    await nursery.start(observe, telemetry)
+    log_event("ready", model="smollm2")
+
+The log is on standard error: a line an event, as text for people or as JSON for machines. A line about a request has
+its request_id. No line holds text of a prompt or of an answer.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import structlog
+import trio
+from structlog.typing import Processor
+
+from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.nif.errors import OptionError
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+log = structlog.wrap_logger(
+    logging.getLogger("genbatch.serve"),
+    processors=[structlog.stdlib.filter_by_level, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+    wrapper_class=structlog.stdlib.BoundLogger,
+)
+
+# Of actors, what an operator wants to know: ends and restarts; their single messages would drown everything else.
+_LEVELS = {
+    "supervisor.child_start": logging.INFO,
+    "supervisor.child_exit": logging.ERROR,
+    "supervisor.restart": logging.WARNING,
+    "supervisor.child_overdue": logging.WARNING,
+    "supervisor.gave_up": logging.ERROR,
+    "actor.mailbox_full": logging.WARNING,
+    "actor.terminate_failed": logging.ERROR,
+    "actor.terminate_overdue": logging.WARNING,
+    "request.accepted": logging.DEBUG,
+    "request.started": logging.DEBUG,
+    "request.first_token": logging.DEBUG,
+    "request.preempted": logging.DEBUG,
+    "request.refused": logging.INFO,
+    "request.finished": logging.INFO,
+}
+# How a process tells the ones that it starts.
+_FORMAT_VARIABLE, LEVEL_VARIABLE = "GENBATCH_LOG_FORMAT", "GENBATCH_LOG_LEVEL"
+
+
+def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = None) -> None:
+    """Writes the log of this process, and of those that it starts, to standard error.
+
+    Everything logged through Python's `logging` takes the same form: what we say from `level` on, what libraries say
+    from warnings on.
+
+    Args:
+        log_format, level: None takes what the process that started this one was given; else text and info.
+    """
+    chosen = log_format or os.environ.get(_FORMAT_VARIABLE, "text")
+    threshold = level or os.environ.get(LEVEL_VARIABLE, "info")
+    os.environ[_FORMAT_VARIABLE], os.environ[LEVEL_VARIABLE] = chosen, threshold
+    handler = logging.StreamHandler()
+    handler.setFormatter(_formatter(as_json=chosen == "json"))
+    root = logging.getLogger()
+    for ours in [old for old in root.handlers if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter)]:
+        root.removeHandler(ours)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("genbatch").setLevel(threshold.upper())
+    logging.captureWarnings(True)
+
+
+def log_event(event: str, **values: object) -> None:
+    """One line at level info."""
+    log.info(event, **values)
+
+
+def log_telemetry(telemetry: Telemetry) -> Callable[[], None]:
+    """Logs the events that an operator wants to know of, until the returned function is called."""
+
+    def handle(event: str, measurements: Mapping[str, float], metadata: Mapping[str, object]) -> None:
+        level = _LEVELS.get(event)
+        if level is not None and log.isEnabledFor(level):
+            numbers = {name: round(value, 6) for name, value in measurements.items()}
+            log.log(level, event, **metadata, **numbers)
+
+    return telemetry.attach(handle)
+
+
+def _formatter(*, as_json: bool) -> logging.Formatter:
+    shared: list[Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+    ]
+    last: Processor = structlog.processors.JSONRenderer() if as_json else _text_line
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[], processors=[*shared, last])
+
+
+def _text_line(logger: object, method: str, fields: MutableMapping[str, Any]) -> str:
+    """`time level event key=value ...`; an exception follows on lines of its own."""
+    time, level = fields.pop("timestamp"), fields.pop("level")
+    event = str(fields.pop("event")).strip().replace("\n", "\\n")  # one line, whatever a library or a client says
+    fields.pop("logger", None)
+    exception = fields.pop("exception", None)
+    line = " ".join([time, f"{level:7}", event, *(f"{name}={_plain(value)}" for name, value in fields.items())])
+    return f"{line}\n{exception}" if exception else line
+
+
+def _plain(value: object) -> str:
+    """The value, in quotes if it has spaces or quotes."""
+    text = repr(value) if isinstance(value, BaseException) else str(value)
+    return repr(text) if not text or any(character in text for character in ' "\n=') else text
+
+
+_OTEL_VARIABLE = "GENBATCH_OTEL"
+# Seconds in which the last spans may leave.
+FLUSH_S = 2.0
+
+
+def start_tracing() -> None:
+    """Lets `observe` trace requests, in this process and in those that it starts.
+
+    Raises:
+        OptionError: OpenTelemetry is not installed.
+    """
+    try:
+        import genbatch.actors.observing.tracing  # noqa: F401  # noqa: F401
+    except ImportError as error:
+        raise OptionError("otel", f'{error.name} is not installed: pip install "genbatch[otel]"') from error
+    os.environ[_OTEL_VARIABLE] = "1"
+
+
+async def observe(telemetry: Telemetry, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    """Logs and traces what `telemetry` tells, until it is cancelled; then the last spans leave."""
+    with ExitStack() as stack:
+        stack.callback(log_telemetry(telemetry))
+        if os.environ.get(_OTEL_VARIABLE) != "1":
+            task_status.started()
+            await trio.sleep_forever()
+        from genbatch.actors.observing.tracing import open_provider, trace_requests
+
+        provider = open_provider()
+        stack.callback(trace_requests(telemetry, provider))
+        task_status.started()
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                with trio.move_on_after(FLUSH_S):
+                    await trio.to_thread.run_sync(provider.shutdown, abandon_on_cancel=True)

@@ -1,0 +1,230 @@
+"""The gateways of a service, and the process that has nothing else: every address, and the link to the engine process.
+
+It remembers the accepted requests, so clients notice an engine's death by the ends of their requests at most, never by
+a connection's. Imports no torch.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from genbatch.actors.batching.batcher_messages import Drain
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.engine.child_process import (
+    ControlChannel,
+    DrainAndStop,
+    GatewayReady,
+    Hung,
+    Join,
+    StartFault,
+    StartGateway,
+    decode_options,
+    run_child,
+)
+from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
+from genbatch.actors.gateways.addresses import check_address, check_rpc_address
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.http.http_address import check_http, parse_http_address
+from genbatch.actors.gateways.rpc_gateway import RPCGateway
+from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
+from genbatch.actors.observing.observe import observe
+from genbatch.actors.runtime.actor import ActorRef
+from genbatch.actors.runtime.errors import StartFailed
+from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, Task, background
+from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.security.security import Security, open_security
+from genbatch.actors.service.options import ServiceOptions
+
+if TYPE_CHECKING:  # needs an extra
+    from genbatch.actors.gateways.http.http_gateway import HTTPGateway
+
+# Seconds in which answers that were just given leave for their clients, before the listeners are stopped.
+LAST_WORDS_S = 0.2
+
+
+class Listeners:
+    """One gateway for each address; children for a supervisor.
+
+    Args:
+        batcher: who generates; a ref that survives restarts.
+        options: where to listen.
+
+    Raises:
+        AddressError, KeyFileError: as `check_listeners`.
+    """
+
+    def __init__(self, batcher: ActorRef, options: ServiceOptions) -> None:
+        self._batcher = batcher
+        self._options = options
+        self._security = check_listeners(options)
+        self._zeromq: ZeroMQGateway | None = None
+        self._rpc: RPCGateway | None = None
+        self._http: HTTPGateway | None = None
+
+    def children(self) -> list[ChildSpec]:
+        """The gateways; one that crashed can be started anew alone."""
+        children = []
+        if self._options.bind is not None:
+            children.append(ChildSpec("zeromq", self._new_zeromq))
+        if self._options.rpc_bind is not None:
+            children.append(ChildSpec("rpc", self._new_rpc))
+        if self._options.http is not None:
+            children.append(ChildSpec("http", self._new_http))
+        return children
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where clients can connect, once the children have started."""
+        return tuple(gateway.address for gateway in (self._zeromq, self._rpc, self._http) if gateway is not None)
+
+    def _new_zeromq(self) -> Task:
+        assert self._options.bind is not None
+        self._zeromq = ZeroMQGateway(Dispatcher(self._batcher), self._options.bind, self._security)
+        return self._zeromq.run
+
+    def _new_rpc(self) -> Task:
+        assert self._options.rpc_bind is not None
+        self._rpc = RPCGateway(Dispatcher(self._batcher), self._options.rpc_bind, self._security)
+        return self._rpc.run
+
+    def _new_http(self) -> Task:
+        from genbatch.actors.gateways.http.http_gateway import HTTPGateway
+
+        assert self._options.http is not None
+        address = parse_http_address(self._options.http)
+        self._http = HTTPGateway(Dispatcher(self._batcher), address, self._security)
+        return self._http.run
+
+
+def check_listeners(options: ServiceOptions) -> Security:
+    """Reads what keeps strangers out, and tells a mistake before a model is loaded.
+
+    Raises:
+        AddressError: strangers could come in at an address, or it is none.
+        KeyFileError: a file is missing, faulty or exposed.
+        OptionError: an extra is missing.
+    """
+    security = open_security(
+        keys=options.keys, tokens=options.tokens, tls_cert=options.tls_cert, tls_key=options.tls_key
+    )
+    if options.bind is not None:
+        check_address(options.bind, lacking=security.lacking_for_zeromq)
+    if options.rpc_bind is not None:
+        check_rpc_address(options.rpc_bind, lacking=security.lacking_for_tokens)
+    if options.http is not None:
+        check_http(options.http, security)
+    return security
+
+
+# Callers wait in the mailbox only while a message is being handled; requests that were accepted have another bound.
+MAILBOX_SIZE = 4096
+
+
+class LinkedGateways:
+    """A supervisor's tree; rest_for_one: a link that crashed takes its gateways along.
+
+    Args:
+        batcher: whose limits the link knows, too.
+        options: where to listen.
+        on_hung: see RemoteBatcher.
+
+    Raises:
+        AddressError, KeyFileError: it must not listen there.
+    """
+
+    def __init__(
+        self,
+        batcher: BatcherOptions,
+        options: ServiceOptions,
+        *,
+        on_hung: Callable[[str], None],
+    ) -> None:
+        self.telemetry, registry = Telemetry(), Registry()
+        self.link = registry.ref("link")
+        self._listeners = Listeners(self.link, options)
+        self.side = EngineConnections(self.link)
+
+        def new_link() -> RemoteBatcher:
+            return RemoteBatcher(batcher, on_hung)
+
+        def new_host() -> Task:
+            return self.side.run
+
+        self.supervisor = Supervisor(
+            [
+                ChildSpec("link", new_link, mailbox_size=MAILBOX_SIZE),
+                ChildSpec("link_host", new_host),
+                *self._listeners.children(),
+            ],
+            strategy="rest_for_one",
+            name="gateways",
+            registry=registry,
+            telemetry=self.telemetry,
+        )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where clients can connect, once the supervisor has started."""
+        return self._listeners.addresses
+
+
+def main() -> None:
+    """Runs until the parent says so, or is gone."""
+    run_child(lambda channel: GatewayProcess(channel).serve())
+
+
+class GatewayProcess:
+    """What the process does for its parent."""
+
+    def __init__(self, channel: ControlChannel[Any]) -> None:
+        self._channel = channel
+        self._gateways: LinkedGateways
+        self._nursery: trio.Nursery
+
+    async def serve(self) -> None:
+        """Returns when the parent says so, or is gone, or after a drain.
+
+        Raises:
+            StartFault: an address could not be listened at.
+        """
+        async with background() as self._nursery:
+            while True:
+                match await self._channel.receive():
+                    case StartGateway() as start:
+                        await self._open(start)
+                    case Join() as join:
+                        await self._gateways.side.send(join, self._channel.take_socket())
+                    case DrainAndStop(timeout_s):
+                        self._nursery.start_soon(self._drain, timeout_s)
+                    case _:
+                        return
+
+    async def _open(self, start: StartGateway) -> None:
+        try:
+            self._gateways = LinkedGateways(
+                decode_options(start.batcher_options, BatcherOptions),
+                decode_options(start.service_options, ServiceOptions),
+                on_hung=self._tell_hung,
+            )
+            await self._nursery.start(observe, self._gateways.telemetry)
+            await self._nursery.start(self._gateways.supervisor.run)
+        except StartFailed as failed:
+            cause = failed.__cause__
+            raise StartFault(cause if isinstance(cause, Exception) else failed) from failed
+        except Exception as error:
+            raise StartFault(error) from error
+        await self._channel.send(GatewayReady(self._gateways.addresses))
+
+    async def _drain(self, timeout_s: float) -> None:
+        await self._gateways.link.call(Drain(timeout_s), timeout=None, control=True)
+        await trio.sleep(LAST_WORDS_S)
+        self._nursery.cancel_scope.cancel()
+
+    def _tell_hung(self, reason: str) -> None:
+        self._nursery.start_soon(self._tell, Hung(reason))
+
+    async def _tell(self, message: object) -> None:
+        with suppress(OSError):  # the parent is gone, which ends this process, too
+            await self._channel.send(message)

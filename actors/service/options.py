@@ -1,0 +1,65 @@
+"""ServiceOptions: where a service listens and how its processes live, with their defaults in one place."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from genbatch.actors.observing.observe import LogFormat, LogLevel
+from genbatch.nif.errors import OptionError
+
+EngineKind = Literal["process", "thread"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """What a service takes beyond EngineOptions and BatcherOptions.
+
+    Args:
+        bind: a ZeroMQ address to listen at, ipc://PATH or tcp://127.0.0.1:PORT; None: callers in this program only.
+        rpc_bind: an address for msgpack-RPC clients, unix://PATH or tcp://127.0.0.1:PORT; None: none.
+        http: where OpenAI's API and a page to try it are served over HTTP, :PORT (of 127.0.0.1) or HOST:PORT; None:
+            nowhere. Needs the extra `genbatch[http]`.
+        engine: "process" runs the Batcher in a process of its own, which is restarted when it dies; "thread" in this
+            one, which ends with it.
+        keys: folder made by `genbatch keys new`: ZeroMQ clients need a key of its list, and all is encrypted.
+        tokens: file made by `genbatch keys token`: msgpack-RPC and HTTP clients need a token of it.
+        tls_cert: PEM file of the service's certificate: msgpack-RPC and HTTP over TCP are encrypted.
+        tls_key: PEM file of its private key.
+        shutdown_timeout_s: seconds that accepted requests have to end in when the service is told to stop.
+        max_restarts: engine processes that may die within `restart_window_s` seconds; with one more the service gives
+            up.
+        restart_window_s: seconds within which those deaths are counted.
+        log_format: "text" for people or "json" for machines, a line an event on standard error.
+        log_level: "debug" tells every step of a request's life, "info" its end, "warning" and "error" less.
+        otel: a span of each request goes to where the standard OTEL_ variables say. Needs the extra `genbatch[otel]`.
+    """
+
+    bind: str | None = None
+    rpc_bind: str | None = None
+    http: str | None = None
+    engine: EngineKind = "thread"
+    keys: str | None = None
+    tokens: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    shutdown_timeout_s: float = 30.0
+    max_restarts: int = 5
+    restart_window_s: float = 300.0
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    otel: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises:
+        OptionError: a value is out of range; the error names the option.
+        """
+        if self.engine not in get_args(EngineKind):
+            raise OptionError("engine", f"{self.engine!r} is neither process nor thread")
+        for name, known in (("log_format", get_args(LogFormat)), ("log_level", get_args(LogLevel))):
+            if getattr(self, name) not in known:
+                raise OptionError(name, f"{getattr(self, name)!r} is none of {', '.join(known)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_cert" if self.tls_cert is None else "tls_key"
+            raise OptionError(missing, "a certificate and its private key go together")
+        for name in ("shutdown_timeout_s", "max_restarts", "restart_window_s"):
+            if not getattr(self, name) >= 0:  # also refuses NaN
+                raise OptionError(name, f"{getattr(self, name)} is less than 0")

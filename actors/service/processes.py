@@ -1,0 +1,351 @@
+"""The supervisor of `genbatch serve`: an engine process and a gateway process, joined, each started anew when it dies.
+
+    async with open_processes(engine_options, batcher_options, options) as processes:
+        print(processes.addresses)
+        await trio.sleep_forever()
+
+    supervisor process
+      |-- EngineRunner  -- engine process  --+
+      |                                      | a socketpair that the Joint makes, anew whenever either is new
+      |-- GatewayRunner -- gateway process --+
+
+This process does nothing else, and imports no torch: what crashes, crashes elsewhere.
+"""
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import trio
+
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.engine.child_process import (
+    EXIT_S,
+    ChildProcess,
+    DrainAndStop,
+    EngineReady,
+    GatewayReady,
+    Hung,
+    Join,
+    Loading,
+    NotStarted,
+    ProcessDied,
+    ProcessFailed,
+    StartEngine,
+    StartGateway,
+    StopNow,
+    Unjoined,
+    encode_options,
+    to_error,
+)
+from genbatch.actors.runtime.errors import StartFailed
+from genbatch.actors.runtime.supervisor import ChildSpec, Restart, Supervisor, Task, background
+from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.service.gateway_process import check_listeners
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.proto.service_messages import Models
+
+
+class Side(Protocol):
+    """A process, or a part of this one, that can be given its end of a link."""
+
+    async def send(self, message: Join, hand_over: socket.socket) -> None:
+        """Gives it the socket, or closes that; OSError if the side is gone, which its own end will tell."""
+
+
+class Joint:
+    """Knows the two sides that live."""
+
+    def __init__(self) -> None:
+        self._engine: Side | None = None
+        self._gateway: Side | None = None
+        self._models = Models(models=())
+        self._number = 0
+
+    async def engine_is_ready(self, side: Side, models: Models) -> None:
+        """An engine has started."""
+        self._engine, self._models = side, models
+        await self._join()
+
+    async def gateway_is_ready(self, side: Side) -> None:
+        """A gateway has started."""
+        self._gateway = side
+        await self._join()
+
+    def engine_is_gone(self, side: Side) -> None:
+        """It is not joined any more; fine if another has taken its place."""
+        if self._engine is side:
+            self._engine = None
+
+    def gateway_is_gone(self, side: Side) -> None:
+        """The same of a gateway."""
+        if self._gateway is side:
+            self._gateway = None
+
+    async def unjoined(self, number: int) -> None:
+        """The engine says that the link with this number is closed."""
+        if number == self._number:
+            await self._join()
+
+    async def _join(self) -> None:
+        if self._engine is None or self._gateway is None:
+            return
+        self._number += 1
+        join = Join(self._number, self._models)
+        ends = list(socket.socketpair())
+        try:
+            for side in (self._engine, self._gateway):
+                with suppress(OSError):
+                    await side.send(join, ends.pop())
+        finally:  # a service that is being stopped may be cancelled here
+            for end in ends:
+                end.close()
+
+
+logger = logging.getLogger(__name__)
+
+# Seconds that it has to free its memory in when it is told to stop.
+ENGINE_STOP_S = 5.0
+
+
+class EngineRunner:
+    """Runs engine processes, one after another.
+
+    Args:
+        start: what each is told.
+        joint: is told of each.
+        progress: called as progress(stage, done, total) while one loads.
+    """
+
+    def __init__(self, start: StartEngine, joint: Joint, progress: Callable[[str, int, int], None]) -> None:
+        self.ready: EngineReady | None = None  # what the last one said
+        self._start = start
+        self._joint = joint
+        self._progress = progress
+        self._child: ChildProcess | None = None
+        self._is_up = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the engine that runs or loads."""
+        return None if self._child is None else self._child.pid
+
+    def kill(self, reason: str) -> None:
+        """Ends an engine that does not get on; one that still loads is not the one that is meant."""
+        if self._child is not None and self._is_up:
+            logger.error("killing the engine process %d: %s", self._child.pid, reason)
+            self._joint.engine_is_gone(self._child.channel)
+            self._child.kill()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Starts a process and lives as long; `started` when the Batcher runs.
+
+        Raises:
+            ModelError, OptionError, SchedulerError: it did not start, and this is why.
+            ProcessFailed: it did not start.
+            ProcessDied: it ended.
+        """
+        child = self._child = ChildProcess("engine", "genbatch.actors.engine.engine_process")
+        grace_s = 0.0
+        try:
+            self.ready = await self._wait_until_ready(child)
+            self._is_up = True
+            task_status.started()
+            await self._joint.engine_is_ready(child.channel, self.ready.models)
+            while (message := await child.channel.receive()) is not None:
+                if isinstance(message, Unjoined):
+                    await self._joint.unjoined(message.number)
+            raise ProcessDied("engine", await child.end(EXIT_S))
+        except trio.Cancelled:
+            grace_s = ENGINE_STOP_S
+            raise
+        finally:
+            self._joint.engine_is_gone(child.channel)
+            self._is_up = False
+            self._child = None
+            with trio.CancelScope(shield=True):
+                if grace_s:
+                    await child.stop(StopNow())
+                await child.end(grace_s)
+
+    async def _wait_until_ready(self, child: ChildProcess) -> EngineReady:
+        await child.channel.send(self._start)
+        while (message := await child.channel.receive()) is not None:
+            match message:
+                case Loading():
+                    self._progress(message.stage, message.done, message.total)
+                case EngineReady():
+                    return message
+                case NotStarted():
+                    raise to_error(message)
+        code = await child.end(EXIT_S)
+        raise ProcessFailed(f"the engine process ended with code {code} before it was ready")
+
+
+# Seconds that its last messages have to leave in when it is told to stop.
+GATEWAY_STOP_S = 2.0
+
+
+class GatewayRunner:
+    """Runs gateway processes, one after another, until one was drained.
+
+    Args:
+        start: what each is told.
+        joint: is told of each.
+        kill_engine: called with the reason when a gateway says that the engine is hung.
+    """
+
+    def __init__(self, start: StartGateway, joint: Joint, kill_engine: Callable[[str], None]) -> None:
+        self.addresses: tuple[str, ...] = ()
+        self._start = start
+        self._joint = joint
+        self._kill_engine = kill_engine
+        self._child: ChildProcess | None = None
+        self._is_stopping = False
+        self._stopped = trio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the gateway that runs."""
+        return None if self._child is None else self._child.pid
+
+    async def drain(self, timeout_s: float) -> None:
+        """Has the gateway refuse what is new, end what is open, and end; returns when it has."""
+        self._is_stopping = True
+        if self._child is None:
+            return
+        if await self._child.stop(DrainAndStop(timeout_s)):
+            await self._stopped.wait()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Starts a process and lives as long; `started` when it listens.
+
+        Raises:
+            AddressError, KeyFileError: it cannot listen, and this is why.
+            ProcessFailed: it did not start.
+            ProcessDied: it ended without having been told to.
+        """
+        child = self._child = ChildProcess("gateway", "genbatch.actors.service.gateway_process")
+        self._stopped = trio.Event()
+        grace_s = 0.0
+        try:
+            self.addresses = (await self._wait_until_ready(child)).addresses
+            task_status.started()
+            await self._joint.gateway_is_ready(child.channel)
+            while (message := await child.channel.receive()) is not None:
+                if isinstance(message, Hung):
+                    self._kill_engine(message.reason)
+            code = await child.end(EXIT_S)
+            if not self._is_stopping:
+                raise ProcessDied("gateway", code)
+        except trio.Cancelled:
+            grace_s = GATEWAY_STOP_S
+            raise
+        finally:
+            self._joint.gateway_is_gone(child.channel)
+            self._child = None
+            self._stopped.set()
+            with trio.CancelScope(shield=True):
+                if grace_s:
+                    await child.stop(StopNow())
+                await child.end(grace_s)
+
+    async def _wait_until_ready(self, child: ChildProcess) -> GatewayReady:
+        await child.channel.send(self._start)
+        while (message := await child.channel.receive()) is not None:
+            match message:
+                case GatewayReady():
+                    return message
+                case NotStarted():
+                    raise to_error(message)
+        code = await child.end(EXIT_S)
+        raise ProcessFailed(f"the gateway process ended with code {code} before it was ready")
+
+
+# Seconds; more than a runner takes to see its process end.
+SHUTDOWN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceProcesses:
+    """A service whose parts are processes of their own."""
+
+    engine: EngineRunner
+    gateway: GatewayRunner
+    telemetry: Telemetry
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where clients can connect."""
+        return self.gateway.addresses
+
+    async def describe(self) -> tuple[Models, dict[str, Any]]:
+        """What is served, and the stats at the engine's start."""
+        assert self.engine.ready is not None
+        return self.engine.ready.models, self.engine.ready.stats
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
+        await self.gateway.drain(timeout_s)
+
+
+@asynccontextmanager
+async def open_processes(
+    engine_options: EngineOptions,
+    batcher_options: BatcherOptions,
+    options: ServiceOptions,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> AsyncIterator[ServiceProcesses]:
+    """Starts both and keeps them running for as long as the body runs.
+
+    Args:
+        progress: called as progress(stage, done, total) while the model loads.
+
+    Raises:
+        AddressError, KeyFileError, ModelError, OptionError, SchedulerError: before any request is taken.
+        RestartLimit: one of them died too often.
+    """
+    check_listeners(options)
+    joint, telemetry = Joint(), Telemetry()
+    batcher = encode_options(batcher_options)
+    engine = EngineRunner(StartEngine(encode_options(engine_options), batcher), joint, progress or _ignore)
+    gateway = GatewayRunner(StartGateway(encode_options(options), batcher), joint, engine.kill)
+    async with (
+        kept_running("engine", lambda: engine.run, options, telemetry),
+        kept_running("gateway", lambda: gateway.run, options, telemetry, restart="transient"),
+    ):
+        yield ServiceProcesses(engine, gateway, telemetry)
+
+
+def _ignore(stage: str, done: int, total: int) -> None:
+    pass
+
+
+@asynccontextmanager
+async def kept_running(
+    name: str,
+    start: Callable[[], Task],
+    options: ServiceOptions,
+    telemetry: Telemetry,
+    *,
+    restart: Restart = "permanent",
+) -> AsyncIterator[None]:
+    """Runs one child under a supervisor of its own: while it starts, which may take long, others can be restarted."""
+    supervisor = Supervisor(
+        [ChildSpec(name, start, restart=restart, shutdown=SHUTDOWN_S)],
+        max_restarts=options.max_restarts,
+        max_seconds=options.restart_window_s,
+        name=name,
+        telemetry=telemetry,
+    )
+    async with background() as nursery:
+        try:
+            await nursery.start(supervisor.run)
+        except StartFailed as error:
+            raise (error.__cause__ or error) from None
+        yield

@@ -1,0 +1,133 @@
+"""The supervision tree: the Batcher, and behind it a gateway for every address it is reachable at.
+
+    options = ServiceOptions(bind="ipc://...")
+    async with open_service(EngineOptions(model_path="smollm2"), BatcherOptions(), options) as service:
+        await service.batcher.call(GetStats())
+
+rest_for_one: a Batcher that crashed is started anew over the model in memory, and the gateways after it; a gateway
+that crashed is started anew alone. With an engine process a RemoteBatcher has the Batcher's place, and what crashes
+over there is started anew over there.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from genbatch.actors.batching.batcher import Batcher
+from genbatch.actors.batching.batcher_messages import Drain, GetModels, GetStats
+from genbatch.actors.batching.context_factory import context_factory
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.engine.child_process import StartEngine, encode_options
+from genbatch.actors.runtime.actor import ActorRef
+from genbatch.actors.runtime.errors import StartFailed
+from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, background
+from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.service.gateway_process import LAST_WORDS_S, LinkedGateways, Listeners, check_listeners
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
+from genbatch.nif.engine import Engine, load_engine
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.models.quiet_transformers import Progress
+from genbatch.proto.service_messages import Models
+
+# The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.
+BATCHER_SHUTDOWN_S = 30.0
+# Callers wait in the mailbox only while a message is being handled; the queue proper has its own bound.
+MAILBOX_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running tree.
+
+    Args:
+        batcher: answers the Batcher's calls, here or in an engine process; a ref that survives restarts.
+        addresses: where the gateways are reachable.
+        engine: the loaded model; None if another process has it.
+    """
+
+    batcher: ActorRef
+    telemetry: Telemetry
+    addresses: tuple[str, ...] = ()
+    engine: Engine | None = None
+
+    async def describe(self) -> tuple[Models, dict[str, Any]]:
+        """What is served, and the stats."""
+        return await self.batcher.call(GetModels()), await self.batcher.call(GetStats())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
+        await self.batcher.call(Drain(timeout_s), timeout=None, control=True)
+        await trio.sleep(LAST_WORDS_S)
+
+
+@asynccontextmanager
+async def open_service(
+    engine_options: EngineOptions,
+    batcher_options: BatcherOptions,
+    options: ServiceOptions,
+    *,
+    progress: Progress | None = None,
+) -> AsyncIterator[Service]:
+    """Loads the model and runs the tree for as long as the body runs.
+
+    Args:
+        options: where it listens, and how its processes live.
+        progress: called on another thread as progress(stage, done, total).
+
+    Raises:
+        AddressError, KeyFileError, ModelError, OptionError, StartFailed: before any request is taken.
+    """
+    check_listeners(options)
+    opened = _open_process if options.engine == "process" else _open_thread
+    async with opened(engine_options, batcher_options, options, progress) as service:
+        yield service
+
+
+@asynccontextmanager
+async def _open_thread(
+    engine_options: EngineOptions, batcher_options: BatcherOptions, options: ServiceOptions, progress: Progress | None
+) -> AsyncIterator[Service]:
+    # Loading cannot be interrupted; who gives up waiting need not wait for its end.
+    engine = await trio.to_thread.run_sync(load_engine, engine_options, progress, abandon_on_cancel=True)
+    telemetry, registry = Telemetry(), Registry()
+    batcher = registry.ref("batcher")
+    open_context = context_factory(engine, batcher_options)
+    children = [
+        ChildSpec(
+            "batcher",
+            lambda: Batcher(open_context, batcher_options),
+            shutdown=BATCHER_SHUTDOWN_S,
+            mailbox_size=MAILBOX_SIZE,
+        )
+    ]
+    listeners = Listeners(batcher, options)
+    children += listeners.children()
+    supervisor = Supervisor(children, strategy="rest_for_one", name="service", registry=registry, telemetry=telemetry)
+    async with background() as nursery:
+        try:
+            await nursery.start(supervisor.run)
+        except StartFailed as error:
+            # An option that only showed to be wrong here is still the caller's own mistake.
+            raise (error.__cause__ or error) from None
+        yield Service(batcher, telemetry, listeners.addresses, engine)
+
+
+@asynccontextmanager
+async def _open_process(
+    engine_options: EngineOptions, batcher_options: BatcherOptions, options: ServiceOptions, progress: Progress | None
+) -> AsyncIterator[Service]:
+    joint = Joint()
+    start = StartEngine(encode_options(engine_options), encode_options(batcher_options))
+    runner = EngineRunner(start, joint, progress or (lambda stage, done, total: None))
+    gateways = LinkedGateways(batcher_options, options, on_hung=runner.kill)
+    async with kept_running("engine", lambda: runner.run, options, gateways.telemetry), background() as nursery:
+        try:
+            await nursery.start(gateways.supervisor.run)
+        except StartFailed as error:
+            raise (error.__cause__ or error) from None
+        await joint.gateway_is_ready(gateways.side)
+        yield Service(gateways.link, gateways.telemetry, gateways.addresses)

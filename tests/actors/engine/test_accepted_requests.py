@@ -1,0 +1,300 @@
+"""AcceptedRequests: one final for each request, tokens without gaps, and what is replayed when an engine dies."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from genbatch.actors.engine.accepted_requests import (
+    DEADLINE_GRACE_S,
+    MAX_POISONS,
+    POISON_S,
+    AcceptedRequest,
+    AcceptedRequests,
+    Stage,
+)
+from genbatch.actors.engine.engine_wire import LinkError, TokenRow
+from genbatch.proto.errors import DeadlineExceeded, EngineLost, Unavailable
+from genbatch.proto.messages import GenerateRequest
+
+
+def ask(prompt: str = "go", **params: Any) -> GenerateRequest:
+    return GenerateRequest(prompt=prompt, **params)
+
+
+def up(accepted: AcceptedRequests) -> int:
+    return accepted.engine_up()
+
+
+def row(entry: AcceptedRequest, index: int, choice: int = 0) -> TokenRow:
+    return TokenRow(entry.id, choice, index, 100 + index, "x", None)
+
+
+def errors(ended: list[tuple[AcceptedRequest, Any]]) -> dict[int, type[Any]]:
+    return {entry.id: type(error) for entry, error in ended}
+
+
+def test_what_arrives_before_an_engine_waits_for_it_within_a_bound() -> None:
+    accepted = AcceptedRequests(2)
+    first, second = (accepted.accept(ask(prompt), 0.0) for prompt in "ab")
+    assert accepted.due() == []
+    with pytest.raises(Unavailable) as refused:
+        accepted.accept(ask("c"), 0.0)
+    assert refused.value.retry_after_ms
+    up(accepted)
+    assert accepted.due() == [first, second]
+    assert accepted.due() == []
+    accepted.accept(ask("d"), 0.0)  # an engine has bounds of its own
+
+
+def test_a_request_ends_once_whatever_the_engine_says_again() -> None:
+    accepted = AcceptedRequests(8)
+    entry, epoch = accepted.accept(ask(), 0.0), up(accepted)
+    accepted.due()
+    assert accepted.final(epoch, entry.id) is entry
+    assert accepted.final(epoch, entry.id) is None
+    assert accepted.tokens(epoch, [row(entry, 0)]) == []
+    assert not accepted.drop(entry)
+    accepted.check_integrity()
+
+
+def test_a_gap_or_a_repetition_in_a_stream_is_the_links_fault() -> None:
+    accepted = AcceptedRequests(8)
+    entry, epoch = accepted.accept(ask(n=2), 0.0, is_streamed=True), up(accepted)
+    accepted.due()
+    delivered = accepted.tokens(epoch, [row(entry, 0), row(entry, 0, choice=1), row(entry, 1)])
+    assert [(token.choice, token.index) for _, token in delivered] == [(0, 0), (1, 0), (0, 1)]
+    for wrong in (row(entry, 1), row(entry, 3), row(entry, 2, choice=1)):
+        with pytest.raises(LinkError):
+            accepted.tokens(epoch, [wrong])
+
+
+def test_messages_of_an_engine_that_is_gone_are_dropped() -> None:
+    accepted = AcceptedRequests(8)
+    entry, old = accepted.accept(ask(), 0.0, is_streamed=True), up(accepted)
+    accepted.due()
+    accepted.lose(0.0)
+    assert accepted.tokens(old, [row(entry, 0)]) == [] and accepted.final(old, entry.id) is None
+    new = up(accepted)
+    accepted.due()
+    assert accepted.tokens(old, [row(entry, 0)]) == [] and accepted.final(old, entry.id) is None
+    assert len(accepted.tokens(new, [row(entry, 0)])) == 1
+    assert accepted.counts["stale"] == 4
+
+
+def test_an_engines_death_ends_what_was_delivered_in_part_and_replays_the_rest() -> None:
+    accepted = AcceptedRequests(8)
+    streamed, silent, whole = (accepted.accept(ask(p), 0.0, is_streamed=p != "w") for p in "dsw")
+    epoch = up(accepted)
+    accepted.due()
+    late = accepted.accept(ask("late"), 0.0)  # not sent yet
+    accepted.tokens(epoch, [row(streamed, 0), row(streamed, 1)])
+    accepted.begun(epoch, whole.id)
+    [(ended, error)] = accepted.lose(1.0)
+    assert ended is streamed
+    assert isinstance(error, EngineLost) and error.tokens_delivered == 2
+    up(accepted)
+    assert late.deaths == 0
+    assert silent in accepted and whole in accepted and whole.phase is Stage.WAITING
+
+
+def test_a_deadline_that_passed_is_not_replayed_and_one_that_remains_is() -> None:
+    accepted = AcceptedRequests(8)
+    short, long = accepted.accept(ask("a", deadline_s=1.0), 10.0), accepted.accept(ask("b", deadline_s=9.0), 10.0)
+    up(accepted)
+    accepted.due()
+    assert errors(accepted.lose(11.0)) == {short.id: DeadlineExceeded}
+    assert long in accepted
+
+
+def test_deadlines_are_kept_without_an_engine_and_with_one_that_is_silent() -> None:
+    accepted = AcceptedRequests(8)
+    entry = accepted.accept(ask(deadline_s=1.0), 10.0)
+    assert accepted.expired(10.9) == []
+    assert accepted.expired(11.0) == [entry]
+    up(accepted)
+    accepted.due()
+    assert accepted.expired(11.0) == []  # the engine says it, with what it has
+    assert accepted.expired(11.0 + DEADLINE_GRACE_S) == [entry]
+    assert accepted.drop(entry)
+    accepted.check_integrity()
+
+
+def test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live() -> None:
+    accepted = AcceptedRequests(8)
+    begun, first, poison, last = (accepted.accept(ask(p), 0.0) for p in "abpc")
+    epoch = up(accepted)
+    accepted.due()
+    accepted.begun(epoch, begun.id)
+    assert accepted.lose(1.0) == []
+    epoch = up(accepted)
+    fresh = accepted.accept(ask("fresh"), 1.0)
+    assert accepted.due() == [fresh, last]
+    assert accepted.due() == []
+    accepted.begun(epoch, last.id)
+    assert accepted.due() == [poison]
+    accepted.final(epoch, last.id)
+    assert errors(accepted.lose(2.0)) == {poison.id: EngineLost}
+    epoch = up(accepted)
+    # Never sent again, they are not to blame for the second death.
+    order = []
+    while suspects := accepted.due():
+        order += suspects
+        accepted.final(epoch, suspects[-1].id)
+    assert order == [first, begun, fresh]
+    assert {entry.deaths for entry in order} == {1}
+
+
+def test_poison_is_refused_for_a_while_and_nothing_else_is() -> None:
+    accepted = AcceptedRequests(8)
+    accepted.accept(ask("p", temperature=1.0, deadline_s=9.0), 0.0)
+    for now in (1.0, 2.0):
+        up(accepted)
+        assert len(accepted.due()) == 1
+        ended = accepted.lose(now)
+    assert len(ended) == 1
+    with pytest.raises(EngineLost) as refused:
+        accepted.accept(ask("p", temperature=1.0, priority=3), 3.0)
+    assert refused.value.retry_after_ms == round(1000 * (POISON_S - 1.0))
+    accepted.accept(ask("p"), 3.0)
+    accepted.accept(ask("p", temperature=1.0, tenant="another"), 3.0)
+    accepted.accept(ask("p", temperature=1.0), 2.0 + POISON_S)
+    accepted.check_integrity()
+
+
+def test_a_request_that_began_and_dies_again_in_company_ends_without_being_blocked() -> None:
+    accepted = AcceptedRequests(8)
+    poison, entry = accepted.accept(ask("p"), 0.0), accepted.accept(ask("a"), 0.0)
+    up(accepted)
+    accepted.due()
+    accepted.lose(1.0)
+    epoch = up(accepted)
+    assert accepted.due() == [entry]
+    accepted.begun(epoch, entry.id)
+    assert accepted.due() == [poison]
+    assert errors(accepted.lose(2.0)) == {entry.id: EngineLost, poison.id: EngineLost}
+    accepted.accept(ask("a"), 3.0)
+    with pytest.raises(EngineLost):
+        accepted.accept(ask("p"), 3.0)
+
+
+def test_only_so_many_kinds_of_poison_are_remembered() -> None:
+    accepted = AcceptedRequests(8)
+    for number in range(MAX_POISONS + 1):
+        accepted.accept(ask(str(number)), 0.0)
+        for _ in range(2):
+            up(accepted)
+            accepted.due()
+            accepted.lose(0.0)
+    accepted.accept(ask("0"), 0.0)
+    with pytest.raises(EngineLost):
+        accepted.accept(ask("1"), 0.0)
+
+
+class AnyEngine(RuleBasedStateMachine):
+    """An engine that dies at any time, callers that leave at any time: each accepted request ends exactly once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accepted = AcceptedRequests(6)
+        self.now = 0.0
+        self.open: dict[int, AcceptedRequest] = {}
+        self.sent: dict[int, dict[int, int]] = {}  # by the engine that is there: next index by choice
+        self.seen: dict[int, list[tuple[int, int]]] = {}  # tokens that callers have
+        self.streamed: set[int] = set()
+
+    def end(self, entry: AcceptedRequest) -> None:
+        assert self.open.pop(entry.id) is entry  # a KeyError would be a second final
+        self.sent.pop(entry.id, None)
+
+    def send(self) -> None:
+        for entry in self.accepted.due():
+            assert entry.id in self.open and entry.id not in self.sent
+            assert not entry.is_streamed or not self.seen[entry.id], "replayed after tokens were delivered"
+            self.sent[entry.id] = {}
+
+    @rule(
+        streamed=st.booleans(), deadline_s=st.none() | st.floats(0.1, 5), prompt=st.text("abc", min_size=1, max_size=2)
+    )
+    def arrive(self, streamed: bool, deadline_s: float | None, prompt: str) -> None:
+        try:
+            entry = self.accepted.accept(ask(prompt, deadline_s=deadline_s), self.now, is_streamed=streamed)
+        except (Unavailable, EngineLost):
+            return
+        self.open[entry.id] = entry
+        self.seen[entry.id] = []
+        if streamed:
+            self.streamed.add(entry.id)
+        self.send()
+
+    @precondition(lambda self: not self.accepted.is_up)
+    @rule()
+    def engine_comes(self) -> None:
+        self.accepted.engine_up()
+        self.send()
+
+    @precondition(lambda self: self.accepted.is_up)
+    @rule()
+    def engine_dies(self) -> None:
+        for entry, _ in self.accepted.lose(self.now):
+            self.end(entry)
+        self.sent.clear()
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), stale=st.booleans())
+    def token(self, data: st.DataObject, stale: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.sent)))
+        choice = data.draw(st.integers(0, 1))
+        index = self.sent[request_id].get(choice, 0)
+        token = TokenRow(request_id, choice, index, 7, "x", None)
+        delivered = self.accepted.tokens(self.accepted.epoch - stale, [token])
+        assert bool(delivered) is not stale
+        if not stale:
+            self.sent[request_id][choice] = index + 1
+            self.seen[request_id] += [(choice, index)]
+        self.send()
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), stale=st.booleans())
+    def final(self, data: st.DataObject, stale: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.sent)))
+        entry = self.accepted.final(self.accepted.epoch - stale, request_id)
+        assert (entry is None) is stale
+        if entry is not None:
+            self.end(entry)
+        self.send()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def caller_leaves(self, data: st.DataObject) -> None:
+        entry = self.open[data.draw(st.sampled_from(sorted(self.open)))]
+        assert self.accepted.drop(entry) is (entry.id in self.sent)
+        self.end(entry)
+        self.send()
+
+    @rule(seconds=st.floats(0.1, 3))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for entry in self.accepted.expired(self.now):
+            self.accepted.drop(entry)
+            self.end(entry)
+        self.send()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.accepted.check_integrity()
+        assert {entry.id for entry in self.accepted} == set(self.open)
+        suspects = [entry for entry in self.accepted if entry.deaths and entry.phase is Stage.SENT]
+        assert len(suspects) <= 1
+        assert all(entry.deaths <= 1 for entry in self.accepted), "replayed more than once"
+        for request_id, tokens in self.seen.items():
+            for choice in (0, 1):
+                indices = [index for of, index in tokens if of == choice]
+                if request_id in self.streamed:  # one that does not stream may be generated again, from its start
+                    assert indices == list(range(len(indices)))
+
+
+TestAnyEngine = AnyEngine.TestCase
+TestAnyEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,102 @@
+"""Options arrive in another process as they left, and nothing else does."""
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import pytest
+
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.engine.child_process import (
+    NotStarted,
+    ProcessFailed,
+    decode_options,
+    encode_options,
+    to_error,
+    to_message,
+)
+from genbatch.actors.scheduling.batching_type import BatchingType
+from genbatch.actors.scheduling.capacity import PauseOrder
+from genbatch.actors.scheduling.fifo import FIFOScheduler
+from genbatch.actors.scheduling.scheduler import SchedulerError
+from genbatch.actors.security.errors import AddressError
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import ModelError, OptionError
+from genbatch.proto.request_limits import RequestLimits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(),
+        EngineOptions(model_path="m", num_blocks=7, max_memory_percent=0.5, allow_block_sharing=False),
+        BatcherOptions(),
+        BatcherOptions(
+            n_parallel=3,
+            max_queue=9,
+            scheduler="some.module:Class",
+            batching_type=BatchingType.INFLIGHT_BATCHING,
+            pause_order=PauseOrder.OLDEST,
+            system_prompts=("a", "b"),
+            limits=RequestLimits(max_n=2),
+        ),
+        ServiceOptions(),
+        ServiceOptions(bind="ipc:///tmp/x", engine="process", tls_cert="a", tls_key="b", max_restarts=1),
+    ],
+    ids=lambda options: type(options).__name__,
+)
+def test_options_arrive_as_they_left(options: Any) -> None:
+    assert decode_options(encode_options(options), type(options)) == options
+
+
+@pytest.mark.parametrize("kind", [EngineOptions, BatcherOptions, ServiceOptions])
+def test_every_option_has_a_type_that_can_be_checked(kind: type[Any]) -> None:
+    for field in fields(kind):
+        if field.init:
+            with pytest.raises(OptionError) as caught:
+                decode_options(msgspec.msgpack.encode({field.name: {"no": ["such", "value"]}}), kind)
+            assert caught.value.option == field.name
+
+
+def test_what_is_no_option_or_out_of_range_is_refused_by_name() -> None:
+    for named, option in (
+        ({"no_such": 1}, "no_such"),
+        ({"scheduling": {}}, "scheduling"),
+        ({"n_parallel": 0}, "n_parallel"),
+    ):
+        with pytest.raises(OptionError) as caught:
+            decode_options(msgspec.msgpack.encode(named), BatcherOptions)
+        assert caught.value.option == option
+
+
+def test_an_object_cannot_be_sent() -> None:
+    class Scheduler(FIFOScheduler):
+        def __init__(self) -> None:
+            pass
+
+    options = BatcherOptions(scheduler=Scheduler())  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="another process") as caught:
+        encode_options(options)
+    assert caught.value.option == "scheduler"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelError("some", "is not there"),
+        OptionError("n_ctx", "too much"),
+        SchedulerError("no such scheduler"),
+        AddressError("ipc:///x", "taken"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_errors_of_a_start_keep_their_class_and_what_they_name(error: Exception) -> None:
+    again = to_error(msgspec.msgpack.decode(msgspec.msgpack.encode(to_message(error)), type=NotStarted))
+    assert type(again) is type(error)
+    assert str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_another_error_of_a_start_keeps_its_text() -> None:
+    again = to_error(to_message(ZeroDivisionError("what")))
+    assert isinstance(again, ProcessFailed) and "ZeroDivisionError: what" in str(again)

@@ -1,0 +1,647 @@
+"""A link over a real socketpair: the gateways' end, the engine's end, and a scripted Batcher behind it."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from genbatch.actors.batching.batcher_messages import (
+    Detokenize,
+    Drain,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    Tokenize,
+)
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.engine import engine_process
+from genbatch.actors.engine.child_process import Join
+from genbatch.actors.engine.engine_process import EngineSession
+from genbatch.actors.engine.engine_wire import FrameStream, Submit, Tokens, encode_frame
+from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, TICK_S, EngineConnections, RemoteBatcher
+from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
+from genbatch.actors.service.processes import Joint
+from genbatch.proto.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    EngineLost,
+    GenbatchError,
+    InvalidRequest,
+    Unavailable,
+)
+from genbatch.proto.messages import GenerateRequest, Result, Token, Usage
+from genbatch.proto.service_messages import (
+    DetokenizeRequest,
+    Drained,
+    Health,
+    ModelCard,
+    Models,
+    Text,
+    TokenIds,
+    TokenizeRequest,
+)
+
+CARD = ModelCard(
+    id="m", n_ctx=64, n_parallel=2, vocab_size=9, dtype="float32", quantize="none", runner="torch", device="cpu"
+)
+HEALTH = Health(status="ready", steps=3, requests_running=1, requests_waiting=0, stalled_s=0.0)
+OPTIONS = BatcherOptions(n_parallel=2, max_queue=2, stall_s=5.0)
+
+
+@dataclass(eq=False)
+class Work:
+    """A request that a scripted Batcher holds."""
+
+    message: Generate
+    from_: From[Any]
+    indices: dict[int, int]
+
+    def emit(self, text: str, choice: int = 0) -> None:
+        assert self.message.on_token is not None
+        index = self.indices.get(choice, 0)
+        self.indices[choice] = index + 1
+        self.message.on_token(Token(text=text, token_id=index, index=index, choice=choice))
+
+    def finish(self, text: str = "all") -> None:
+        usage = Usage(prompt_tokens=1, completion_tokens=1)
+        reply(self.from_, Result(text=text, token_ids=[1], finish_reason="stop", usage=usage))
+
+
+class Scripted(GenServer):
+    """A Batcher whose tokens the test gives."""
+
+    def __init__(self) -> None:
+        self.work: dict[str, Work] = {}  # by prompt
+        self.left: list[str] = []  # prompts whose caller went away
+        self.health: Health | None = Health(
+            status="ready", steps=3, requests_running=1, requests_waiting=0, stalled_s=0.0
+        )
+        self.drained: float | None = None
+        self._monitors: dict[Monitor, str] = {}
+
+    async def handle_call(self, request: Any, from_: From[Any]) -> Any:
+        match request:
+            case Generate():
+                prompt = request.request.prompt or ""
+                if prompt == "refused":
+                    reply_error(from_, EngineError("no", retry_after_ms=7))
+                else:
+                    self.work[prompt] = Work(request, from_, {})
+                    self._monitors[self.monitor(from_)] = prompt
+                return NOREPLY
+            case GetHealth():
+                return NOREPLY if self.health is None else self.health
+            case GetStats():
+                return {"steps": 3, "finished": {"stop": 1}}
+            case Tokenize(TokenizeRequest(prompt="hold")):
+                return NOREPLY
+            case Tokenize():
+                return TokenIds(token_ids=[1, 2])
+            case Detokenize():
+                return Text(text="12")
+            case Drain(timeout_s):
+                self.drained = timeout_s
+                return Drained(num_cancelled=0)
+
+    async def handle_cast(self, message: Any) -> None:
+        raise ZeroDivisionError
+
+    async def terminate(self, reason: Any) -> None:
+        for work in self.work.values():
+            if work.from_.alive:
+                reply_error(work.from_, Unavailable("the batcher has stopped"))
+
+    async def handle_info(self, message: Any) -> None:
+        assert isinstance(message, Down)
+        self.left.append(self._monitors.pop(message.monitor))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Lets the tasks and the sockets work; the clock stands still meanwhile."""
+    for _ in range(100_000):
+        if condition():
+            return
+        await trio.lowlevel.checkpoint()
+    raise AssertionError("it did not happen")
+
+
+async def settle() -> None:
+    """As long as anything can be under way on this machine."""
+    for _ in range(200):
+        await trio.lowlevel.checkpoint()
+
+
+class Bench:
+    """A link in front of engines that come and go."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.joint = Joint()
+        self.link = RemoteBatcher(OPTIONS, self._on_hung)
+        self.hung: list[str] = []
+        self.engine = Scripted()
+        self.ends: dict[str, Any] = {}  # of requests, by prompt
+        self.tokens: dict[str, list[Token]] = {}
+        self.side: EngineSide
+
+    async def open(self) -> None:
+        self.ref = await start(self.nursery, self.link)
+        host = EngineConnections(self.ref)
+        await self.nursery.start(host.run)
+        await self.joint.gateway_is_ready(host)
+
+    async def engine_comes(self) -> None:
+        self.engine = Scripted()
+        self.side = EngineSide(await self.nursery.start(self._run_engine), self.nursery)
+        await self.joint.engine_is_ready(self.side, Models(models=(CARD,)))
+        await until(lambda: self.link.accepted.is_up and self.link._watch._health is not None)
+
+    async def _run_engine(self, task_status: trio.TaskStatus[ActorRef]) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                task_status.started(await start(nursery, self.engine))
+        except* ZeroDivisionError:
+            pass  # the process would end
+
+    async def engine_dies(self) -> None:
+        """As the kernel would have it: the socket closes, nobody says a word."""
+        self.joint.engine_is_gone(self.side)
+        self.side.scope.cancel()
+        await until(lambda: not self.link.accepted.is_up)
+
+    def ask(self, prompt: str, *, streams: bool = False, **params: Any) -> trio.CancelScope:
+        """Calls in a task of its own."""
+        scope, seen = trio.CancelScope(), self.tokens.setdefault(prompt, [])
+
+        async def call() -> None:
+            message = Generate(
+                GenerateRequest(prompt=prompt, **params), seen.append if streams else None, "c", request_id="r1"
+            )
+            with scope:
+                try:
+                    self.ends[prompt] = await self.ref.call(message, timeout=None)
+                except GenbatchError as error:
+                    self.ends[prompt] = error
+
+        self.nursery.start_soon(call)
+        return scope
+
+    async def working(self, *prompts: str) -> list[Work]:
+        await until(lambda: all(prompt in self.engine.work for prompt in prompts))
+        return [self.engine.work[prompt] for prompt in prompts]
+
+    async def end_of(self, prompt: str) -> Any:
+        await until(lambda: prompt in self.ends)
+        return self.ends[prompt]
+
+    def _on_hung(self, reason: str) -> None:
+        self.hung.append(reason)
+
+
+class EngineSide:
+    """An engine's process, but for the process."""
+
+    def __init__(self, batcher: ActorRef, nursery: trio.Nursery) -> None:
+        self.scope = trio.CancelScope()
+        self.joins = 0
+        self._batcher = batcher
+        self._nursery = nursery
+
+    async def send(self, message: Join, hand_over: socket.socket) -> None:
+        self.joins += 1
+        self._nursery.start_soon(self._serve, FrameStream(hand_over))
+
+    async def _serve(self, stream: FrameStream) -> None:
+        self.stream = stream
+        with self.scope:
+            await EngineSession(self._batcher, stream).run()
+
+
+@pytest.fixture
+async def bench(nursery: trio.Nursery) -> Bench:
+    made = Bench(nursery)
+    await made.open()
+    return made
+
+
+# What crosses
+
+
+@pytest.mark.trio
+async def test_a_stream_crosses_token_by_token_and_ends_with_its_result(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go", streams=True, n=2, temperature=0.5, seed=2**64 - 1)
+    [work] = await bench.working("go")
+    assert work.message.request == GenerateRequest(
+        prompt="go", n=2, temperature=0.5, seed=2**64 - 1, deadline_s=OPTIONS.default_deadline_s
+    )
+    assert (work.message.client, work.message.request_id) == ("c", "r1")
+    for text, choice in (("a", 0), ("b", 1), ("c", 0)):
+        work.emit(text, choice)
+    work.finish()
+    assert (await bench.end_of("go")).text == "all"
+    assert [(t.text, t.choice, t.index) for t in bench.tokens["go"]] == [("a", 0, 0), ("b", 1, 0), ("c", 0, 1)]
+
+
+@pytest.mark.trio
+async def test_a_request_that_does_not_stream_sends_no_tokens(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go")
+    [work] = await bench.working("go")
+    work.emit("a")
+    work.emit("b")
+    await until(lambda: [entry.phase.value for entry in bench.link.accepted] == ["begun"])
+    work.finish()
+    assert (await bench.end_of("go")).text == "all"
+    assert not bench.tokens["go"]
+
+
+@pytest.mark.trio
+async def test_errors_cross_with_their_class_and_their_hint(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("refused")
+    error = await bench.end_of("refused")
+    assert isinstance(error, EngineError) and error.retry_after_ms == 7
+
+
+@pytest.mark.trio
+async def test_a_request_that_cannot_be_sent_is_refused_and_hurts_no_other(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("good")
+    await bench.working("good")
+    for prompt, params in (("\ud800", {}), ("a", {"max_tokens": 0}), ("b", {"logit_bias": {2**70: 1.0}})):
+        bench.ask(prompt, **params)
+        assert isinstance(await bench.end_of(prompt), InvalidRequest)
+    [work] = await bench.working("good")
+    work.finish()
+    assert (await bench.end_of("good")).text == "all"
+
+
+@pytest.mark.trio
+async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    assert await bench.ref.call(Tokenize(TokenizeRequest(prompt="x"))) == TokenIds(token_ids=[1, 2])
+    assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=[1]))) == Text(text="12")
+    assert await bench.ref.call(GetModels()) == Models(models=(CARD,))
+    stats = await bench.ref.call(GetStats(), control=True)
+    assert (stats["steps"], stats["finished"]) == (3, {"stop": 1})
+    assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (0, 0, 0)
+    with pytest.raises(InvalidRequest):
+        await bench.ref.call(Tokenize(TokenizeRequest(prompt="\ud800")))
+
+
+def test_every_field_of_a_generate_call_is_sent_or_is_known_to_stay() -> None:
+    sent = {"request", "client", "request_id", "beam_width"}
+    stays = {"on_token", "tag", "keep"}  # becomes `streams`; for programs that run the Batcher themselves
+    assert {field.name for field in fields(Generate)} == sent | stays
+
+
+@pytest.mark.trio
+async def test_a_caller_that_leaves_cancels_its_request_over_there(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    scope = bench.ask("go", streams=True)
+    [work] = await bench.working("go")
+    work.emit("a")
+    await until(lambda: bench.tokens["go"])
+    scope.cancel()
+    await until(lambda: bench.engine.left == ["go"])
+    assert len(bench.link.accepted) == 0
+    work.emit("b")  # on its way when the caller left
+    await until(lambda: not bench.link._callers)
+    bench.link.accepted.check_integrity()
+
+
+@pytest.mark.trio
+async def test_a_callers_own_fault_ends_its_request_only(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    ends: list[object] = []
+
+    async def call() -> None:
+        try:
+            await bench.ref.call(Generate(GenerateRequest(prompt="bad"), lambda token: 1 / 0), timeout=None)
+        except GenbatchError as error:
+            ends.append(error)
+
+    bench.nursery.start_soon(call)
+    bench.ask("good", streams=True)
+    bad, good = await bench.working("bad", "good")
+    bad.emit("a")
+    bad.emit("b")
+    good.emit("a")
+    await until(lambda: ends and bench.tokens["good"])
+    assert isinstance(ends[0], EngineError) and "ZeroDivisionError" in str(ends[0])
+    await until(lambda: bench.engine.left == ["bad"])
+
+
+# The engine dies
+
+
+@pytest.mark.trio
+async def test_finals_and_replays_follow_an_engines_death(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("streamed", streams=True)
+    bench.ask("whole")
+    bench.ask("done")
+    streamed, whole, done = await bench.working("streamed", "whole", "done")
+    streamed.emit("a")
+    streamed.emit("b")
+    whole.emit("a")
+    done.finish()
+    await bench.end_of("done")
+    await until(lambda: len(bench.tokens["streamed"]) == 2)
+    await bench.engine_dies()
+    lost = await bench.end_of("streamed")
+    assert isinstance(lost, EngineLost) and lost.tokens_delivered == 2
+    bench.ask("meanwhile")
+    assert "whole" not in bench.ends
+    await bench.engine_comes()
+    [again, meanwhile] = await bench.working("whole", "meanwhile")
+    again.finish("again")
+    meanwhile.finish()
+    assert (await bench.end_of("whole")).text == "again"
+    assert (await bench.end_of("meanwhile")).text == "all"
+    assert bench.ends["done"].text == "all"
+    stats = await bench.ref.call(GetStats())
+    assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
+
+
+@pytest.mark.trio
+async def test_questions_end_with_the_engine_that_was_asked(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    errors: list[GenbatchError] = []
+
+    async def ask() -> None:
+        with pytest.raises(Unavailable) as caught:
+            await bench.ref.call(Tokenize(TokenizeRequest(prompt="hold")), timeout=None)
+        errors.append(caught.value)
+
+    bench.nursery.start_soon(ask)
+    await settle()
+    await bench.engine_dies()
+    await until(lambda: errors)
+    assert errors[0].retry_after_ms
+
+
+@pytest.mark.trio
+async def test_a_batchers_last_breath_does_not_end_what_can_be_replayed(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go")
+    await bench.working("go")
+    crashed = bench.engine.ref
+    crashed.cast("crash")
+    await crashed.wait()
+    await settle()
+    assert not bench.ends
+    await bench.engine_dies()
+    await bench.engine_comes()
+    [again] = await bench.working("go")
+    again.finish()
+    assert (await bench.end_of("go")).text == "all"
+
+
+@pytest.mark.trio
+async def test_without_an_engine_questions_are_answered_and_the_queue_has_a_bound(
+    bench: Bench, mock_clock: MockClock
+) -> None:
+    assert (await bench.ref.call(GetHealth(), control=True)).status == "down"
+    with pytest.raises(Unavailable):
+        await bench.ref.call(GetModels())
+    await bench.engine_comes()
+    assert (await bench.ref.call(GetHealth(), control=True)) == bench.engine.health
+    await bench.engine_dies()
+    health = await bench.ref.call(GetHealth(), control=True)
+    assert health.status == "down"
+    assert await bench.ref.call(GetModels()) == Models(models=(CARD,))
+    with pytest.raises(Unavailable) as refused:
+        await bench.ref.call(Tokenize(TokenizeRequest(prompt="x")))
+    assert refused.value.retry_after_ms
+    for number in range(4):  # n_parallel + max_queue
+        bench.ask(f"waits {number}")
+    await until(lambda: len(bench.link.accepted) == 4)
+    bench.ask("too much")
+    error = await bench.end_of("too much")
+    assert isinstance(error, Unavailable) and error.retry_after_ms
+
+
+@pytest.mark.trio
+async def test_what_remains_of_a_deadline_is_sent_with_a_replay(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go", deadline_s=10.0)
+    [work] = await bench.working("go")
+    assert work.message.request.deadline_s == 10.0
+    await bench.engine_dies()
+    mock_clock.jump(4.0)
+    await bench.engine_comes()
+    [again] = await bench.working("go")
+    assert again.message.request.deadline_s == pytest.approx(6.0)
+
+
+@pytest.mark.trio
+async def test_a_deadline_is_kept_while_there_is_no_engine(bench: Bench, mock_clock: MockClock) -> None:
+    bench.ask("go", deadline_s=1.0)
+    await until(lambda: len(bench.link.accepted) == 1)
+    mock_clock.jump(1.0 + TICK_S)
+    assert isinstance(await bench.end_of("go"), DeadlineExceeded)
+
+
+@pytest.mark.trio
+async def test_a_clients_request_has_the_default_deadline_without_an_engine_too(
+    bench: Bench, mock_clock: MockClock
+) -> None:
+    bench.ask("go")
+    await until(lambda: len(bench.link.accepted) == 1)
+    mock_clock.jump(OPTIONS.default_deadline_s + TICK_S)
+    assert isinstance(await bench.end_of("go"), DeadlineExceeded)
+
+
+# The engine hangs
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("how", ["silent", "stalled"])
+async def test_an_engine_that_does_not_get_on_is_to_be_killed(how: str, bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go")
+    await bench.working("go")
+    if how == "silent":
+        bench.engine.health = None  # no beat is sent any more
+    else:
+        assert bench.engine.health is not None
+        bench.engine.health = msgspec.structs.replace(bench.engine.health, stalled_s=OPTIONS.stall_s + 0.1)
+    waited = 0.0
+    while not bench.hung:
+        assert waited <= OPTIONS.stall_s + 2 * TICK_S
+        assert how == "stalled" or bench.ends == {}
+        mock_clock.jump(TICK_S)
+        waited += TICK_S
+        await settle()
+    assert len(bench.hung) == 1 and "no progress" in bench.hung[0]
+    assert how == "stalled" or waited > OPTIONS.stall_s
+    assert (await bench.ref.call(GetHealth(), control=True)).status == "stuck"
+    bench.ask("meanwhile")
+    await settle()
+    assert "meanwhile" not in bench.engine.work
+    await bench.engine_dies()
+    await bench.engine_comes()
+    for work in await bench.working("go", "meanwhile"):
+        work.finish()
+    assert (await bench.end_of("go")).text == (await bench.end_of("meanwhile")).text == "all"
+    assert len(bench.hung) == 1
+
+
+@pytest.mark.trio
+async def test_an_engine_that_is_busy_or_idle_for_long_is_left_alone(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    for _ in range(4 * int(OPTIONS.stall_s / TICK_S)):
+        mock_clock.jump(TICK_S)
+        await settle()
+    mock_clock.jump(10 * OPTIONS.stall_s)  # while this event loop was held up nobody could be heard
+    await settle()
+    assert not bench.hung
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xc1 no msgpack",
+        encode_frame([[9, 1]]),
+        encode_frame([Tokens([(1, 0, 5, 7, "x", None)])]),
+        encode_frame([Tokens([(1, 0, True, 7, "x", None)])]),
+    ],
+    ids=["bytes", "no message", "a gap", "a type"],
+)
+async def test_an_engine_that_talks_nonsense_is_to_be_killed(frame: bytes, bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go", streams=True)
+    [work] = await bench.working("go")
+    await bench.side.stream.send(frame)
+    await until(lambda: bench.hung)
+    work.emit("a")
+    work.finish()
+    await settle()
+    assert len(bench.hung) == 1 and not bench.tokens["go"] and not bench.ends
+    await bench.engine_dies()
+    await bench.engine_comes()
+    [again] = await bench.working("go")
+    again.finish()
+    assert (await bench.end_of("go")).text == "all"
+
+
+@pytest.mark.trio
+async def test_a_gateway_that_reads_nothing_does_not_hold_up_a_step(
+    monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    monkeypatch.setattr(engine_process, "MAX_BACKLOG", 64)
+    batcher = Scripted()
+    ours, theirs = socket.socketpair()
+    ended = trio.Event()
+    ref = await start(nursery, batcher)
+
+    async def serve() -> None:
+        await EngineSession(ref, FrameStream(theirs)).run()
+        ended.set()
+
+    nursery.start_soon(serve)
+    with ours:
+        gateway = FrameStream(ours.dup())
+        await gateway.send(encode_frame([Submit(1, GenerateRequest(prompt="go"), "c", "", 1, True)]))
+        await until(lambda: "go" in batcher.work)
+        given = 0
+        while not ended.is_set():
+            batcher.work["go"].emit("x" * 1000)  # returns at once, every time
+            given += 1
+            assert given < 100_000
+            await trio.lowlevel.checkpoint()
+        await until(lambda: batcher.left == ["go"])
+        await gateway.aclose()
+
+
+@pytest.mark.trio
+async def test_a_link_that_is_closed_between_two_that_live_is_made_anew(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go")
+    await bench.working("go")
+    bench.side.scope.cancel()  # its session ends, as it does with a backlog
+    await until(lambda: bench.engine.left == ["go"])
+    bench.engine.work.clear()
+    bench.side.scope = trio.CancelScope()
+    await bench.joint.unjoined(0)  # of a link that has been replaced
+    assert bench.side.joins == 1
+    await bench.joint.unjoined(1)
+    [again] = await bench.working("go")
+    again.finish()
+    assert (await bench.end_of("go")).text == "all"
+
+
+# Draining
+
+
+@pytest.mark.trio
+async def test_a_drain_refuses_what_is_new_and_waits_for_what_is_open(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go")
+    [work] = await bench.working("go")
+    drained: list[Drained] = []
+
+    async def drain() -> None:
+        drained.append(await bench.ref.call(Drain(30.0), timeout=None))
+
+    bench.nursery.start_soon(drain)
+    await until(lambda: bench.link._draining.has_begun)
+    bench.ask("new")
+    assert isinstance(await bench.end_of("new"), Unavailable)
+    assert (await bench.ref.call(GetHealth(), control=True)).status == "draining"
+    assert not drained
+    work.finish()
+    await until(lambda: drained)
+    assert drained == [Drained(num_cancelled=0)]
+    assert (await bench.end_of("go")).text == "all"
+
+
+@pytest.mark.trio
+async def test_a_drain_cancels_what_does_not_end_in_time(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("ends when told")
+    bench.ask("does not listen")
+    [listens, _] = await bench.working("ends when told", "does not listen")
+    drained: list[Drained] = []
+
+    async def drain() -> None:
+        drained.append(await bench.ref.call(Drain(3.0), timeout=None))
+
+    bench.nursery.start_soon(drain)
+    await until(lambda: bench.link._draining.has_begun)
+    mock_clock.jump(3.0)
+    await until(lambda: bench.engine.drained == 0.0)
+    listens.finish("what there was")
+    assert (await bench.end_of("ends when told")).text == "what there was"
+    assert not drained
+    mock_clock.jump(CANCEL_GRACE_S)
+    assert isinstance(await bench.end_of("does not listen"), Cancelled)
+    await until(lambda: drained)
+    assert drained == [Drained(num_cancelled=2)]
+
+
+@pytest.mark.trio
+async def test_stats_without_an_engine_are_the_links_own(bench: Bench, mock_clock: MockClock) -> None:
+    assert (await bench.ref.call(GetStats()))["engine"] == "down"
+    await bench.engine_comes()
+    assert (await bench.ref.call(GetStats()))["engine"] == "up"
+    bench.ask("whole")
+    bench.ask("streamed", streams=True)
+    _, streamed = await bench.working("whole", "streamed")
+    streamed.emit("a")
+    await until(lambda: bench.tokens["streamed"])
+    await bench.engine_dies()
+    stats = await bench.ref.call(GetStats())
+    assert (stats["engine"], stats["model"], stats["engine_restarts"]) == ("down", "m", 0)
+    assert (stats["requests_open"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
+    assert "steps" not in stats

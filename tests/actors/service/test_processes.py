@@ -1,0 +1,194 @@
+"""A service of three processes over a tiny model and ZeroMQ, and what its clients see when one of them is killed."""
+
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from genbatch.clients import ZeroMQClient, remote_client
+from genbatch.proto.errors import EngineLost, GenbatchError, Unavailable
+from genbatch.proto.messages import Result
+from tests.actors.engine.stage import Stage
+from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("service")
+
+
+@pytest.fixture(scope="module")
+def stage(directory: Path) -> Stage:
+    return Stage(directory)
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model_dir: Callable[[str], Path], directory: Path, stage: Stage) -> Iterator[RunningService]:
+    flags = (
+        *("--scheduler", stage.scheduler, "--n-parallel", "4"),
+        *("--stall-s", "10", "--max-restarts", "100", "--default-deadline-s", "0"),  # a loaded machine loads slowly
+    )
+    with RunningService(tiny_model_dir("llama"), directory, *flags) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_client, "LEASE_S", 60.0)  # this process may wait for its turn
+
+
+def connect(service: RunningService) -> ZeroMQClient:
+    return ZeroMQClient(service.address, timeout=TIMEOUT_S)
+
+
+class Asked:
+    """Requests of one client, each in a task, and how each ended."""
+
+    def __init__(self, client: ZeroMQClient, nursery: trio.Nursery) -> None:
+        self.tokens: dict[str, list[int]] = {}  # of streams
+        self._ends: dict[str, Any] = {}
+        self._client = client
+        self._nursery = nursery
+        self._changed = trio.Event()
+
+    def generate(self, name: str, prompt: list[int], max_tokens: int = 100) -> None:
+        async def ask() -> Result:
+            return await self._client.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
+
+        self._nursery.start_soon(self._run, name, ask)
+
+    def stream(self, name: str, prompt: list[int], max_tokens: int = 240) -> None:
+        tokens = self.tokens[name] = []
+
+        async def ask() -> Result:
+            async with self._client.stream(prompt, max_tokens=max_tokens, ignore_eos=True) as stream:
+                async for token in stream:
+                    assert token.index == len(tokens)
+                    tokens.append(token.token_id)
+                    self._wake()
+            return stream.result
+
+        self._nursery.start_soon(self._run, name, ask)
+
+    async def end_of(self, name: str) -> Any:
+        """The result, or the error."""
+        while name not in self._ends:
+            await self._changed.wait()
+        return self._ends[name]
+
+    async def some_tokens_of(self, name: str) -> None:
+        while len(self.tokens[name]) < 3:
+            await self._changed.wait()
+
+    async def _run(self, name: str, ask: Callable[[], Awaitable[Result]]) -> None:
+        try:
+            self._ends[name] = await ask()
+        except GenbatchError as error:
+            self._ends[name] = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+@pytest.mark.trio
+async def test_finals_and_replays_follow_a_killed_engine_and_the_connection_lives(
+    service: RunningService, stage: Stage
+) -> None:
+    async with connect(service) as client, trio.open_nursery() as nursery:
+        asked = Asked(client, nursery)
+        asked.generate("done", [6, 0])
+        expected = (await asked.end_of("done")).token_ids
+        with stage.holding():
+            asked.stream("streaming", [5, 6, 8])
+            await asked.some_tokens_of("streaming")
+            for number in range(6):  # some run, some wait for a slot
+                asked.generate(f"whole {number}", [6, number])
+            while (await client.stats())["accepted"] < 8:
+                await trio.lowlevel.checkpoint()
+            old = kill(service.engine)
+            lost = await asked.end_of("streaming")  # without waiting for the next engine, which cannot start yet
+            assert isinstance(lost, EngineLost)
+            assert lost.tokens_delivered == len(asked.tokens["streaming"]) >= 3
+            assert (await client.health()).status == "down"
+            asked.generate("meanwhile", [5, 6, 9], 4)
+        assert (await asked.end_of("meanwhile")).finish_reason == "length"
+        assert service.engine not in (None, old)
+        ends = [await asked.end_of(f"whole {number}") for number in range(6)]
+        assert ends[0].token_ids == expected
+        assert all(len(end.token_ids) == len(expected) for end in ends)
+        stats = await client.stats()
+        assert (stats["engine_restarts"], stats["requests_lost"], stats["requests_replayed"]) == (1, 1, 6)
+        assert (await client.health()).status == "ready"
+
+
+@pytest.mark.trio
+async def test_a_gateway_that_is_killed_comes_back_to_the_same_engine(service: RunningService, stage: Stage) -> None:
+    async with connect(service) as client, trio.open_nursery() as nursery:
+        engine, asked = service.engine, Asked(client, nursery)
+        steps = (await client.stats())["steps"]
+        with stage.holding():
+            asked.stream("streaming", [5, 6, 8])
+            await asked.some_tokens_of("streaming")
+            old = kill(service.gateway)
+            assert isinstance(await asked.end_of("streaming"), Unavailable)
+        assert (await client.generate([5, 6], max_tokens=2, ignore_eos=True)).finish_reason == "length"
+        assert service.engine == engine and service.gateway != old
+        stats = await client.stats()
+        assert stats["steps"] > steps
+        assert stats["requests_running"] == 0 and stats["kv_blocks_used"] == 0  # what the dead one had asked for
+        assert stats["finished"]["cancelled"] == 1
+
+
+@pytest.mark.trio
+async def test_an_engine_that_hangs_is_killed_and_its_requests_are_replayed(service: RunningService) -> None:
+    async with connect(service) as client, trio.open_nursery() as nursery:
+        asked = Asked(client, nursery)
+        old = kill(service.engine, signal.SIGSTOP)
+        asked.generate("whole", [7, 8], 5)
+        assert (await client.health()).status == "ready"  # answered, by a gateway that does not know yet
+        assert (await asked.end_of("whole")).finish_reason == "length"
+        assert not is_running(old)
+    assert "killing the engine" in service.log
+
+
+@pytest.mark.trio
+async def test_a_request_that_kills_engines_is_replayed_once_and_then_refused(
+    service: RunningService, stage: Stage
+) -> None:
+    async with connect(service) as client, trio.open_nursery() as nursery:
+        asked = Asked(client, nursery)
+        accepted = (await client.stats())["accepted"]
+        with stage.holding():
+            asked.generate("innocent", [5, 5], 200)
+            while (await client.stats())["accepted"] == accepted:
+                await trio.lowlevel.checkpoint()
+            asked.generate("poison", [13, 5], 5)
+            while (await client.health()).status != "down":
+                await trio.lowlevel.checkpoint()
+        assert isinstance(await asked.end_of("poison"), EngineLost)
+        assert (await asked.end_of("innocent")).finish_reason == "length"
+        with pytest.raises(EngineLost) as refused:
+            await client.generate([13, 5], max_tokens=5, ignore_eos=True)
+        assert refused.value.retry_after_ms
+        assert (await client.health()).status == "ready"  # nothing died of that one
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(service: RunningService) -> None:
+    """The last of this file: the service is gone."""
+    service.wait_for("supervisor.child_start name=engine", service.log.count("supervisor.restart name=engine"))
+    engine, gateway = service.engine, service.gateway
+    assert engine is not None and gateway is not None
+    kill(service.process.pid)
+    service.process.wait()
+    deadline = time.monotonic() + TIMEOUT_S
+    while is_running(engine) or is_running(gateway):
+        assert time.monotonic() < deadline, "an orphan"
+        time.sleep(0.01)
