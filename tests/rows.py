@@ -12,6 +12,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 README = TESTS / "README.md"
+MEANINGS = TESTS.parent / "docs" / "rows.md"
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 ROWS = {"A": 12, "B": 35, "H": 16, "R": 6, "S": 7}
 ID = re.compile(r"([abhrs])(\d\d)_(to_)?")
@@ -39,6 +40,11 @@ def rows_of(name: str) -> list[str]:
         first = number if match[3] else None
         rest = rest[match.end() :]
     return rows
+
+
+def meanings() -> dict[str, str]:
+    """What docs/rows.md says of each row, in its order."""
+    return dict(re.findall(r"^\| ([ABHRS]\d+) \| (.*) \|$", MEANINGS.read_text(), re.MULTILINE))
 
 
 def table() -> str:
