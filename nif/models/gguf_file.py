@@ -4,8 +4,9 @@ file = GgufFile("model.gguf", Path("model.gguf"))
 config, tokenizer = gguf_config(file), gguf_tokenizer(file)
 weights = GgufWeights(file, config)                   # a WeightSource
 
-The header is read by hand: gguf's own reader takes seconds for a vocabulary, trusts every length it meets, and is called
-once for the configuration, once for the tokenizer and once for the weights. Nothing here trusts a number of the file.
+The header is read by hand: gguf's own reader takes seconds for a vocabulary, trusts every length it meets, and is
+called once for the configuration, once for the tokenizer and once for the weights. Nothing here trusts a number of the
+file.
 """
 
 import re
