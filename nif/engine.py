@@ -13,7 +13,7 @@ from genbatch.nif.kv.free_memory import free_gpu_memory, free_host_memory
 from genbatch.nif.models.model import Model, describe_model, load_model
 from genbatch.nif.models.quiet_transformers import Progress
 from genbatch.nif.native.errors import NativeUnavailable
-from genbatch.nif.native.llama_weights import LlamaWeights
+from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Runner
 from genbatch.nif.runners.torch_runner import TorchRunner
@@ -130,7 +130,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
         _refuse_quantize(options, "the torch runner computes in the model's dtype")
         return lambda: TorchRunner(model)
     try:
-        weights = LlamaWeights(model, _quantize(options))
+        weights = ModelWeights(model, _quantize(options))
     except NativeUnavailable as unavailable:
         if model.weights is not None:
             raise  # the caller loads them into a module and comes again

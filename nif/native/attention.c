@@ -113,6 +113,11 @@ static void start_row(const attention *a, int64_t token, int head, int last_key,
         int8_start(a, state, row, query);
     else
         float_start(a, state, row, query);
+    if (!a->sinks) return;
+    if (a->cache->kind == KV_I8)
+        int8_sink(state, row, a->sinks[head]);
+    else
+        float_sink(state, row, a->sinks[head]);
 }
 
 static void finish_row(const attention *a, const row_state *state, int row, int64_t token, int head)

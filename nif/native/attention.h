@@ -99,6 +99,7 @@ ALWAYS_INLINE bool sees_all(const row_state *s, int row, const key_tile *tiles)
 void float_locate(const cache *, int head_dim, const uint8_t *head, int first, key_tile *out);
 void float_fetch(const cache *, int head_dim, const key_tile *);
 void float_start(const attention *, row_state *, int row, const float *query); /* NULL: a row that fills up */
+void float_sink(row_state *, int row, float score); /* of a row that has met no key */
 void float_resume(row_state *, int row, const row_state *from, int from_row);
 void float_chunk(const attention *, const key_tile *, row_state *);
 void float_finish(const attention *, const row_state *, int row, float *out);
@@ -108,6 +109,7 @@ void float_write(const cache *, int head_dim, uint8_t *head, int64_t offset, con
 void int8_locate(const cache *, int head_dim, const uint8_t *head, int first, key_tile *out);
 void int8_fetch(const cache *, int head_dim, const key_tile *);
 void int8_start(const attention *, row_state *, int row, const float *query);
+void int8_sink(row_state *, int row, float score); /* of a row that has met no key */
 void int8_resume(row_state *, int row, const row_state *from, int from_row);
 void int8_chunk(const attention *, const key_tile *, row_state *);
 void int8_finish(const attention *, const row_state *, int row, float *out);

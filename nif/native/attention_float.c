@@ -33,6 +33,12 @@ void float_start(const attention *a, row_state *state, int row, const float *que
     s->rescale[row] = 1.0f;
 }
 
+void float_sink(row_state *state, int row, float score)
+{
+    state->as_float.maximum[row] = score;
+    state->as_float.total[row] = 1.0f;
+}
+
 void float_resume(row_state *state, int row, const row_state *from, int from_row)
 {
     state->as_float.maximum[row] = from->as_float.maximum[from_row];
@@ -66,6 +72,11 @@ ALWAYS_INLINE void score(const int R, const int T, const bool bf16, const attent
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T * PARTS; t++)
         vf_store(scores + r * CHUNK_KEYS + t * VL, s[r][t]);
 }
+ALWAYS_INLINE void cap_scores(float *scores, float cap)
+{
+    for (int i = 0; i < CHUNK_KEYS; i += VL) vf_store(scores + i, vf_cap(vf_load(scores + i), cap));
+}
+
 /* Turns a chunk's scores into weights relative to the row's maximum so far; `whole`: the row sees all its keys. */
 ALWAYS_INLINE void weigh(row_state *state, int row, const key_tile *tiles, const bool whole)
 {
@@ -132,6 +143,7 @@ ALWAYS_INLINE void chunk(const int R, const bool bf16, const attention *a, const
     for (int t = 0; t < CHUNK_TILES; t += T)
         score(R, T, bf16, a, tiles + t, s->queries, s->weights + t * LANES);
     for (int r = 0; r < state->used; r++) {
+        if (a->score_cap != 0) cap_scores(s->weights + r * CHUNK_KEYS, a->score_cap);
         if (sees_all(state, r, tiles))
             weigh(state, r, tiles, true);
         else

@@ -59,6 +59,14 @@ void int8_start(const attention *a, row_state *state, int row, const float *quer
     vf_store(s->totals + row * VL, (vf){0});
 }
 
+/* A key whose value has the scale 1 and adds nothing. */
+void int8_sink(row_state *state, int row, float score)
+{
+    float total[VL] = {255.0f};
+    state->as_int8.maximum[row] = score * LOG2_E;
+    memcpy(state->as_int8.totals + row * VL, total, sizeof(total));
+}
+
 void int8_resume(row_state *state, int row, const row_state *from, int from_row)
 {
     int8_rows *s = &state->as_int8;
@@ -96,15 +104,19 @@ ALWAYS_INLINE void score(const int R, const int T, const attention *a, const key
 
 /* Turns a chunk's scores into the integers that its values are multiplied with, and sums up by lane what it adds to
  * the row's total; both relative to the largest weight of the chunk. `whole`: the row sees all its keys. */
-ALWAYS_INLINE void weigh(row_state *state, int row, const key_tile *tiles, int padded_keys, const bool whole)
+ALWAYS_INLINE void weigh(row_state *state, int row, const key_tile *tiles, const attention *a, const bool whole)
 {
     int8_rows *s = &state->as_int8;
+    const int padded_keys = a->cache->padded_keys;
     const int32_t *scores = s->scores + row * CHUNK_KEYS;
     vf lane[CHUNK_TILES * PARTS], scale = vf_set1(s->scale[row]);
     UNROLL for (int i = 0; i < CHUNK_TILES * PARTS; i++) {
         const float *factors = tiles[i / PARTS].factors + i % PARTS * VL;
         vf scaled = vf_from_int(vi_load(scores + i * VL)) * scale;
-        lane[i] = vf_fma(scaled, vf_load(factors), vf_load(factors + padded_keys));
+        if (a->score_cap == 0)
+            lane[i] = vf_fma(scaled, vf_load(factors), vf_load(factors + padded_keys));
+        else
+            lane[i] = vf_cap(scaled * vf_load(factors), a->score_cap * LOG2_E) + vf_load(factors + padded_keys);
         if (!whole)
             lane[i] = vf_select(seen_lanes(state, row, &tiles[i / PARTS], i % PARTS), lane[i], vf_set1(LOWEST));
     }
@@ -176,9 +188,9 @@ ALWAYS_INLINE void chunk(const int R, const attention *a, const key_tile *tiles,
     for (int t = 0; t < CHUNK_TILES; t += T) score(R, T, a, tiles + t, s, s->scores + t * LANES);
     for (int r = 0; r < state->used; r++) {
         if (sees_all(state, r, tiles))
-            weigh(state, r, tiles, a->cache->padded_keys, true);
+            weigh(state, r, tiles, a, true);
         else
-            weigh(state, r, tiles, a->cache->padded_keys, false);
+            weigh(state, r, tiles, a, false);
     }
     join(R, s);
     int d = 0;

@@ -6,9 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 2 /* bumped with any change to the structs below; library.py compares */
+#define ABI_VERSION 3 /* bumped with any change to the structs below; library.py compares */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
+#define MAX_ROPES 2 /* tables of cosines and sines */
 #define MAX_HEAD_DIM 256
 #define MAX_FAMILY 12 /* sequences whose rows meet keys together */
 #define CHUNK_KEYS 64 /* keys between two rescalings of the softmax, aligned to absolute positions */
@@ -26,23 +27,56 @@ typedef struct {
     const float *bias; /* [padded n], or NULL */
 } linear;
 
+enum norm_kind { NORM_RMS, NORM_LAYER };
+enum qk_norm { QK_NONE, QK_HEAD, QK_HEADS, QK_WHOLE }; /* each head by one set of weights, by its own, all as one row */
+enum activation { SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU };
+
 typedef struct {
-    linear qkv, out, gate_up, down;
-    const float *attention_norm, *mlp_norm; /* [hidden] */
-    const float *q_norm, *k_norm; /* [head_dim], or NULL */
+    const float *weight; /* NULL: no norm here */
+    const float *bias; /* or NULL */
+} norm;
+
+/* An MLP of which each token takes `chosen` parts. */
+typedef struct {
+    linear router; /* a score per expert */
+    const linear *gate_up, *down; /* [count] */
+    int32_t count, chosen;
+    int32_t normalised; /* whether the weights of those chosen sum to 1; else they are shares of all experts' */
+    int32_t pad;
+} experts;
+
+typedef struct {
+    linear qkv, out;
+    linear gate_up, down; /* gate_up: the ups alone where the model has no gates; neither is used with experts */
+    norm attention_norm, mlp_norm; /* of what goes in */
+    norm attention_post, mlp_post; /* of what comes out, before it is added to the residual */
+    norm q_norm, k_norm;
+    const float *sinks; /* [num_heads], a score that takes weight and gives no value; or NULL */
+    const experts *experts; /* or NULL */
     int32_t group; /* layer group, and this layer's place in it */
     int32_t index_in_group;
     int32_t window; /* positions attended to; INT32_MAX for all */
+    int32_t rope; /* its table; -1: positions are not rotated */
+    int32_t intermediate; /* of the MLP, or of an expert */
     int32_t pad;
 } layer;
 
 typedef struct {
     int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, num_layers, vocab_size, num_groups;
+    int32_t norm_kind, qk_norm, activation;
+    int32_t gated; /* whether the MLP multiplies its activations with ups */
+    int32_t parallel; /* whether the MLP reads what attention reads, and not what attention made of it */
+    int32_t rotary_dim; /* leading elements of a head that are rotated */
+    int32_t interleaved; /* whether neighbours are rotated together, or the halves of rotary_dim */
+    int32_t num_ropes;
     float norm_eps, score_scale;
+    float score_cap, logit_cap; /* x becomes cap * tanh(x / cap); 0: as it is */
+    float embedding_scale, residual_scale; /* of a token's embedding, of what is added to the residual */
+    float logit_divisor;
+    float gate_slope, gate_limit; /* of CLAMPED_SWIGLU */
     int32_t embedding_kind; /* WEIGHT_F32 or WEIGHT_BF16, row-major [vocab, hidden] */
-    int32_t pad;
     const void *embedding;
-    const float *final_norm;
+    norm embedding_norm, final_norm;
     const layer *layers;
     linear head;
 } model;
@@ -71,7 +105,7 @@ typedef struct {
     const int32_t *block_tables[MAX_GROUPS]; /* [num_entries, table_width] */
     int32_t table_width[MAX_GROUPS];
     const int64_t *logit_rows; /* [num_logit_rows] */
-    const float *cosines, *sines; /* [num_positions, head_dim / 2] */
+    const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] */
     float *logits; /* [num_logit_rows, vocab_size], or NULL: not wanted */
     largest *best; /* [num_logit_rows], or NULL */
 } step;
@@ -130,11 +164,12 @@ void gemm_u4_block(const linear *, int64_t block, const rows *, int64_t first, i
 enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want float or bfloat16 rows */
 
 /* linear.c */
-enum epilogue { STORE, ADD, SILU }; /* SILU: blocks of 16 gates and 16 ups become 16 products */
+enum finish { STORE, ADD, ACTIVATE }; /* ACTIVATE: see `activate` */
 enum weight_kind linear_operand(const linear *); /* the form of rows it multiplies */
 void linear_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
-void linear_finish(const linear *, int64_t block, const float *sums, int64_t first, int64_t count, enum epilogue,
-                   float *out, int64_t pitch);
+/* `pitch`: floats of a row of `out`; `model` tells the activation. */
+void linear_finish(const linear *, int64_t block, const float *sums, int64_t first, int64_t count, enum finish,
+                   const model *, float *out, int64_t pitch);
 
 /* largest.c */
 typedef struct {
@@ -154,8 +189,34 @@ void memory_free(void *, int64_t bytes);
 
 /* rows.c */
 void rms_norm(const float *x, const float *weight, float eps, int64_t size, float *out);
+void layer_norm(const float *x, const norm *, float eps, int64_t size, float *out);
+void norm_row(const model *, const norm *, const float *x, int64_t size, float *out); /* `out` may be `x` */
 void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size);
-void silu_multiply(const float *gate_up, float *out, int64_t count);
+/* A block's sums, [COLUMNS], to at most `count` activations. With gates, COLUMNS / 2 gates and as many ups become half
+ * as many products. */
+void activate(const model *, const float *sums, float *out, int64_t count);
+void logits_finish(const model *, float *sums, int64_t count); /* of a head without a bias */
+
+/* experts.c */
+typedef struct {
+    int32_t expert;
+    int32_t start, count; /* rows of the expert, in the order of experts */
+    int64_t first, size; /* rows of those that the unit takes, whole tiles */
+} expert_panel;
+
+typedef struct {
+    float *scores; /* [token, experts->count] */
+    int32_t *ids; /* [token, chosen], ascending */
+    float *weights; /* [token, chosen] */
+    int32_t *places; /* [token, chosen]: the row that computes it */
+    int32_t *tokens; /* [row]: for whom */
+    int32_t *starts; /* [count + 1]: an expert's rows */
+    expert_panel *panels;
+    int64_t num_panels;
+} choice;
+void experts_choose(const experts *, const choice *, int64_t token);
+/* Sorts the rows of all tokens by expert, so that each expert's weights are read once; in panels of at most `most` tiles. */
+void experts_group(const experts *, choice *, int64_t num_tokens, int64_t most);
 
 /* attention.c */
 typedef struct {
@@ -163,6 +224,8 @@ typedef struct {
     float *out; /* [token, num_heads * head_dim] */
     int64_t query_stride;
     const cache *cache;
+    const float *sinks; /* [num_heads], or NULL */
+    float score_cap; /* 0: none */
     int32_t layer, num_heads, num_kv_heads, head_dim, window;
 } attention;
 void kv_write(const cache *, int layer, int kv_head, int head_dim, int64_t slot, const float *key,

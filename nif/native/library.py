@@ -8,9 +8,10 @@ from pathlib import Path
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.errors import NativeUnavailable
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 COLUMNS = 32
 MAX_GROUPS = 4
+MAX_ROPES = 2
 MAX_HEAD_DIM = 256
 ALL_POSITIONS = 2**31 - 1  # a window that hides nothing
 
@@ -45,6 +46,26 @@ class Linear(Structure):
     )
 
 
+class Norm(Structure):
+    """Weights of a norm; without any there is no norm."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
+class Experts(Structure):
+    """A mixture of experts."""
+
+    _fields_ = (
+        ("router", Linear),
+        ("gate_up", POINTER(Linear)),
+        ("down", POINTER(Linear)),
+        ("count", c_int32),
+        ("chosen", c_int32),
+        ("normalised", c_int32),
+        ("pad", c_int32),
+    )
+
+
 class Layer(Structure):
     """One decoder layer."""
 
@@ -53,13 +74,19 @@ class Layer(Structure):
         ("out", Linear),
         ("gate_up", Linear),
         ("down", Linear),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        ("attention_norm", Norm),
+        ("mlp_norm", Norm),
+        ("attention_post", Norm),
+        ("mlp_post", Norm),
+        ("q_norm", Norm),
+        ("k_norm", Norm),
+        ("sinks", c_void_p),
+        ("experts", POINTER(Experts)),
         ("group", c_int32),
         ("index_in_group", c_int32),
         ("window", c_int32),
+        ("rope", c_int32),
+        ("intermediate", c_int32),
         ("pad", c_int32),
     )
 
@@ -76,12 +103,27 @@ class ModelStruct(Structure):
         ("num_layers", c_int32),
         ("vocab_size", c_int32),
         ("num_groups", c_int32),
+        ("norm_kind", c_int32),
+        ("qk_norm", c_int32),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("parallel", c_int32),
+        ("rotary_dim", c_int32),
+        ("interleaved", c_int32),
+        ("num_ropes", c_int32),
         ("norm_eps", c_float),
         ("score_scale", c_float),
+        ("score_cap", c_float),
+        ("logit_cap", c_float),
+        ("embedding_scale", c_float),
+        ("residual_scale", c_float),
+        ("logit_divisor", c_float),
+        ("gate_slope", c_float),
+        ("gate_limit", c_float),
         ("embedding_kind", c_int32),
-        ("pad", c_int32),
         ("embedding", c_void_p),
-        ("final_norm", c_void_p),
+        ("embedding_norm", Norm),
+        ("final_norm", Norm),
         ("layers", POINTER(Layer)),
         ("head", Linear),
     )
@@ -119,8 +161,8 @@ class Step(Structure):
         ("block_tables", c_void_p * MAX_GROUPS),
         ("table_width", c_int32 * MAX_GROUPS),
         ("logit_rows", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
+        ("cosines", c_void_p * MAX_ROPES),
+        ("sines", c_void_p * MAX_ROPES),
         ("logits", c_void_p),
         ("best", c_void_p),
     )
@@ -138,7 +180,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         raise NativeUnavailable(f"the compiled kernels do not load: {fault}") from fault
     library.struct_bytes.restype = c_int64
     library.struct_bytes.argtypes = (c_int,)
-    structs: tuple[type[Structure], ...] = (Linear, Layer, ModelStruct, Cache, Step)
+    structs: tuple[type[Structure], ...] = (Linear, Experts, Layer, ModelStruct, Cache, Step)
     sizes = [library.struct_bytes(i) for i in range(len(structs))]
     if library.abi_version() != ABI_VERSION or sizes != [ctypes.sizeof(struct) for struct in structs]:
         raise NativeUnavailable("the compiled kernels and the Python code disagree about their structs")

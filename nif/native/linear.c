@@ -20,7 +20,7 @@ void linear_block(const linear *l, int64_t block, const rows *a, int64_t first, 
 }
 
 void linear_finish(const linear *l, int64_t block, const float *sums, int64_t first, int64_t count,
-                   enum epilogue epilogue, float *out, int64_t pitch)
+                   enum finish finish, const model *m, float *out, int64_t pitch)
 {
     int64_t column = block * COLUMNS, width = smaller(l->n - column, COLUMNS);
     for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
@@ -31,9 +31,10 @@ void linear_finish(const linear *l, int64_t block, const float *sums, int64_t fi
             from = biased;
         }
         float *to = out + (first + r) * pitch;
-        if (epilogue == SILU) {
-            silu_multiply(from, to + column / 2, pitch - column / 2);
-        } else if (epilogue == ADD) {
+        if (finish == ACTIVATE) {
+            const int64_t at = m->gated ? column / 2 : column;
+            activate(m, from, to + at, pitch - at);
+        } else if (finish == ADD) {
             for (int i = 0; i < width; i++) to[column + i] += from[i];
         } else {
             memcpy(to + column, from, sizeof(float) * (size_t)width);
@@ -52,7 +53,7 @@ int linear_probe(const linear *l, const float *x, int64_t count, int64_t size, f
     for (int64_t i = 0; enough && i < count; i++) rows_put(linear_operand(l), &a, i, x + i * size, size);
     for (int64_t block = 0; enough && block * COLUMNS < l->n; block++) {
         linear_block(l, block, &a, 0, count, sums);
-        linear_finish(l, block, sums, 0, count, STORE, out, l->n);
+        linear_finish(l, block, sums, 0, count, STORE, NULL, out, l->n);
     }
     free(a.data);
     free(a.factors);

@@ -1,4 +1,4 @@
-/* What is done to one row at a time: RMS norm, SiLU, and the form that the next weights multiply. */
+/* What is done to one row at a time: norms, activations, and the form that the next weights multiply. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -20,6 +20,32 @@ void rms_norm(const float *x, const float *weight, float eps, int64_t size, floa
     float scale = 1.0f / sqrtf(sum / (float)size + eps);
     for (i = 0; i + VL <= size; i += VL) vf_store(out + i, vf_load(x + i) * scale * vf_load(weight + i));
     for (; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+void layer_norm(const float *x, const norm *n, float eps, int64_t size, float *out)
+{
+    vf sums = {0}, squares = {0};
+    int64_t i = 0;
+    for (; i + VL <= size; i += VL) sums += vf_load(x + i);
+    float sum = vf_sum(sums);
+    for (; i < size; i++) sum += x[i];
+    const float mean = sum / (float)size;
+    for (i = 0; i + VL <= size; i += VL) {
+        vf v = vf_load(x + i) - mean;
+        squares = vf_fma(v, v, squares);
+    }
+    float square = vf_sum(squares);
+    for (; i < size; i++) square += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1.0f / sqrtf(square / (float)size + eps);
+    for (i = 0; i < size; i++) out[i] = (x[i] - mean) * scale * n->weight[i] + (n->bias ? n->bias[i] : 0.0f);
+}
+
+void norm_row(const model *m, const norm *n, const float *x, int64_t size, float *out)
+{
+    if (m->norm_kind == NORM_RMS)
+        rms_norm(x, n->weight, m->norm_eps, size, out);
+    else
+        layer_norm(x, n, m->norm_eps, size, out);
 }
 
 /* Rounds up to 8 significant bits, so that no group's largest value exceeds 127 steps. */
@@ -97,13 +123,74 @@ void rows_put(int kind, const rows *out, int64_t row, const float *x, int64_t si
     if (kind == WEIGHT_I8) put_int8(out, at, row - at.start, x, size);
 }
 
-/* gate_up: COLUMNS / 2 gates, then as many ups; out: silu(gate) * up of the first `count`. */
-void silu_multiply(const float *gate_up, float *out, int64_t count)
+/* What each kind of MLP makes of its sums */
+
+/* Absolute error below 2e-7 (Abramowitz and Stegun 7.1.26). */
+ALWAYS_INLINE vf vf_erf(vf x)
 {
-    float part[COLUMNS / 2];
-    for (int i = 0; i < COLUMNS / 2; i += VL) {
-        vf gate = vf_load(gate_up + i), up = vf_load(gate_up + COLUMNS / 2 + i);
-        vf_store(part + i, gate / (vf_exp(-gate) + 1.0f) * up);
+    vf size = vf_abs(x), t = 1.0f / (size * 0.3275911f + 1.0f);
+    vf p = vf_set1(1.061405429f);
+    p = vf_fma(p, t, vf_set1(-1.453152027f));
+    p = vf_fma(p, t, vf_set1(1.421413741f));
+    p = vf_fma(p, t, vf_set1(-0.284496736f));
+    p = vf_fma(p, t, vf_set1(0.254829592f));
+    vf result = 1.0f - p * t * vf_exp(-size * size);
+    return vf_select(x < 0.0f, -result, result);
+}
+
+ALWAYS_INLINE vf activated(const enum activation kind, vf x)
+{
+    switch (kind) {
+    case GELU: return x * 0.5f * (vf_erf(x * 0.70710678f) + 1.0f);
+    case GELU_TANH: /* (1 + tanh u) / 2 is the sigmoid of 2u */
+        return x / (vf_exp((x + x * x * x * 0.044715f) * -1.5957691f) + 1.0f);
+    case RELU_SQUARED: {
+        vf kept = vf_max(x, (vf){0});
+        return kept * kept;
     }
-    memcpy(out, part, (size_t)(count < COLUMNS / 2 ? count : COLUMNS / 2) * sizeof(float));
+    default: return x / (vf_exp(-x) + 1.0f);
+    }
+}
+
+ALWAYS_INLINE void activate_as(const enum activation kind, const model *m, const float *sums, float *part)
+{
+    const int width = m->gated ? COLUMNS / 2 : COLUMNS;
+    for (int i = 0; i < width; i += VL) {
+        vf x = vf_load(sums + i);
+        if (kind == CLAMPED_SWIGLU) {
+            vf limit = vf_set1(m->gate_limit), up = vf_load(sums + width + i);
+            x = vf_select(x > limit, limit, x);
+            up = vf_select(up > limit, limit, vf_select(up < -limit, -limit, up));
+            vf_store(part + i, (up + 1.0f) * (x / (vf_exp(x * -m->gate_slope) + 1.0f)));
+        } else if (m->gated) {
+            vf_store(part + i, activated(kind, x) * vf_load(sums + width + i));
+        } else {
+            vf_store(part + i, activated(kind, x));
+        }
+    }
+}
+
+void activate(const model *m, const float *sums, float *out, int64_t count)
+{
+    const int64_t width = m->gated ? COLUMNS / 2 : COLUMNS;
+    float part[COLUMNS];
+    switch (m->activation) {
+    case SILU: activate_as(SILU, m, sums, part); break;
+    case GELU: activate_as(GELU, m, sums, part); break;
+    case GELU_TANH: activate_as(GELU_TANH, m, sums, part); break;
+    case RELU_SQUARED: activate_as(RELU_SQUARED, m, sums, part); break;
+    default: activate_as(CLAMPED_SWIGLU, m, sums, part); break;
+    }
+    memcpy(out, part, (size_t)smaller(count, width) * sizeof(float));
+}
+
+/* Divides and caps a block of logits where they lie. */
+void logits_finish(const model *m, float *sums, int64_t count)
+{
+    if (m->logit_divisor == 1.0f && m->logit_cap == 0) return;
+    for (int64_t r = 0; r < count; r++, sums += COLUMNS)
+        for (int i = 0; i < COLUMNS; i += VL) {
+            vf x = vf_load(sums + i) / m->logit_divisor;
+            vf_store(sums + i, m->logit_cap == 0 ? x : vf_cap(x, m->logit_cap));
+        }
 }

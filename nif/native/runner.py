@@ -27,9 +27,8 @@ from genbatch.nif.native.library import (
     Cache,
     Step,
 )
-from genbatch.nif.native.llama_weights import LlamaWeights
 from genbatch.nif.native.memory import NativeMemory
-from genbatch.nif.native.rope_table import RopeTable
+from genbatch.nif.native.model_weights import ModelWeights
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
@@ -62,7 +61,7 @@ def native_runner(
         NativeUnavailable: this machine or this model cannot; the reason is for a log line.
         OptionError: an option has no such value.
     """
-    return NativeRunner(LlamaWeights(model, quantize), kv_dtype=kv_dtype, n_threads=n_threads)
+    return NativeRunner(ModelWeights(model, quantize), kv_dtype=kv_dtype, n_threads=n_threads)
 
 
 class NativeRunner:
@@ -81,7 +80,7 @@ class NativeRunner:
     """
 
     def __init__(
-        self, weights: LlamaWeights, *, kv_dtype: torch.dtype | None = None, n_threads: int | None = None
+        self, weights: ModelWeights, *, kv_dtype: torch.dtype | None = None, n_threads: int | None = None
     ) -> None:
         if kv_dtype is not None and kv_dtype not in _KV_KINDS:
             raise OptionError("kv_dtype", f"{kv_dtype} is none of {', '.join(map(str, _KV_KINDS))}")
@@ -98,7 +97,7 @@ class NativeRunner:
         self._library = weights.library
         self._shape = weights.struct
         self._kv_dtype = kv_dtype or _KV_DTYPES[weights.kind]
-        self._rope = RopeTable(weights.model)
+        self._rope = weights.rope
         self._pools: list[NativeMemory] = []
         self._caches: ctypes.Array[Cache] | None = None
         self._engine: int | None = None
@@ -153,24 +152,24 @@ class NativeRunner:
     def _run(self, batch: RaggedBatch, logits: torch.Tensor | None, best: np.ndarray | None) -> None:
         """The step in C; raises as `forward` says."""
         assert self._engine is not None, "forward needs a pool"
-        cosines, sines = self._rope.up_to(batch.max_kv_len)
+        tables = self._rope.up_to(batch.max_kv_len)
         _check_sizes(batch, len(self.groups))
         held = _Held()
         step = Step(
             num_tokens=batch.input_ids.numel(),
             num_entries=batch.kv_lens.numel(),
             num_logit_rows=batch.logit_rows.numel(),
-            num_positions=cosines.shape[0],
+            num_positions=tables[0].cosines.shape[0],
             input_ids=held.address(batch.input_ids, torch.int64),
             positions=held.address(batch.positions, torch.int64),
             query_starts=held.address(batch.query_starts, torch.int32),
             kv_lens=held.address(batch.kv_lens, torch.int32),
             logit_rows=held.address(batch.logit_rows, torch.int64),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
             best=None if best is None else best.ctypes.data,
         )
+        for i, table in enumerate(tables):
+            step.cosines[i], step.sines[i] = table.cosines.data_ptr(), table.sines.data_ptr()
         for i in range(len(self.groups)):
             step.slots[i] = held.address(batch.slots[i], torch.int64)
             step.block_tables[i] = held.address(batch.block_tables[i], torch.int32)

@@ -147,6 +147,13 @@ ALWAYS_INLINE vf vf_exp(vf x)
     return (vf)(((vi)p + (n << 23)) & alive);
 }
 
+/* cap * tanh(x / cap), absolute error below 2e-7 of the cap. */
+ALWAYS_INLINE vf vf_cap(vf x, float cap)
+{
+    vf capped = vf_fma(1.0f / (vf_exp(x * (2.0f / cap)) + 1.0f), vf_set1(-2.0f * cap), vf_set1(cap));
+    return vf_select(x == x, capped, x); /* what is no number stays none */
+}
+
 /* 2^x for x < 127, relative error below 5e-7, exactly 1 for 0; 2^-126 for all that is less and for no number. */
 ALWAYS_INLINE vf vf_exp2(vf x)
 {

@@ -15,16 +15,21 @@
 #define PANEL_TILES 20
 #define PANEL (PANEL_TILES * MAX_ROWS)
 #define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
-#define PHASES_PER_LAYER 10
+#define SMALLEST_GROUP 32 /* inputs of a linear that share a scale, at least */
+#define PHASES_PER_LAYER 20
 #define PHASES_AROUND 4
 
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
+    float *branch; /* what attention gives, where it is not added to x at once */
     void *operand;
     group_factors *factors;
     float *scratch; /* a thread's: PANEL x COLUMNS sums, then a row of hidden size */
     int64_t scratch_size;
     lane_maxima *maxima; /* a thread's: one a row of logits */
+    float *normed, *expert_out; /* with experts: their inputs, and their outputs row by row */
+    int64_t expert_k; /* inputs of their widest linear */
+    choice choice;
 } workspace;
 
 typedef struct engine {
@@ -74,22 +79,59 @@ static rows operand_for(const engine *e, const linear *l, int64_t count)
     return (rows){e->work.operand, e->work.factors, count, l->k, l->k / l->group};
 }
 
-/* operand[i] = norm(x[index[i]]) in the form that `l` multiplies; `index` and `weight` may be NULL. */
+static float *row_of_thread(const worker *w)
+{
+    return w->engine->work.scratch + w->thread * w->engine->work.scratch_size + PANEL * COLUMNS;
+}
+
+static const norm no_norm = {NULL, NULL};
+
+/* operand[i] = norm(x[index[i]]) in the form that `l` multiplies; `index` may be NULL. */
 static void prepare_phase(worker *w, const linear *l, const float *x, int64_t size, const int64_t *index,
-                          int64_t count, const float *weight)
+                          int64_t count, const norm *n)
 {
     engine *e = w->engine;
     rows operand = operand_for(e, l, count);
-    float *normed = e->work.scratch + w->thread * e->work.scratch_size + PANEL * COLUMNS;
+    float *normed = row_of_thread(w);
     int64_t from, to;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         for (int64_t i = from; i < to; i++) {
             const float *row = x + (index ? index[i] : i) * size;
-            if (weight) rms_norm(row, weight, e->model->norm_eps, size, normed);
-            rows_put(linear_operand(l), &operand, i, weight ? normed : row, size);
+            if (n->weight) norm_row(e->model, n, row, size, normed);
+            rows_put(linear_operand(l), &operand, i, n->weight ? normed : row, size);
         }
     }
     phase_end(w);
+}
+
+/* x += residual_scale * norm(branch); `branch` is overwritten. */
+static void join_row(const model *m, const norm *n, float *branch, float *x)
+{
+    if (n->weight) norm_row(m, n, branch, m->hidden, branch);
+    for (int64_t i = 0; i < m->hidden; i++) x[i] += m->residual_scale * branch[i];
+}
+
+static void join_phase(worker *w, const norm *n, float *x, int64_t count)
+{
+    engine *e = w->engine;
+    int64_t from, to, hidden = e->model->hidden;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++)
+            join_row(e->model, n, e->work.branch + i * hidden, x + i * hidden);
+    phase_end(w);
+}
+
+static void embed_row(const model *m, int64_t at, float *out)
+{
+    if (m->embedding_kind == WEIGHT_F32) {
+        memcpy(out, (const float *)m->embedding + at, sizeof(float) * (size_t)m->hidden);
+        return;
+    }
+    const uint16_t *row = (const uint16_t *)m->embedding + at;
+    for (int64_t i = 0; i < m->hidden; i++) {
+        uint32_t bits = (uint32_t)row[i] << 16;
+        memcpy(out + i, &bits, 4);
+    }
 }
 
 static void embed_phase(worker *w)
@@ -101,31 +143,48 @@ static void embed_phase(worker *w)
         for (int64_t t = from; t < to; t++) {
             int64_t at = e->step->input_ids[t] * m->hidden;
             float *out = e->work.x + t * m->hidden;
-            if (m->embedding_kind == WEIGHT_F32) {
-                memcpy(out, (const float *)m->embedding + at, sizeof(float) * (size_t)m->hidden);
-                continue;
-            }
-            const uint16_t *row = (const uint16_t *)m->embedding + at;
-            for (int64_t i = 0; i < m->hidden; i++) {
-                uint32_t bits = (uint32_t)row[i] << 16;
-                memcpy(out + i, &bits, 4);
-            }
+            embed_row(m, at, out);
+            if (m->embedding_scale != 1.0f)
+                for (int64_t i = 0; i < m->hidden; i++) out[i] *= m->embedding_scale;
+            if (m->embedding_norm.weight) norm_row(m, &m->embedding_norm, out, m->hidden, out);
         }
     }
     phase_end(w);
 }
 
-/* Rotates the two halves of a head as transformers does, after the optional norm. */
-static void rope(const engine *e, float *head, const float *norm, int64_t position, float scale)
+/* Rotates a head as transformers does, after the optional norm, and scales it. */
+static void rope(const engine *e, const layer *l, float *head, const norm *n, int64_t position, float scale)
 {
-    int half = e->model->head_dim / 2;
-    if (norm) rms_norm(head, norm, e->model->norm_eps, e->model->head_dim, head);
-    const float *cosines = e->step->cosines + position * half, *sines = e->step->sines + position * half;
-    for (int i = 0; i < half; i++) {
-        float a = head[i], b = head[half + i];
-        head[i] = (a * cosines[i] - b * sines[i]) * scale;
-        head[half + i] = (b * cosines[i] + a * sines[i]) * scale;
+    const model *m = e->model;
+    const int D = m->head_dim, half = m->rotary_dim / 2;
+    if (n->weight) norm_row(m, n, head, D, head);
+    if (l->rope < 0) {
+        for (int i = 0; i < D; i++) head[i] *= scale;
+        return;
     }
+    const float *cosines = e->step->cosines[l->rope] + position * half, *sines = e->step->sines[l->rope] + position * half;
+    if (m->interleaved)
+        for (int i = 0; i < half; i++) {
+            float a = head[2 * i], b = head[2 * i + 1];
+            head[2 * i] = (a * cosines[i] - b * sines[i]) * scale;
+            head[2 * i + 1] = (b * cosines[i] + a * sines[i]) * scale;
+        }
+    else
+        for (int i = 0; i < half; i++) {
+            float a = head[i], b = head[half + i];
+            head[i] = (a * cosines[i] - b * sines[i]) * scale;
+            head[half + i] = (b * cosines[i] + a * sines[i]) * scale;
+        }
+    for (int i = 2 * half; i < D; i++) head[i] *= scale;
+}
+
+/* The norm of one head of a row: a weight for all heads, for each, or done before. */
+static norm head_norm(const model *m, const norm *n, int head)
+{
+    if (m->qk_norm == QK_WHOLE) return no_norm;
+    if (m->qk_norm != QK_HEADS) return *n;
+    const int64_t at = (int64_t)head * m->head_dim;
+    return (norm){n->weight + at, n->bias ? n->bias + at : NULL};
 }
 
 static void rope_and_cache_phase(worker *w, const layer *l)
@@ -140,14 +199,33 @@ static void rope_and_cache_phase(worker *w, const layer *l)
             int64_t t = unit / m->num_kv_heads, position = e->step->positions[t];
             int head = (int)(unit % m->num_kv_heads);
             float *row = e->work.qkv + t * pitch;
-            for (int h = head * per_head; h < (head + 1) * per_head; h++)
-                rope(e, row + h * D, l->q_norm, position, m->score_scale);
+            for (int h = head * per_head; h < (head + 1) * per_head; h++) {
+                norm n = head_norm(m, &l->q_norm, h);
+                rope(e, l, row + h * D, &n, position, m->score_scale);
+            }
             float *key = row + (m->num_heads + head) * D;
-            rope(e, key, l->k_norm, position, 1.0f);
+            norm n = head_norm(m, &l->k_norm, head);
+            rope(e, l, key, &n, position, 1.0f);
             kv_write(&e->caches[l->group], l->index_in_group, head, (int)D, e->step->slots[l->group][t], key,
                      key + m->num_kv_heads * D);
         }
     }
+    phase_end(w);
+}
+
+/* Queries and keys of all heads as one row each. */
+static void whole_norm_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const int64_t queries = (int64_t)m->num_heads * m->head_dim, keys = (int64_t)m->num_kv_heads * m->head_dim;
+    int64_t from, to, count = e->step->num_tokens;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            float *row = e->work.qkv + t * (queries + 2 * keys);
+            norm_row(m, &l->q_norm, row, queries, row);
+            norm_row(m, &l->k_norm, row + queries, keys, row + queries);
+        }
     phase_end(w);
 }
 
@@ -166,6 +244,8 @@ static void attention_phase(worker *w, const layer *l)
                    .out = e->work.attended,
                    .query_stride = (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim,
                    .cache = &e->caches[l->group],
+                   .sinks = l->sinks,
+                   .score_cap = m->score_cap,
                    .layer = l->index_in_group,
                    .num_heads = m->num_heads,
                    .num_kv_heads = m->num_kv_heads,
@@ -198,9 +278,24 @@ static void attention_phase(worker *w, const layer *l)
 
 /* Linears */
 
-/* out[count, pitch] from the operand's rows, and what is largest in them; either may be NULL. */
-static void linear_units(worker *w, const linear *l, int64_t count, enum epilogue epilogue, float *out,
-                         int64_t pitch, lane_maxima *maxima)
+/* What a linear's blocks become: written to out[count, pitch], or looked through for the largest, or both. */
+typedef struct {
+    enum finish finish;
+    float *out; /* or NULL */
+    int64_t pitch;
+    lane_maxima *maxima; /* or NULL */
+} target;
+
+static void finish_block(const worker *w, const linear *l, int64_t block, float *sums, int64_t first, int64_t size,
+                         const target *t)
+{
+    const model *m = w->engine->model;
+    if (l == &m->head) logits_finish(m, sums, size);
+    if (t->out) linear_finish(l, block, sums, first, size, t->finish, m, t->out, t->pitch);
+    if (t->maxima) largest_take(l, block, sums, size, t->maxima + first);
+}
+
+static void linear_units(worker *w, const linear *l, int64_t count, const target *t)
 {
     engine *e = w->engine;
     rows operand = operand_for(e, l, count);
@@ -214,17 +309,15 @@ static void linear_units(worker *w, const linear *l, int64_t count, enum epilogu
             int64_t first = tile_at(count, panel * tiles / panels).start;
             int64_t size = tile_at(count, (panel + 1) * tiles / panels).start - first;
             linear_block(l, block, &operand, first, size, sums);
-            if (out) linear_finish(l, block, sums, first, size, epilogue, out, pitch);
-            if (maxima) largest_take(l, block, sums, size, maxima + first);
+            finish_block(w, l, block, sums, first, size, t);
         }
     }
     phase_end(w);
 }
 
-static void linear_phase(worker *w, const linear *l, int64_t count, enum epilogue epilogue, float *out,
-                         int64_t pitch)
+static void linear_phase(worker *w, const linear *l, int64_t count, enum finish finish, float *out, int64_t pitch)
 {
-    linear_units(w, l, count, epilogue, out, pitch, NULL);
+    linear_units(w, l, count, &(target){finish, out, pitch, NULL});
 }
 
 static void head_phase(worker *w, const linear *l, int64_t count)
@@ -233,12 +326,106 @@ static void head_phase(worker *w, const linear *l, int64_t count)
     const step *s = e->step;
     lane_maxima *all = e->work.maxima, *own = s->best ? all + w->thread * count : NULL;
     if (own) largest_clear(own, count);
-    linear_units(w, l, count, STORE, s->logits, e->model->vocab_size, own);
+    linear_units(w, l, count, &(target){STORE, s->logits, e->model->vocab_size, own});
     if (!own || w->thread > 0) return;
     for (int64_t i = 0; i < count; i++) {
         s->best[i] = (largest){-INFINITY, INT32_MAX};
         for (int thread = 0; thread < pool_size(e->pool); thread++) largest_join(all + thread * count + i, &s->best[i]);
     }
+}
+
+/* Experts: as the phases above, on rows sorted by expert */
+
+/* The operand of an expert's rows, which start at row `start` of all. */
+static rows expert_operand(const engine *e, const linear *l, int64_t start, int64_t count)
+{
+    static const int64_t bytes[] = {[WEIGHT_F32] = 4, [WEIGHT_BF16] = 2, [WEIGHT_I8] = 1};
+    const int64_t at = start * e->work.expert_k;
+    return (rows){(uint8_t *)e->work.operand + at * bytes[linear_operand(l)],
+                  e->work.factors + at / SMALLEST_GROUP, count, l->k, l->k / l->group};
+}
+
+static void route_phases(worker *w, const layer *l, const float *x, int64_t count)
+{
+    engine *e = w->engine;
+    const experts *all = l->experts;
+    choice *c = &e->work.choice;
+    int64_t from, to, hidden = e->model->hidden;
+    rows operand = operand_for(e, &all->router, count);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++) {
+            float *normed = e->work.normed + i * hidden;
+            if (l->mlp_norm.weight)
+                norm_row(e->model, &l->mlp_norm, x + i * hidden, hidden, normed);
+            else
+                memcpy(normed, x + i * hidden, sizeof(float) * (size_t)hidden);
+            rows_put(linear_operand(&all->router), &operand, i, normed, hidden);
+        }
+    phase_end(w);
+    linear_phase(w, &all->router, count, STORE, c->scores, all->count);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++) experts_choose(all, c, i);
+    phase_end(w);
+    if (w->thread == 0) experts_group(all, c, count, PANEL_TILES);
+    phase_end(w);
+}
+
+/* The operand of each expert's `gate_up` or `down`; row i is x[tokens[i]], or x[i] where `tokens` is NULL. */
+static void expert_prepare_phase(worker *w, const experts *all, const linear *linears, const float *x, int64_t size,
+                                 const int32_t *tokens)
+{
+    engine *e = w->engine;
+    const choice *c = &e->work.choice;
+    int64_t from, to, count = c->starts[all->count];
+    while (claim(w, count, grain_of(w, count), &from, &to)) {
+        int32_t expert = 0;
+        for (int64_t i = from; i < to; i++) {
+            while (c->starts[expert + 1] <= i) expert++;
+            const linear *l = &linears[expert];
+            const int64_t start = c->starts[expert];
+            rows operand = expert_operand(e, l, start, c->starts[expert + 1] - start);
+            rows_put(linear_operand(l), &operand, i - start, x + (tokens ? tokens[i] : i) * size, size);
+        }
+    }
+    phase_end(w);
+}
+
+static void expert_linear_phase(worker *w, const linear *linears, enum finish finish, float *out, int64_t pitch)
+{
+    engine *e = w->engine;
+    const choice *c = &e->work.choice;
+    float *sums = e->work.scratch + w->thread * e->work.scratch_size;
+    int64_t blocks = padded(linears->n, COLUMNS) / COLUMNS, from, to, units = blocks * c->num_panels;
+    while (claim(w, units, grain_of(w, units), &from, &to)) {
+        for (int64_t unit = from; unit < to; unit++) {
+            const expert_panel *p = &c->panels[unit / blocks];
+            const linear *l = &linears[p->expert];
+            rows operand = expert_operand(e, l, p->start, p->count);
+            linear_block(l, unit % blocks, &operand, p->first, p->size, sums);
+            linear_finish(l, unit % blocks, sums, p->start + p->first, p->size, finish, e->model, out, pitch);
+        }
+    }
+    phase_end(w);
+}
+
+static void expert_join_phase(worker *w, const layer *l, float *x, int64_t count)
+{
+    engine *e = w->engine;
+    const choice *c = &e->work.choice;
+    const int chosen = l->experts->chosen;
+    int64_t from, to, hidden = e->model->hidden;
+    float *sum = row_of_thread(w);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            memset(sum, 0, sizeof(float) * (size_t)hidden);
+            for (int n = 0; n < chosen; n++) {
+                const float *out = e->work.expert_out + c->places[t * chosen + n] * hidden;
+                const float weight = c->weights[t * chosen + n];
+                for (int64_t i = 0; i < hidden; i++) sum[i] += weight * out[i];
+            }
+            join_row(e->model, &l->mlp_post, sum, x + t * hidden);
+        }
+    phase_end(w);
 }
 
 /* The step */
@@ -252,6 +439,30 @@ static void keep_phase(worker *w)
             memcpy(e->work.kept + i * hidden, e->work.x + e->step->logit_rows[i] * hidden,
                    sizeof(float) * (size_t)hidden);
     phase_end(w);
+}
+
+/* Whether what a layer's parts give can be added to x as it comes. */
+static bool added_at_once(const model *m, const norm *post) { return !post->weight && m->residual_scale == 1.0f; }
+
+static void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    if (l->experts) {
+        route_phases(w, l, x, count);
+        expert_prepare_phase(w, l->experts, l->experts->gate_up, e->work.normed, m->hidden, e->work.choice.tokens);
+        expert_linear_phase(w, l->experts->gate_up, ACTIVATE, e->work.activated, l->intermediate);
+        expert_prepare_phase(w, l->experts, l->experts->down, e->work.activated, l->intermediate, NULL);
+        expert_linear_phase(w, l->experts->down, STORE, e->work.expert_out, m->hidden);
+        expert_join_phase(w, l, x, count);
+        return;
+    }
+    const bool at_once = added_at_once(m, &l->mlp_post);
+    prepare_phase(w, &l->gate_up, x, m->hidden, NULL, count, &l->mlp_norm);
+    linear_phase(w, &l->gate_up, count, ACTIVATE, e->work.activated, l->intermediate);
+    prepare_phase(w, &l->down, e->work.activated, l->intermediate, NULL, count, &no_norm);
+    linear_phase(w, &l->down, count, at_once ? ADD : STORE, at_once ? x : e->work.branch, m->hidden);
+    if (!at_once) join_phase(w, &l->mlp_post, x, count);
 }
 
 static void run(void *argument, int thread)
@@ -268,8 +479,9 @@ static void run(void *argument, int thread)
     embed_phase(&w);
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
-        prepare_phase(&w, &l->qkv, x, m->hidden, NULL, count, l->attention_norm);
+        prepare_phase(&w, &l->qkv, x, m->hidden, NULL, count, &l->attention_norm);
         linear_phase(&w, &l->qkv, count, STORE, work->qkv, pitch);
+        if (m->qk_norm == QK_WHOLE) whole_norm_phase(&w, l);
         rope_and_cache_phase(&w, l);
         const int64_t *index = NULL;
         if (i == m->num_layers - 1) { /* behind the last cache write only the wanted rows matter */
@@ -280,14 +492,14 @@ static void run(void *argument, int thread)
             count = s->num_logit_rows;
         }
         attention_phase(&w, l);
-        prepare_phase(&w, &l->out, work->attended, width, index, count, NULL);
-        linear_phase(&w, &l->out, count, ADD, x, m->hidden);
-        prepare_phase(&w, &l->gate_up, x, m->hidden, NULL, count, l->mlp_norm);
-        linear_phase(&w, &l->gate_up, count, SILU, work->activated, m->intermediate);
-        prepare_phase(&w, &l->down, work->activated, m->intermediate, NULL, count, NULL);
-        linear_phase(&w, &l->down, count, ADD, x, m->hidden);
+        const bool at_once = !m->parallel && added_at_once(m, &l->attention_post);
+        prepare_phase(&w, &l->out, work->attended, width, index, count, &no_norm);
+        linear_phase(&w, &l->out, count, at_once ? ADD : STORE, at_once ? x : work->branch, m->hidden);
+        if (!at_once && !m->parallel) join_phase(&w, &l->attention_post, x, count);
+        mlp_phases(&w, l, x, count);
+        if (m->parallel) join_phase(&w, &l->attention_post, x, count);
     }
-    prepare_phase(&w, &m->head, x, m->hidden, NULL, count, m->final_norm);
+    prepare_phase(&w, &m->head, x, m->hidden, NULL, count, &m->final_norm);
     head_phase(&w, &m->head, count);
 }
 
@@ -298,10 +510,32 @@ static int64_t largest_k(const model *m)
     int64_t k = m->head.k;
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
-        const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down};
+        const linear *all[] = {&l->qkv, &l->out, l->experts ? &l->experts->router : &l->gate_up, &l->down};
         for (int j = 0; j < 4; j++) k = all[j]->k > k ? all[j]->k : k;
     }
     return k;
+}
+
+/* What the step needs for its experts: how many rows each token makes, experts in all, inputs of the widest linear. */
+typedef struct {
+    int64_t chosen, count, k;
+} expert_sizes;
+
+static expert_sizes largest_experts(const model *m)
+{
+    expert_sizes s = {0, 0, 0};
+    for (int i = 0; i < m->num_layers; i++) {
+        const experts *x = m->layers[i].experts;
+        if (!x) continue;
+        s.chosen = x->chosen > s.chosen ? x->chosen : s.chosen;
+        s.count = x->count > s.count ? x->count : s.count;
+        for (int j = 0; j < x->count; j++) {
+            s.k = x->gate_up[j].k > s.k ? x->gate_up[j].k : s.k;
+            s.k = x->down[j].k > s.k ? x->down[j].k : s.k;
+        }
+    }
+    s.k = padded(s.k, SMALLEST_GROUP);
+    return s;
 }
 
 /* Lays the buffers of a step end to end, each on its own cache lines, growing the memory if need be. */
@@ -312,12 +546,18 @@ static bool reserve(engine *e)
     int64_t width = (int64_t)m->num_heads * m->head_dim;
     int64_t scratch_size = PANEL * COLUMNS + padded(m->hidden, 16);
     int64_t count = T > R ? T : R; /* a row may be asked for twice */
+    const expert_sizes x = largest_experts(m);
+    const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0;
+    const int64_t operand = mixed * x.k > count * k ? mixed * x.k : count * k;
     const int64_t factor_floats = sizeof(group_factors) / sizeof(float);
     const int64_t maxima_floats = e->step->best ? sizeof(lane_maxima) / sizeof(float) : 0;
     int64_t floats[] = {T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
-                        count * m->intermediate, R * m->hidden, count * k, count * k / 32 * factor_floats,
-                        pool_size(e->pool) * scratch_size, pool_size(e->pool) * R * maxima_floats,
-                        m->num_groups * e->step->num_entries * (int64_t)sizeof(family) / 4};
+                        (count > mixed ? count : mixed) * m->intermediate, R * m->hidden, operand,
+                        operand / SMALLEST_GROUP * factor_floats, pool_size(e->pool) * scratch_size,
+                        pool_size(e->pool) * R * maxima_floats,
+                        m->num_groups * e->step->num_entries * (int64_t)sizeof(family) / 4, count * m->hidden,
+                        routed * m->hidden, mixed * m->hidden, routed * x.count, mixed, mixed, mixed, mixed, x.count + 1,
+                        (x.count + mixed) * (int64_t)sizeof(expert_panel) / 4};
     enum { NUM = sizeof(floats) / sizeof(floats[0]) };
     int64_t total = 0;
     for (int i = 0; i < NUM; i++) total += padded(floats[i], 16) + 16;
@@ -330,8 +570,27 @@ static bool reserve(engine *e)
     }
     float *at[NUM], *p = e->memory;
     for (int i = 0; i < NUM; p += padded(floats[i], 16) + 16, i++) at[i] = p;
-    e->work = (workspace){at[0], at[1], at[2], at[3], at[4], at[5], (group_factors *)at[6], at[7], scratch_size,
-                          (lane_maxima *)at[8]};
+    e->work = (workspace){.x = at[0],
+                          .qkv = at[1],
+                          .attended = at[2],
+                          .activated = at[3],
+                          .kept = at[4],
+                          .operand = at[5],
+                          .factors = (group_factors *)at[6],
+                          .scratch = at[7],
+                          .scratch_size = scratch_size,
+                          .maxima = (lane_maxima *)at[8],
+                          .branch = at[10],
+                          .normed = at[11],
+                          .expert_out = at[12],
+                          .expert_k = x.k,
+                          .choice = {.scores = at[13],
+                                     .ids = (int32_t *)at[14],
+                                     .weights = at[15],
+                                     .places = (int32_t *)at[16],
+                                     .tokens = (int32_t *)at[17],
+                                     .starts = (int32_t *)at[18],
+                                     .panels = (expert_panel *)at[19]}};
     for (int g = 0; g < m->num_groups; g++) e->families[g] = (family *)at[9] + (int64_t)g * e->step->num_entries;
     return true;
 }
@@ -359,7 +618,7 @@ int abi_version(void) { return ABI_VERSION; }
 /* For the caller to compare with its own idea of the structs. */
 int64_t struct_bytes(int which)
 {
-    const int64_t sizes[] = {sizeof(linear), sizeof(layer), sizeof(model), sizeof(cache), sizeof(step)};
+    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(layer), sizeof(model), sizeof(cache), sizeof(step)};
     return sizes[which];
 }
 

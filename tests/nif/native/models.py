@@ -5,17 +5,50 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 WINDOW = 24
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 _SHARED: dict[str, Any] = {
     "vocab_size": 320,
@@ -77,21 +110,132 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_sizes(64, 128, 8, 2, 32))),
+    "gemma": (GemmaForCausalLM, lambda: GemmaConfig(**_sizes(64, 96, 4, 1, 32))),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        lambda: Gemma2Config(
+            **_sizes(64, 96, 4, 2, 16),
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=5.0,
+        ),
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        lambda: Gemma3TextConfig(
+            **_sizes(64, 96, 4, 1, 32),
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            query_pre_attn_scalar=20,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+            },
+        ),
+    ),
+    # The first 128 of 256 positions have short factors; more are not served.
+    "phi3": (
+        Phi3ForCausalLM,
+        lambda: Phi3Config(
+            **_sizes(128, 96, 4, 2, 32),
+            original_max_position_embeddings=192,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1 + 0.1 * i for i in range(12)],
+                "long_factor": [4.0] * 12,
+            },
+        ),
+    ),
+    "olmo2": (Olmo2ForCausalLM, lambda: Olmo2Config(**_sizes(64, 96, 4, 2, 16))),
+    "granite": (
+        GraniteForCausalLM,
+        lambda: GraniteConfig(
+            **_sizes(64, 96, 4, 2, 16),
+            embedding_multiplier=3.0,
+            attention_multiplier=0.11,
+            residual_multiplier=0.4,
+            logits_scaling=3.0,
+        ),
+    ),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        lambda: SmolLM3Config(**_sizes(64, 96, 4, 2, 16), no_rope_layers=[1, 0, 1], pretraining_tp=1),
+    ),
+    "glm": (GlmForCausalLM, lambda: GlmConfig(**_sizes(64, 96, 4, 2, 32))),
+    "glm4": (Glm4ForCausalLM, lambda: Glm4Config(**_sizes(64, 96, 4, 2, 32))),
+    "starcoder2": (
+        Starcoder2ForCausalLM,
+        lambda: Starcoder2Config(**_sizes(64, 100, 4, 2, 16), use_bias=True, sliding_window=WINDOW),
+    ),
+    "nemotron": (NemotronForCausalLM, lambda: NemotronConfig(**_sizes(64, 100, 4, 2, 32))),
+    "stablelm": (
+        StableLmForCausalLM,
+        lambda: StableLmConfig(
+            **_sizes(64, 96, 2, 1, 32), use_parallel_residual=True, qk_layernorm=True, use_qkv_bias=True
+        ),
+    ),
+    "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**_sizes(64, 100, 2, 2, 32))),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        lambda: Qwen3MoeConfig(
+            **_sizes(64, 96, 4, 2, 16),
+            moe_intermediate_size=40,
+            num_experts=5,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "mixtral": (
+        MixtralForCausalLM,
+        lambda: MixtralConfig(**_sizes(64, 96, 4, 2, 16), num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        lambda: GptOssConfig(
+            **_sizes(64, 48, 4, 2, 16),
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_limit=0.5,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        ),
+    ),
 }
 """Per name a model's class and what makes its configuration."""
 
 
-def build_native_model(name: str, directory: Path, build_tokenizer: Any) -> Path:
-    """Saves a random model with a tokenizer; biases and norms are random too, so that none is idle."""
+_WEIGHTS_BEYOND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")  # their norms add 1
+
+
+def random_model(name: str) -> Any:
+    """A random model in eval mode; biases, norms and sinks are random too, so that none is idle."""
     model_class, make_config = CONFIGS[name]
     torch.manual_seed(len(name))
-    model = model_class(make_config())
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("bias"):
-                parameter.normal_(std=0.2)
-            elif "norm" in key:
-                parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(directory)
+    model = model_class(make_config()).eval().requires_grad_(False)
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias"):
+            parameter.normal_(std=0.2)
+        elif key.endswith("sinks"):
+            parameter.normal_(std=2.0)
+        elif "norm" in key:
+            low = -0.5 if name in _WEIGHTS_BEYOND_ONE else 0.5
+            parameter.uniform_(low, low + 1.0)
+    return model
+
+
+def build_native_model(name: str, directory: Path, build_tokenizer: Any) -> Path:
+    """Saves such a model with a tokenizer."""
+    random_model(name).save_pretrained(directory)
     build_tokenizer(directory)
     return directory

@@ -12,7 +12,7 @@ import torch
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.layer_group import LayerGroup
-from genbatch.nif.native import llama_weights
+from genbatch.nif.native import model_weights
 from genbatch.nif.native.build import build_library, native_flags
 from genbatch.nif.native.library import open_library
 from genbatch.nif.native.runner import NativeRunner
@@ -60,7 +60,7 @@ def main() -> None:
     models = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(models)
     library = open_library(build_library(FLAGS))
-    llama_weights.native_library = lambda: library
+    model_weights.native_library = lambda: library
     for mode in ("float32", "bfloat16", "int8"):
         # One thread makes a family of both sequences; two are too many for so few.
         for name, window, n_threads in (("llama_odd", None, 2), ("mistral", models.WINDOW, 2), ("llama", None, 1)):
@@ -77,7 +77,7 @@ def main() -> None:
                 vocab_size=config.vocab_size,
                 max_position=config.max_position_embeddings,
             )
-            weights = llama_weights.LlamaWeights(model, "int8" if mode == "int8" else "none")
+            weights = model_weights.ModelWeights(model, "int8" if mode == "int8" else "none")
             run(NativeRunner(weights, n_threads=n_threads))
         print(mode)
 

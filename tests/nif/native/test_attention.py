@@ -30,6 +30,8 @@ class Attention(ctypes.Structure):
         ("out", c_void_p),
         ("query_stride", c_int64),
         ("cache", c_void_p),
+        ("sinks", c_void_p),
+        ("score_cap", c_float),
         ("layer", c_int32),
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),

@@ -19,7 +19,8 @@ LENGTH = 150  # more than two chunks of 64 keys and several windows
 SEQUENCES = 3
 
 # Relative error of a row of logits of a random model; other rounding costs a fraction of these.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2, "int8": 2.5e-1}
+# Where pairs of bfloat16 are multiplied (AMD), activations are rounded too.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "int8": 2.5e-1}
 MODES = list(TOLERANCE)
 
 Layout = Callable[..., RaggedBatch]

@@ -8,7 +8,7 @@ import torch
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
-from genbatch.nif.native.llama_weights import LlamaWeights
+from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runners.attention import ATTENTION_NAME
 
@@ -45,7 +45,7 @@ def generated(smollm2: Model) -> list[tuple[list[int], list[int]]]:
 def test_greedy_decoding_in_a_batch_equals_generate(
     smollm2: Model, layout: Callable[..., RaggedBatch], generated: list[tuple[list[int], list[int]]]
 ) -> None:
-    runner = NativeRunner(LlamaWeights(smollm2))
+    runner = NativeRunner(ModelWeights(smollm2))
     runner.allocate([len(PROMPTS) * BLOCKS], 16)
     past, feed = [0] * len(PROMPTS), [prompt for prompt, _ in generated]
     got: list[list[int]] = [[] for _ in PROMPTS]
@@ -64,11 +64,11 @@ def test_greedy_decoding_in_a_batch_equals_generate(
 def test_int8_keeps_the_4_bit_weights_as_they_are_and_the_likelihood_close(
     smollm2: Model, layout: Callable[..., RaggedBatch], generated: list[tuple[list[int], list[int]]]
 ) -> None:
-    weights = LlamaWeights(smollm2, "int8")
+    weights = ModelWeights(smollm2, "int8")
     assert {layer.gate_up.kind for layer in weights._layers} == {WEIGHT_U4}
     assert weights.struct.head.kind == WEIGHT_I8
     losses = []
-    for packed in (LlamaWeights(smollm2), weights):
+    for packed in (ModelWeights(smollm2), weights):
         runner = NativeRunner(packed)
         runner.allocate([len(PROMPTS) * BLOCKS], 16)
         texts = [prompt + answer for prompt, answer in generated]

@@ -1,0 +1,357 @@
+"""Architecture: what the C kernels have to know of a model beside its sizes, as data.
+
+Neither the kernels nor the loader has a branch for any architecture: they ask where the norms stand, which activation
+there is, what the tensors are called. How to add one: README.md in this folder.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+NONE, SHARED, PER_HEAD, WHOLE = range(4)
+"""Norms of queries and keys, as `enum qk_norm`: none, each head by the same weights, by its own, all heads as one."""
+
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "gelu_new": 2,
+    "gelu_pytorch_tanh": 2,
+    "relu2": 3,
+    "clamped_swiglu": 4,
+}
+"""transformers' names of activations, as `enum activation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """What the tensors are called, without ".weight" and ".bias"; a None is not there.
+
+    Args:
+        layer: the beginning of a layer's names; {} is its number.
+        qkv: queries, keys and values, or one tensor of all three.
+        gate_up: gates and ups, or one tensor of both; without gates the ups alone.
+        attention_norm, mlp_norm: of what goes in.
+        attention_post, mlp_post: of what comes out, before it is added to the residual.
+        in_files: parts of transformers' names and what files have in their place.
+    """
+
+    embedding: str = "model.embed_tokens"
+    embedding_norm: str | None = None
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}."
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    attention_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    attention_post: str | None = None
+    mlp_post: str | None = None
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str | None = None
+    in_files: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture in the place of the MLP.
+
+    Args:
+        count: experts of a layer.
+        chosen: how many a token takes.
+        intermediate: inner size of one.
+        normalised: whether the weights of those chosen sum to 1.
+        router: name of the router.
+        whole: names of gates and ups, and of downs, of all experts in one tensor each, [experts, outputs, inputs].
+        single: names of one expert's gates, ups and downs; {} is its number. A file has one form or the other.
+        transposed: whether `whole` is [experts, inputs, outputs], gates and ups taking turns.
+        layers: the layers that have experts; None: all.
+    """
+
+    count: int
+    chosen: int
+    intermediate: int
+    normalised: bool = True
+    router: str = "mlp.gate"
+    whole: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    single: tuple[str, str, str] = (
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    )
+    transposed: bool = False
+    layers: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One model's architecture, every number resolved.
+
+    Args:
+        norm_eps: of every norm.
+        score_scale: what queries are multiplied with.
+        activation: a name of `ACTIVATIONS`.
+        tensors: what the tensors are called.
+        layer_norm: whether norms subtract the mean; else they are RMS norms.
+        norm_offset: added to the weights of norms; 1 where a file holds what is beyond 1.
+        qk_norm: NONE, SHARED, PER_HEAD or WHOLE.
+        qkv_by_head: whether the one tensor of `qkv` holds, for one KV head after another, its queries, key and value.
+        gated: whether the MLP multiplies its activations with ups.
+        parallel: whether the MLP reads what attention reads.
+        partial_rotary: whether the rotary embedding takes the configuration's share of a head.
+        interleaved: whether it turns neighbours, and not the halves.
+        no_rope: layers whose positions are not rotated.
+        score_cap, logit_cap: x becomes cap * tanh(x / cap); 0: as it is.
+        embedding_scale, residual_scale: of a token's embedding, of what is added to the residual.
+        logit_divisor: of the logits.
+        gate_slope, gate_limit: of "clamped_swiglu".
+        experts: None where every layer has one MLP.
+    """
+
+    norm_eps: float
+    score_scale: float
+    activation: str
+    tensors: Tensors = field(default_factory=Tensors)
+    layer_norm: bool = False
+    norm_offset: float = 0.0
+    qk_norm: int = NONE
+    qkv_by_head: bool = False
+    gated: bool = True
+    parallel: bool = False
+    partial_rotary: bool = False
+    interleaved: bool = False
+    no_rope: frozenset[int] = frozenset()
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
+    experts: Experts | None = None
+
+
+def head_dim_of(config: Any) -> int:
+    """Elements of a head."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
+def _llama(config: Any) -> Architecture:
+    """Norm, attention, norm, MLP, each added to what came in."""
+    return Architecture(config.rms_norm_eps, head_dim_of(config) ** -0.5, config.hidden_act)
+
+
+def _qwen3(config: Any) -> Architecture:
+    return replace(_llama(config), qk_norm=SHARED)
+
+
+_SANDWICH = Tensors(
+    attention_post="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post="post_feedforward_layernorm",
+)
+
+
+def _gemma(config: Any) -> Architecture:
+    return Architecture(
+        config.rms_norm_eps,
+        head_dim_of(config) ** -0.5,
+        getattr(config, "hidden_activation", None) or config.hidden_act,
+        norm_offset=1.0,
+        embedding_scale=config.hidden_size**0.5,
+    )
+
+
+def _gemma2(config: Any) -> Architecture:
+    return replace(
+        _gemma(config),
+        score_scale=config.query_pre_attn_scalar**-0.5,
+        tensors=_SANDWICH,
+        score_cap=config.attn_logit_softcapping or 0.0,
+        logit_cap=config.final_logit_softcapping or 0.0,
+    )
+
+
+def _gemma3(config: Any) -> Architecture:
+    # transformers 5 hands no attention cap on for this one, though the configuration may name one.
+    return replace(_gemma2(config), qk_norm=SHARED, score_cap=0.0)
+
+
+_FUSED = Tensors(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def _phi3(config: Any) -> Architecture:
+    return replace(_llama(config), tensors=_FUSED, partial_rotary=True)
+
+
+def _olmo2(config: Any) -> Architecture:
+    after = replace(_SANDWICH, attention_norm=None, mlp_norm=None)
+    return replace(_llama(config), tensors=after, qk_norm=WHOLE)
+
+
+def _granite(config: Any) -> Architecture:
+    return replace(
+        _llama(config),
+        score_scale=config.attention_multiplier,
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logit_divisor=config.logits_scaling,
+    )
+
+
+def _smollm3(config: Any) -> Architecture:
+    return replace(_llama(config), no_rope=frozenset(i for i, rope in enumerate(config.no_rope_layers) if not rope))
+
+
+def _glm(config: Any) -> Architecture:
+    return replace(
+        _llama(config), tensors=Tensors(gate_up=("mlp.gate_up_proj",)), partial_rotary=True, interleaved=True
+    )
+
+
+def _glm4(config: Any) -> Architecture:
+    sandwich = Tensors(
+        gate_up=("mlp.gate_up_proj",),
+        attention_post="post_self_attn_layernorm",
+        mlp_post="post_mlp_layernorm",
+    )
+    return replace(_glm(config), tensors=sandwich)
+
+
+def _starcoder2(config: Any) -> Architecture:
+    return Architecture(
+        config.norm_epsilon,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        layer_norm=True,
+        gated=False,
+    )
+
+
+def _nemotron(config: Any) -> Architecture:
+    return Architecture(
+        config.norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(gate_up=("mlp.up_proj",)),
+        layer_norm=True,
+        norm_offset=1.0,
+        gated=False,
+        partial_rotary=True,
+    )
+
+
+def _stablelm(config: Any) -> Architecture:
+    # With a parallel MLP one norm serves both.
+    norms = Tensors(
+        mlp_norm="input_layernorm" if config.use_parallel_residual else "post_attention_layernorm",
+        q_norm="self_attn.q_layernorm.norms.{}",
+        k_norm="self_attn.k_layernorm.norms.{}",
+    )
+    return Architecture(
+        config.layer_norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=norms,
+        layer_norm=True,
+        qk_norm=PER_HEAD if config.qk_layernorm else NONE,
+        parallel=config.use_parallel_residual,
+        partial_rotary=True,
+    )
+
+
+def _gpt_neox(config: Any) -> Architecture:
+    return Architecture(
+        config.layer_norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(
+            embedding="gpt_neox.embed_in",
+            final_norm="gpt_neox.final_layer_norm",
+            in_files=(("lm_head", "embed_out"),),
+            layer="gpt_neox.layers.{}.",
+            qkv=("attention.query_key_value",),
+            out="attention.dense",
+            gate_up=("mlp.dense_h_to_4h",),
+            down="mlp.dense_4h_to_h",
+        ),
+        layer_norm=True,
+        qkv_by_head=True,
+        gated=False,
+        parallel=config.use_parallel_residual,
+        partial_rotary=True,
+    )
+
+
+def _qwen3_moe(config: Any) -> Architecture:
+    mixed = frozenset(
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    )
+    experts = Experts(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        layers=mixed,
+    )
+    return replace(_qwen3(config), experts=experts if config.num_experts else None)
+
+
+def _mixtral(config: Any) -> Architecture:
+    experts = Experts(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        single=("mlp.experts.{}.w1", "mlp.experts.{}.w3", "mlp.experts.{}.w2"),
+    )
+    return replace(_llama(config), experts=experts, tensors=Tensors(in_files=((".mlp.", ".block_sparse_moe."),)))
+
+
+def _gpt_oss(config: Any) -> Architecture:
+    experts = Experts(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        router="mlp.router",
+        transposed=True,
+    )
+    return replace(
+        _llama(config),
+        tensors=Tensors(sinks="self_attn.sinks"),
+        activation="clamped_swiglu",
+        gate_slope=config.swiglu_alpha,
+        gate_limit=config.swiglu_limit,
+        experts=experts,
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _llama,
+    "Qwen2ForCausalLM": _llama,
+    "Qwen3ForCausalLM": _qwen3,
+    "GemmaForCausalLM": _gemma,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Phi3ForCausalLM": _phi3,
+    "Olmo2ForCausalLM": _olmo2,
+    "GraniteForCausalLM": _granite,
+    "SmolLM3ForCausalLM": _smollm3,
+    "GlmForCausalLM": _glm,
+    "Glm4ForCausalLM": _glm4,
+    "Starcoder2ForCausalLM": _starcoder2,
+    "NemotronForCausalLM": _nemotron,
+    "StableLmForCausalLM": _stablelm,
+    "GPTNeoXForCausalLM": _gpt_neox,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
+    "GptOssForCausalLM": _gpt_oss,
+}
+"""By the name of transformers' class, what makes the architecture of a configuration."""

@@ -1,0 +1,368 @@
+"""ModelWeights: a model as the struct and the packed matrices that C reads, as its architecture describes it."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from genbatch.nif.errors import ModelError, OptionError
+from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource
+from genbatch.nif.native.architectures import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    NONE,
+    PER_HEAD,
+    Architecture,
+    head_dim_of,
+)
+from genbatch.nif.native.architectures import Experts as ExpertNames
+from genbatch.nif.native.cores import available_cores
+from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.library import (
+    ALL_POSITIONS,
+    COLUMNS,
+    MAX_GROUPS,
+    MAX_HEAD_DIM,
+    MAX_ROPES,
+    WEIGHT_BF16,
+    WEIGHT_F32,
+    WEIGHT_I8,
+    Experts,
+    Layer,
+    Linear,
+    ModelStruct,
+    Norm,
+    native_library,
+)
+from genbatch.nif.native.rope_table import RopeTables, rope_kinds
+from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
+
+if TYPE_CHECKING:
+    from genbatch.nif.models.model import Model
+
+QUANTIZE = ("none", "int8")
+"""The values of the option `quantize` here."""
+
+_HEAD_DIM_STEP = 16
+_I8_GROUP = 64  # inputs that share a scale
+_I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale brings two thirds of int8's loss back
+
+
+def check_supported(model: "Model") -> Architecture:
+    """The model's architecture, once it is known that the kernels compute it.
+
+    Raises:
+        NativeUnavailable: they do not; the reason says which part.
+    """
+    config: Any = model.config
+    kind = type(model.hf).__name__
+    if kind not in ARCHITECTURES:
+        raise NativeUnavailable(f"{kind} is none of the architectures that the kernels know")
+    if model.device.type != "cpu":
+        raise NativeUnavailable(f"the model is on {model.device}, not on the CPU")
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise NativeUnavailable(f"weights in {model.dtype}; the kernels take float32 and bfloat16")
+    architecture = ARCHITECTURES[kind](config)
+    if architecture.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise NativeUnavailable(f"the activation is {architecture.activation}; the kernels compute {known}")
+    head_dim = head_dim_of(config)
+    if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+        raise NativeUnavailable(
+            f"heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        )
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        raise NativeUnavailable("hidden and intermediate sizes must be even")
+    if len(model.groups) > MAX_GROUPS:
+        raise NativeUnavailable(f"{len(model.groups)} layer groups; the kernels take {MAX_GROUPS}")
+    kinds = rope_kinds(config)
+    if "dynamic" in kinds or len(kinds) > MAX_ROPES:
+        raise NativeUnavailable(
+            f"rotary embeddings of the types {', '.join(kinds)}; they must not change with the length"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise NativeUnavailable("its tokens attend to later ones")
+    for name, module in model.hf.named_modules():
+        if isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear:
+            raise NativeUnavailable(f"{name} is a {type(module).__name__}, not a plain torch.nn.Linear")
+    return architecture
+
+
+class ModelWeights:
+    """The packed weights of a model; they live as long as this object.
+
+    Args:
+        model: what `load_model` returned.
+        quantize: "none" keeps the model's dtype; "int8" as `native_runner` describes.
+
+    Raises:
+        NativeUnavailable: the kernels cannot be built, or do not compute this model.
+        ModelError: the weights lack a tensor.
+        OptionError: `quantize` has no such value.
+    """
+
+    def __init__(self, model: "Model", quantize: str = "none") -> None:
+        if quantize not in QUANTIZE:
+            raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
+        architecture = check_supported(model)
+        self.model = model
+        self.library = native_library()
+        self.quantize = quantize
+        plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
+        self.kind = WEIGHT_I8 if quantize == "int8" else plain
+        config: Any = model.config
+        self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
+        source = model.weights or ModuleWeights(model.hf)
+        packer = WeightPacker(self.library, available_cores())
+        self._loader = loader = _Loader(model, architecture, source, packer, self.kind)
+        layers = (Layer * config.num_hidden_layers)()
+        for group_id, group in enumerate(model.groups):
+            window = ALL_POSITIONS if group.window is None else group.window
+            for index, layer in enumerate(group.layers):
+                layers[layer] = loader.layer(layer)
+                layers[layer].group, layers[layer].index_in_group, layers[layer].window = group_id, index, window
+                layers[layer].rope = self._rope_of(layer, architecture)
+        tensors = architecture.tensors
+        embedding = loader.tensor(f"{tensors.embedding}.weight")
+        self._embedding = embedding.whole().to(model.dtype).contiguous()  # read a row at a time
+        head = tensors.embedding if config.tie_word_embeddings else tensors.head
+        self.struct = ModelStruct(
+            hidden=config.hidden_size,
+            intermediate=max(layer.intermediate for layer in layers),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=loader.num_kv_heads,
+            head_dim=head_dim_of(config),
+            num_layers=len(layers),
+            vocab_size=model.vocab_size,
+            num_groups=len(model.groups),
+            norm_kind=int(architecture.layer_norm),
+            qk_norm=architecture.qk_norm,
+            activation=ACTIVATIONS[architecture.activation],
+            gated=architecture.gated,
+            parallel=architecture.parallel,
+            rotary_dim=self.rope.rotary_dim,
+            interleaved=architecture.interleaved,
+            num_ropes=len(self.rope.kinds),
+            norm_eps=architecture.norm_eps,
+            score_scale=architecture.score_scale,
+            score_cap=architecture.score_cap,
+            logit_cap=architecture.logit_cap,
+            # transformers keeps this one in the weights' dtype.
+            embedding_scale=torch.tensor(architecture.embedding_scale, dtype=model.dtype).item(),
+            residual_scale=architecture.residual_scale,
+            logit_divisor=architecture.logit_divisor,
+            gate_slope=architecture.gate_slope,
+            gate_limit=architecture.gate_limit,
+            embedding_kind=plain,
+            embedding=self._embedding.data_ptr(),
+            embedding_norm=loader.norm(tensors.embedding_norm),
+            final_norm=loader.norm(tensors.final_norm),
+            layers=layers,
+            head=loader.linear([head], _I8_HEAD_GROUP),
+        )
+        source.release()
+
+    def _rope_of(self, layer: int, architecture: Architecture) -> int:
+        """The table of a layer; -1 for none."""
+        if layer in architecture.no_rope:
+            return -1
+        config: Any = self.model.config
+        return 0 if len(self.rope.kinds) == 1 else self.rope.kinds.index(config.layer_types[layer])
+
+
+class _Loader:
+    """Finds a model's tensors by the names of its architecture and has them packed."""
+
+    def __init__(
+        self, model: "Model", architecture: Architecture, source: WeightSource, packer: WeightPacker, kind: int
+    ) -> None:
+        self._name = model.name
+        self._config: Any = model.config
+        self._architecture = architecture
+        self._source = source
+        self._packer = packer
+        self._kind = kind
+        # What the module has, the source must have in the same shape; only experts may be merged in one of them.
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.hf.state_dict().items()}
+        self._held: list[Any] = []  # what structs point to
+        self.num_kv_heads: int = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
+
+    def layer(self, index: int) -> Layer:
+        """One layer; its place in a group and its rotary table are left to the caller."""
+        experts, tensors = self._architecture.experts, self._architecture.tensors
+        start = tensors.layer.format(index)
+        layer = Layer(
+            qkv=self._qkv([start + name for name in tensors.qkv]),
+            out=self.linear([start + tensors.out]),
+            attention_norm=self.norm(tensors.attention_norm, start),
+            mlp_norm=self.norm(tensors.mlp_norm, start),
+            attention_post=self.norm(tensors.attention_post, start),
+            mlp_post=self.norm(tensors.mlp_post, start),
+            q_norm=self._head_norm(start + tensors.q_norm, self._config.num_attention_heads),
+            k_norm=self._head_norm(start + tensors.k_norm, self.num_kv_heads),
+            sinks=None if tensors.sinks is None else self._packer.vector(self.tensor(start + tensors.sinks)),
+        )
+        if experts is not None and (experts.layers is None or index in experts.layers):
+            layer.intermediate = experts.intermediate
+            layer.experts = self._experts(start, experts)
+        else:
+            layer.intermediate = self._config.intermediate_size
+            layer.gate_up = self._gate_up([start + name for name in tensors.gate_up])
+            layer.down = self.linear([start + tensors.down])
+        return layer
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        """A tensor of the source.
+
+        Raises:
+            ModelError: it is missing, or of another shape than the configuration asks for.
+        """
+        tensor = self._source.tensor(self._in_file(name))
+        wanted = shape or self._shapes.get(name, tensor.shape)
+        if tensor.shape != wanted:
+            raise ModelError(
+                self._name, f"{name} has the shape {list(tensor.shape)}; config.json asks for {list(wanted)}"
+            )
+        return tensor
+
+    def _in_file(self, name: str) -> str:
+        """What the source calls a tensor."""
+        for part, written in self._architecture.tensors.in_files:
+            renamed = name.replace(part, written)
+            if name not in self._source.names() and renamed in self._source.names():
+                return renamed
+        return name
+
+    def norm(self, name: str | None, start: str = "") -> Norm:
+        """A norm by its name; None is none."""
+        return Norm() if name is None else self._norm([start + name])
+
+    def linear(self, names: Sequence[str], group: int = _I8_GROUP) -> Linear:
+        """One linear of matrices that stand one below the other."""
+        matrices = [self.tensor(f"{name}.weight") for name in names]
+        return self._pack(matrices, [self._bias(name) for name in names], group=group)
+
+    def _qkv(self, names: Sequence[str]) -> Linear:
+        if not self._architecture.qkv_by_head:
+            return self.linear(names)
+        head_dim, kv_heads = head_dim_of(self._config), self.num_kv_heads
+        per_head = self._config.num_attention_heads // kv_heads
+        rows = np.arange((per_head + 2) * kv_heads * head_dim).reshape(kv_heads, per_head + 2, head_dim)
+        order = np.concatenate([rows[:, :per_head].ravel(), rows[:, per_head].ravel(), rows[:, per_head + 1].ravel()])
+        bias = self._bias(names[0])
+        matrix = _rows(self.tensor(f"{names[0]}.weight"), order)
+        return self._pack([matrix], [None if bias is None else bias[torch.from_numpy(order)]])
+
+    def _gate_up(self, names: Sequence[str]) -> Linear:
+        if not self._architecture.gated:
+            return self.linear(names)
+        matrices = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self._bias(name) for name in names]
+        if len(names) == 1:
+            matrices = _halves(matrices[0])
+            biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
+        return self._pack(matrices, biases, interleaved=True)
+
+    def _experts(self, start: str, experts: ExpertNames) -> Any:
+        """A pointer to the layer's experts."""
+        whole = start + experts.whole[0] in self._source.names()
+        parts = [
+            (self._whole_expert if whole else self._single_expert)(start, experts, i) for i in range(experts.count)
+        ]
+        gate_up = (Linear * experts.count)(*(part[0] for part in parts))
+        down = (Linear * experts.count)(*(part[1] for part in parts))
+        router = f"{start}{experts.router}"
+        struct = Experts(
+            # In float32 whatever the rest is: which experts a token takes must not depend on rounding.
+            router=self._pack([self.tensor(f"{router}.weight")], [self._bias(router)], kind=WEIGHT_F32),
+            gate_up=gate_up,
+            down=down,
+            count=experts.count,
+            chosen=experts.chosen,
+            normalised=experts.normalised,
+        )
+        self._held += [gate_up, down, struct]
+        return ctypes.pointer(struct)
+
+    def _single_expert(self, start: str, experts: ExpertNames, index: int) -> tuple[Linear, Linear]:
+        inner = (experts.intermediate, self._config.hidden_size)
+        names = (f"{start}{name.format(index)}.weight" for name in experts.single)
+        gate, up, down = (
+            self.tensor(name, shape) for name, shape in zip(names, (inner, inner, inner[::-1]), strict=True)
+        )
+        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None])
+
+    def _whole_expert(self, start: str, experts: ExpertNames, index: int) -> tuple[Linear, Linear]:
+        gate_up_name, down_name = (start + name for name in experts.whole)
+        gate_up, down = self.tensor(gate_up_name).part(index), self.tensor(down_name).part(index)
+        biases = [self._part_of_bias(gate_up_name, index), self._part_of_bias(down_name, index)]
+        halves: Sequence[torch.Tensor | None] = (None, None)
+        if experts.transposed:
+            turned = gate_up.whole().T
+            gates = [_stored(turned[first::2]) for first in (0, 1)]
+            down = _stored(down.whole().T)
+            if biases[0] is not None:
+                halves = [biases[0][first::2] for first in (0, 1)]
+        else:
+            gates = _halves(gate_up)
+            if biases[0] is not None:
+                halves = biases[0].chunk(2)
+        return self._pack(gates, halves, interleaved=True), self._pack([down], [biases[1]])
+
+    def _part_of_bias(self, name: str, index: int) -> torch.Tensor | None:
+        return self.tensor(f"{name}_bias").whole()[index] if f"{name}_bias" in self._shapes else None
+
+    def _bias(self, name: str) -> torch.Tensor | None:
+        return self.tensor(f"{name}.bias").whole() if f"{name}.bias" in self._shapes else None
+
+    def _head_norm(self, name: str, heads: int) -> Norm:
+        kind = self._architecture.qk_norm
+        if kind == NONE:
+            return Norm()
+        return self._norm([name.format(head) for head in range(heads)] if kind == PER_HEAD else [name])
+
+    def _norm(self, names: Sequence[str]) -> Norm:
+        weights = torch.cat([self.tensor(f"{name}.weight").whole().flatten() for name in names])
+        biases = [self._bias(name) for name in names]
+        plain = [bias for bias in biases if bias is not None]
+        weight = self._packer.put_floats(weights + self._architecture.norm_offset)
+        return Norm(weight, self._packer.put_floats(torch.cat(plain)) if plain else None)
+
+    def _pack(
+        self,
+        matrices: Sequence[StoredTensor],
+        biases: Sequence[torch.Tensor | None],
+        *,
+        interleaved: bool = False,
+        group: int = _I8_GROUP,
+        kind: int | None = None,
+    ) -> Linear:
+        kind = self._kind if kind is None else kind
+        linear = self._packer.linear(kind, matrices, group=group, interleaved=interleaved)
+        if any(bias is not None for bias in biases):
+            pairs = zip(biases, matrices, strict=True)
+            full = [torch.zeros(matrix.shape[0]) if bias is None else bias for bias, matrix in pairs]
+            bias = interleave_gate_up(*full) if interleaved else torch.cat(full)
+            linear.bias = self._packer.put_floats(torch.nn.functional.pad(bias, (0, -len(bias) % COLUMNS)))
+        return linear
+
+
+def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:
+    """The rows `order` of a matrix."""
+    in_file = order if tensor.row_order is None else tensor.row_order[order]
+    return replace(tensor, shape=(len(order), *tensor.shape[1:]), row_order=in_file)
+
+
+def _halves(tensor: StoredTensor) -> list[StoredTensor]:
+    """The upper and the lower half of a matrix."""
+    rows = np.arange(tensor.shape[0])
+    return [_rows(tensor, half) for half in np.split(rows, 2)]
+
+
+def _stored(matrix: torch.Tensor) -> StoredTensor:
+    """A matrix in memory, float32."""
+    plain = matrix.float().contiguous()
+    return StoredTensor("", "F32", tuple(plain.shape), plain.view(torch.uint8).numpy())

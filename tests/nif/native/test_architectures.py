@@ -1,0 +1,164 @@
+"""Every architecture that the C kernels know: greedy text is that of `generate`, alone and in every company."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.models.model_layout import layer_groups, max_position
+from genbatch.nif.native.architectures import ARCHITECTURES
+from genbatch.nif.native.model_weights import ModelWeights
+from genbatch.nif.native.runner import NativeRunner
+
+NAMES = [
+    "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "starcoder2",
+    "nemotron", "stablelm", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss",
+]  # fmt: skip
+MODES = ("float32", "bfloat16", "int8")
+# Median error of a row of logits: a near tie between two experts may send one row another way.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-1, "int8": 1.5e-1}
+BLOCK = 16
+BLOCKS = 6  # of a sequence
+SHARED = 4  # blocks that two sequences have in common: one chunk of 64 keys
+NEW = 12  # tokens
+
+
+@pytest.fixture(scope="module")
+def described(models: ModuleType) -> Callable[[str, str], Any]:
+    """described("gemma2", "int8") is what the runner asks of a model, in float32 or, for that mode, in bfloat16."""
+    made: dict[str, Any] = {}
+
+    def make(name: str, mode: str) -> Any:
+        if name not in made:
+            made[name] = models.random_model(name)
+        hf = made[name].bfloat16() if mode == "bfloat16" else made[name].float()
+        return SimpleNamespace(
+            name=name,
+            hf=hf,
+            config=hf.config,
+            dtype=hf.dtype,
+            device=torch.device("cpu"),
+            groups=layer_groups(name, hf.config),
+            vocab_size=hf.config.vocab_size,
+            max_position=max_position(name, hf.config),
+            weights=None,
+        )
+
+    return make
+
+
+def prompts() -> list[list[int]]:
+    """One longer than a chunk and two windows, a short one, and one that begins as the first."""
+    drawn: list[int] = torch.randint(3, 320, (100,), generator=torch.Generator().manual_seed(3)).tolist()
+    long = drawn[:70]
+    return [long, drawn[70:79], long[: SHARED * BLOCK] + drawn[80:85]]
+
+
+class Pool:
+    """A runner with a pool, and the blocks of three sequences of which the third shares the first's beginning."""
+
+    def __init__(self, weights: ModelWeights, n_threads: int) -> None:
+        self.runner = NativeRunner(weights, n_threads=n_threads)
+        self.runner.allocate([3 * BLOCKS] * len(self.runner.groups), BLOCK)
+        self.tables = torch.arange(3 * BLOCKS, dtype=torch.int32).view(3, BLOCKS)
+        self.past = [0, 0, 0]
+
+    def share(self) -> None:
+        self.tables[2, :SHARED] = self.tables[0, :SHARED]
+        self.past[2] = SHARED * BLOCK
+
+    def step(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Evaluates these tokens of these sequences; the logits of each part's last."""
+        at = [torch.arange(self.past[s], self.past[s] + len(tokens)) for s, tokens in parts]
+        slots = [self.tables[s][p // BLOCK].long() * BLOCK + p % BLOCK for (s, _), p in zip(parts, at, strict=True)]
+        lengths = torch.tensor([len(tokens) for _, tokens in parts])
+        for s, tokens in parts:
+            self.past[s] += len(tokens)
+        groups = len(self.runner.groups)
+        kv_lens = [self.past[s] for s, _ in parts]
+        logits = self.runner.forward(
+            RaggedBatch(
+                input_ids=torch.tensor([token for _, tokens in parts for token in tokens]),
+                positions=torch.cat(at),
+                query_starts=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+                kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+                slots=(torch.cat(slots),) * groups,
+                block_tables=(self.tables[[s for s, _ in parts]],) * groups,
+                logit_rows=lengths.cumsum(0) - 1,
+                max_query_len=int(lengths.max()),
+                max_kv_len=max(kv_lens),
+            )
+        )
+        return list(logits)
+
+
+def alone(weights: ModelWeights) -> list[torch.Tensor]:
+    """Each prompt's logits, [NEW, vocab], by itself and its prompt in one piece."""
+    rows = []
+    for s, prompt in enumerate(prompts()):
+        pool = Pool(weights, n_threads=2)
+        row = pool.step([(s, prompt)])
+        while len(row) < NEW:
+            row += pool.step([(s, [int(row[-1].argmax())])])
+        pool.runner.close()
+        rows.append(torch.stack(row))
+    return rows
+
+
+def mixed(weights: ModelWeights) -> list[torch.Tensor]:
+    """The same with prompts cut up, beside one another, and the third's beginning taken from the first."""
+    first, second, third = prompts()
+    pool = Pool(weights, n_threads=1)  # of one thread, two sequences that share are worked on together
+    rows: list[list[torch.Tensor]] = [[], [], []]
+
+    def next_of(s: int) -> tuple[int, list[int]]:
+        return s, [int(rows[s][-1].argmax())]
+
+    rows[1] += pool.step([(0, first[:33]), (1, second)])[1:]
+    rows[1] += pool.step([next_of(1), (0, first[33:64])])[:1]
+    pool.share()
+    for s, row in zip((2, 1, 0), pool.step([(2, third[64:]), next_of(1), (0, first[64:])]), strict=True):
+        rows[s].append(row)
+    while any(len(row) < NEW for row in rows):
+        for row, logits in zip(rows, pool.step([next_of(s) for s in range(3)]), strict=True):
+            row.append(logits)
+    pool.runner.close()
+    return [torch.stack(row[:NEW]) for row in rows]
+
+
+def test_every_architecture_is_tried(models: ModuleType) -> None:
+    tried = {model_class.__name__ for model_class, _ in models.CONFIGS.values()}
+    assert tried == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_text_is_that_of_generate_in_every_company(described: Callable[[str, str], Any], name: str) -> None:
+    model = described(name, "float32")
+    got = alone(ModelWeights(model))
+    assert all(map(torch.equal, mixed(ModelWeights(model)), got))
+    model.hf.set_attn_implementation("eager")
+    for prompt, logits in zip(prompts(), got, strict=True):
+        with torch.inference_mode():
+            answer = model.hf.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, use_cache=True)
+        text = answer[0, len(prompt) :].tolist()
+        assert logits.argmax(1)[: len(text)].tolist() == text  # which ends where the model says so
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_bits_are_near_and_the_same_in_every_company(
+    described: Callable[[str, str], Any], name: str, mode: str
+) -> None:
+    model = described(name, mode)
+    weights = ModelWeights(model, "int8" if mode == "int8" else "none")
+    got = alone(weights)
+    assert all(map(torch.equal, mixed(weights), got))
+    model.hf.float().set_attn_implementation("eager")
+    for prompt, logits in zip(prompts(), got, strict=True):
+        text = [*prompt, *logits.argmax(1)[:-1].tolist()]
+        with torch.inference_mode():
+            want = model.hf(torch.tensor([text]), use_cache=False).logits[0, len(prompt) - 1 :]
+        assert float(((logits - want).norm(dim=1) / want.norm(dim=1)).median()) < TOLERANCE[mode]
