@@ -128,7 +128,9 @@ class ModelWeights:
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         self._embedding = embedding.whole().to(model.dtype).contiguous()  # read a row at a time
-        head = tensors.embedding if config.tie_word_embeddings else tensors.head
+        # A file may hold a head of a tied model; a module has tied its own already.
+        tied = config.tie_word_embeddings and model.weights is not None
+        head = tensors.embedding if tied else tensors.head
         self.struct = ModelStruct(
             hidden=config.hidden_size,
             intermediate=max(layer.intermediate for layer in layers),

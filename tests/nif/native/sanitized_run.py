@@ -63,7 +63,14 @@ def main() -> None:
     model_weights.native_library = lambda: library
     for mode in ("float32", "bfloat16", "int8"):
         # One thread makes a family of both sequences; two are too many for so few.
-        for name, window, n_threads in (("llama_odd", None, 2), ("mistral", models.WINDOW, 2), ("llama", None, 1)):
+        for name, window, n_threads in (
+            ("llama_odd", None, 2),
+            ("mistral", models.WINDOW, 2),
+            ("llama", None, 1),
+            ("gemma2", None, 1),
+            ("gpt_oss", models.WINDOW, 2),
+            ("stablelm", None, 2),
+        ):
             model_class, make_config = models.CONFIGS[name]
             config = make_config()
             dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32

@@ -57,6 +57,8 @@ class Case:
     block_size: int = 16
     window: int = ALL_POSITIONS
     garbage: int = 0  # the byte that fills the pool before
+    cap: float = 0.0
+    sinks: torch.Tensor | None = None  # [num_heads]
 
     def padded_keys(self) -> int:
         return self.block_size + -self.block_size % LANES
@@ -107,6 +109,8 @@ class Case:
             out=out.data_ptr(),
             query_stride=heads * head_dim,
             cache=ctypes.addressof(cache),
+            sinks=None if self.sinks is None else self.sinks.data_ptr(),
+            score_cap=self.cap,
             layer=0,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -126,9 +130,13 @@ class Case:
         kv_heads, num_keys, _ = self.keys.shape
         keys, values = (x.double().repeat_interleave(heads // kv_heads, 0) for x in (self.keys, self.values))
         scores = self.queries.double().transpose(0, 1) @ keys.transpose(1, 2)
+        if self.cap:
+            scores = self.cap * (scores / self.cap).tanh()
         at, row = torch.arange(num_keys), torch.arange(num_keys - query_len, num_keys)[:, None]
         scores = scores.masked_fill((at > row) | (at <= row - self.window), -torch.inf)
-        return (scores.softmax(-1) @ values).transpose(0, 1)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, query_len, 1)], dim=2)
+        return (scores.softmax(-1)[..., :num_keys] @ values).transpose(0, 1)
 
     def twin(self) -> torch.Tensor:
         """What rounding to 8 bits leaves, in float64."""
@@ -185,6 +193,17 @@ SHAPES = [
 def test_attention_is_that_of_its_definition(kind: str, shape: dict[str, int]) -> None:
     case = random_case(kind, **shape)
     assert worst_error(case.run(), case.exact()) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [24, ALL_POSITIONS])
+@pytest.mark.parametrize(("cap", "sink"), [(1.5, None), (0.0, 3.0), (1.5, -2.0), (0.0, 8.0)])
+def test_scores_are_capped_and_sinks_take_their_share(kind: str, window: int, cap: float, sink: float | None) -> None:
+    case = random_case(kind, num_keys=150, query_len=40, heads=6, kv_heads=2, window=window)
+    case.cap = cap
+    if sink is not None:
+        case.sinks = sink + torch.arange(6) / 8
+    assert worst_error(case.run(), case.exact()) < 2 * TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
