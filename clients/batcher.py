@@ -32,7 +32,8 @@ from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
 
-CLIENT = "in-process"
+# The program that runs the Batcher: others' default deadline and shares of the queue are not for it.
+CLIENT = ""
 
 
 class BatcherClient(ServiceCalls):

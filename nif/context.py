@@ -11,11 +11,12 @@ Synchronous. The tensors are touched by `eval` and what calls it, always on one 
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from genbatch.nif.batch import Entry, Logits, RaggedBatch
-from genbatch.nif.decode_run import DecodeRun, Steps
+from genbatch.nif.decode_run import DecodeRun, Read, Steps
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
@@ -29,6 +30,9 @@ from genbatch.nif.sampling.choose import choose
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.detokenizer import Detokenizer
+
+T = TypeVar("T")
+Draws: TypeAlias = list[Sampled | SampleFault | None]
 
 GREEDY = SamplingParams(seed=0)
 
@@ -116,9 +120,8 @@ class Context:
             BatchError: an entry contradicts the context (position, sequence, token id); nothing was changed.
             OutOfBlocks: the pool cannot hold the new positions; nothing was changed.
         """
-        rows, _ = self._evaluate(batch, with_logits=True)
-        assert rows is not None
-        return list(torch.split(rows, [_num_rows(entry) for entry in batch]))
+        logits, _ = self.step(batch, [None] * len(batch))
+        return logits
 
     def step(
         self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None], *, with_logits: bool = True
@@ -134,22 +137,36 @@ class Context:
             Per entry its logits as `eval` returns them (none at all without `with_logits`), and its draw (None
             without a sampler).
         """
+        return self.step_and_read(batch, samplers, lambda *read: read, with_logits=with_logits)
+
+    def step_and_read(
+        self,
+        batch: Sequence[Entry],
+        samplers: Sequence[SamplerState | None],
+        read: Callable[[list[torch.Tensor], Draws], T],
+        *,
+        with_logits: bool = True,
+    ) -> T:
+        """What `read` makes of what `step` returns. If it raises, nothing was evaluated."""
         chosen = [i for i, state in enumerate(samplers) if state is not None]
         states = [state for state in samplers if state is not None]
         reads = with_logits or not chosen or any(state.reads_logits for state in states)
-        rows, largest = self._evaluate(batch, with_logits=reads)
-        drawn: list[Sampled | SampleFault | None] = [None] * len(batch)
         counts = [_num_rows(entry) for entry in batch]
-        if chosen:
-            ends = list(accumulate(counts))
-            last = [ends[i] - 1 for i in chosen]
-            of_last = rows, largest
-            if len(last) < ends[-1]:
-                of_last = None if rows is None else rows[last], None if largest is None else largest.rows(last)
-            positions = [batch[i].n_past + len(batch[i].tokens) for i in chosen]
-            for i, draw in zip(chosen, choose(*of_last, states, positions), strict=True):
-                drawn[i] = draw
-        return list(torch.split(rows, counts)) if with_logits and rows is not None else [], drawn
+
+        def draw(rows: torch.Tensor | None, largest: Largest | None) -> T:
+            drawn: Draws = [None] * len(batch)
+            if chosen:
+                ends = list(accumulate(counts))
+                last = [ends[i] - 1 for i in chosen]
+                of_last = rows, largest
+                if len(last) < ends[-1]:
+                    of_last = None if rows is None else rows[last], None if largest is None else largest.rows(last)
+                positions = [batch[i].n_past + len(batch[i].tokens) for i in chosen]
+                for i, one in zip(chosen, choose(*of_last, states, positions), strict=True):
+                    drawn[i] = one
+            return read(list(torch.split(rows, counts)) if with_logits and rows is not None else [], drawn)
+
+        return self._evaluate(batch, draw, with_logits=reads)
 
     def decode_run(
         self, batch: Sequence[Entry], samplers: Sequence[SamplerState], *, max_steps: int
@@ -318,31 +335,28 @@ class Context:
                 if not 0 <= token < width:
                     raise BatchError(f"sequence {entry.seq_id}: token id {token} is outside 0..{width - 1}")
 
-    def _evaluate(self, batch: Sequence[Entry], *, with_logits: bool) -> tuple[torch.Tensor | None, Largest | None]:
+    def _evaluate(self, batch: Sequence[Entry], read: Read[T], *, with_logits: bool) -> T:
         self._check(batch)
         steps = [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch]
-        return self._forward(steps, lambda: lay_out(batch, self.kv, self.runner.device), with_logits=with_logits)
+        return self._forward(steps, lambda: lay_out(batch, self.kv, self.runner.device), read, with_logits=with_logits)
 
-    def _forward(
-        self, steps: Steps, layout: Callable[[], RaggedBatch], *, with_logits: bool
-    ) -> tuple[torch.Tensor | None, Largest | None]:
-        """One forward: the rows of logits, and of each the largest where the runner finds it by the way."""
+    def _forward(self, steps: Steps, layout: Callable[[], RaggedBatch], read: Read[T], *, with_logits: bool) -> T:
+        """One forward; see `decode_run.Forward`."""
         reservation = self.kv.reserve(steps)
-        evaluated: tuple[torch.Tensor | None, Largest | None]
         try:
             for group, pairs in enumerate(reservation.copies):
                 if pairs:
                     self.runner.copy_blocks(group, pairs)
             if self._chooser is not None:
-                evaluated = self._chooser.forward_largest(layout(), with_logits=with_logits)
+                result = read(*self._chooser.forward_largest(layout(), with_logits=with_logits))
             else:
-                evaluated = self.runner.forward(layout()), None
+                result = read(self.runner.forward(layout()), None)
         except BaseException:
-            # A forward that failed must leave no trace: the same entries may be evaluated again.
+            # A step that failed must leave no trace, wherever it did: the same entries may be evaluated again.
             reservation.rollback()
             raise
         reservation.commit()
-        return evaluated
+        return result
 
 
 def _num_rows(entry: Entry) -> int:

@@ -5,7 +5,7 @@ drawn = run.step()
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -16,15 +16,19 @@ from genbatch.nif.ragged_layout import run_layout
 from genbatch.nif.sampling.choose import choose
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
+T = TypeVar("T")
 Steps = Sequence[tuple[int, Sequence[int], int]]  # seq_id, tokens, n_past
+Read: TypeAlias = Callable[[torch.Tensor | None, Largest | None], T]
 
 
 class Forward(Protocol):
-    """Evaluates entries whose layout is made once their blocks are there: rows of logits and what is largest."""
+    """Evaluates entries whose layout is made once their blocks are there.
 
-    def __call__(
-        self, steps: Steps, layout: Callable[[], RaggedBatch], *, with_logits: bool
-    ) -> tuple[torch.Tensor | None, Largest | None]: ...
+    Returns what `read` makes of the rows of logits, and of what is largest in each where the runner finds it by the
+    way. Only then do the positions count: if it raises, nothing was evaluated.
+    """
+
+    def __call__(self, steps: Steps, layout: Callable[[], RaggedBatch], read: "Read[T]", *, with_logits: bool) -> T: ...
 
 
 class DecodeRun:
@@ -76,9 +80,14 @@ class DecodeRun:
             (seq_id, (token,), n) for seq_id, token, n in zip(self._seq_ids, self._tokens, self._n_past, strict=True)
         ]
         reads = any(state.reads_logits for state in self._states)
-        rows, largest = self._forward(steps, self._lay_out, with_logits=reads)
-        self._n_past = positions = [n + 1 for n in self._n_past]
-        drawn = choose(rows, largest, self._states, positions)
+        positions = [n + 1 for n in self._n_past]
+        drawn = self._forward(
+            steps,
+            self._lay_out,
+            lambda rows, largest: choose(rows, largest, self._states, positions),
+            with_logits=reads,
+        )
+        self._n_past = positions
         # A sequence without a token ends with this step; what the run would evaluate for it means nothing.
         self._tokens = [draw.token_id if isinstance(draw, Sampled) else 0 for draw in drawn]
         return drawn

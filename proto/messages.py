@@ -34,7 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         top_k: draw among the k most likely tokens; 0 is off.
         top_p: draw among the fewest most likely tokens that hold this share, 0 < top_p <= 1; 1 is off.
         min_p: draw among tokens at least this fraction as likely as the likeliest, 0 <= min_p <= 1; 0 is off.
-        repetition_penalty: divides the logits of tokens seen in prompt or output; > 0, 1 is off.
+        repetition_penalty: divides the logits of tokens seen in prompt or output; 1e-9 to 1e9, 1 is off.
         presence_penalty: taken once from the logits of tokens in the output; -2 to 2, 0 is off.
         frequency_penalty: taken from a token's logit for each time it is in the output; -2 to 2, 0 is off.
         logit_bias: added to the logits of these token ids; -100 to 100.

@@ -17,6 +17,7 @@ MAX_PRIORITY = 100
 # The ranges other services document; beyond them logits are drowned, not biased.
 MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
+MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
 MAX_NAME_LENGTH = 128  # characters of a role or a tenant
 MAX_DRAIN_S = 86400.0
 
@@ -110,7 +111,7 @@ def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
     _check_range("top_k", request.top_k, 0, MAX_COUNT)
     _check_range("top_p", request.top_p, 0, 1, above=True)
     _check_range("min_p", request.min_p, 0, 1)
-    _check_range("repetition_penalty", request.repetition_penalty, 0, math.inf, above=True)
+    _check_range("repetition_penalty", request.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
     _check_range("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_range("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_count("logit_bias", len(request.logit_bias or ()), limits.max_logit_bias)

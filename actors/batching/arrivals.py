@@ -19,7 +19,7 @@ from genbatch.actors.batching.admission import Load
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.draining import Draining
 from genbatch.actors.batching.grammars import Compiled, Grammars
-from genbatch.actors.batching.intake import Intake
+from genbatch.actors.batching.intake import Intake, Prompt
 from genbatch.actors.batching.journal import Journal
 from genbatch.actors.batching.open_requests import OpenRequests
 from genbatch.actors.batching.options import BatcherOptions
@@ -41,11 +41,11 @@ class Encoded:
     """A long prompt has been tokenized."""
 
     request: Request
-    tokens: outcome.Outcome[list[int]]
+    prompt: outcome.Outcome[Prompt]
 
 
 class Arrivals:
-    """Its length is the number of requests whose prompt or grammar is with a thread.
+    """Its length is the number of sequences, of requests whose prompt or grammar is with a thread.
 
     Args:
         options: how much may wait.
@@ -91,7 +91,7 @@ class Arrivals:
         self._monitor = monitor
         self._send = send
         self._on_ready = on_ready
-        self._num_away = 0  # with a thread
+        self._num_away = 0  # sequences of requests that are with a thread
         self._numbers = count(1)
 
     def __len__(self) -> int:
@@ -132,13 +132,13 @@ class Arrivals:
         if request.grammar is None:
             self._encode(request)
         else:
-            self._num_away += 1
+            self._num_away += wanted.n
             self._grammars.compile(request)
 
     def compiled(self, message: Compiled) -> None:
         """Goes on with a request whose grammar was compiled, or refused."""
-        self._num_away -= 1
         request, constraints = message.request, message.constraints
+        self._num_away -= request.wanted.n
         if request not in self._requests:
             return  # its caller left meanwhile
         if isinstance(constraints, outcome.Error):
@@ -149,9 +149,9 @@ class Arrivals:
 
     def encoded(self, message: Encoded) -> None:
         """Goes on with a request whose long prompt was tokenized."""
-        self._num_away -= 1
+        self._num_away -= message.request.wanted.n
         if message.request in self._requests:
-            self._finish(message.request, message.tokens)
+            self._finish(message.request, message.prompt)
 
     def _admit(self, message: Generate) -> float | None:
         """Lets a request wait, or raises; returns its deadline in seconds from now."""
@@ -176,16 +176,19 @@ class Arrivals:
         """Tokenizes the prompt, a long one off the event loop."""
         wanted, send = request.wanted, self._send
         if self._intake.size(wanted) <= INLINE_PROMPT_CHARS:
-            self._finish(request, outcome.capture(self._intake.encode, wanted))
+            self._finish(request, outcome.capture(self._intake.read, wanted))
         else:
-            self._num_away += 1
-            self._worker.submit(self._intake.encode, wanted, on_done=lambda tokens: send(Encoded(request, tokens)))
+            self._num_away += wanted.n
+            self._worker.submit(self._intake.read, wanted, on_done=lambda prompt: send(Encoded(request, prompt)))
 
-    def _finish(self, request: Request, tokens: "outcome.Outcome[list[int]]") -> None:
+    def _finish(self, request: Request, prompt: "outcome.Outcome[Prompt]") -> None:
         """Makes the sequences, or ends a request that cannot have any."""
-        self._flight.encoded(request, tokens, self._intake)
+        self._flight.encoded(request, prompt)
         try:
-            request.prompt_tokens = tokens.unwrap()
+            found = prompt.unwrap()
+            request.prompt_tokens, request.first_message, request.echo = found.tokens, found.first_message, found.echo
+            if request.wanted.prompt_logprobs is not None:
+                request.prompt_logprobs = [None]  # nothing foretells the first token
             max_tokens = self._intake.max_tokens(request.wanted, len(request.prompt_tokens))
         except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
             refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")

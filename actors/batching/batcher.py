@@ -68,10 +68,18 @@ from genbatch.nif.context import Context
 from genbatch.proto.errors import PromptTooLong, Unavailable
 from genbatch.proto.service_messages import Health, Models
 
+# Seconds by which a timer is set behind a deadline: it would be set again if it came the last bit of a float too soon.
+LATE_S = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Flush:
     """The accumulation window is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """A request's deadline, while nothing was evaluated."""
 
 
 class Batcher(GenServer):
@@ -98,6 +106,7 @@ class Batcher(GenServer):
         self._open_worker = open_worker
         self._stepping = False  # whether the context is in use by its thread
         self._window: Timer | None = None
+        self._deadline: Timer | None = None  # the next one; steps look for themselves
         self._draining = Draining(lambda: len(self.requests), self.send_after)
         self._runs_ahead = self.options.async_batching and self.options.record is None
 
@@ -118,6 +127,7 @@ class Batcher(GenServer):
         match request:
             case Generate():
                 self.arrivals.take(request, from_)
+                self._await_deadline()
                 return NOREPLY
             case GetStats():
                 return self._stats()
@@ -175,6 +185,10 @@ class Batcher(GenServer):
             case Flush():
                 self._flight.prompted()
                 self._window = None
+                self._tick_when_idle()
+            case DeadlinePassed():
+                self._flight.prompted()
+                self._deadline = None
                 self._tick_when_idle()
 
     async def terminate(self, reason: Reason) -> None:
@@ -291,6 +305,7 @@ class Batcher(GenServer):
         self._flight.ticked(plan, groups)
         if groups:
             self._stepping = True
+            self._await_deadline()
             repeats = self._runs_ahead and self.planner.repeats(plan)
             self.stepper.begin(groups, repeats=repeats)
         elif plan.paused_requests or plan.never_fitting:
@@ -321,6 +336,18 @@ class Batcher(GenServer):
         """There is nothing to evaluate."""
         if not self.requests:
             self.ctx.kv.check_integrity()
+        self._await_deadline()
+
+    def _await_deadline(self) -> None:
+        """While nothing is evaluated, requests wait for a window, a tokenizer or a grammar: no longer than they may."""
+        soonest = None if self._stepping else self.requests.next_deadline()
+        if self._deadline is not None:
+            if soonest is not None and self._deadline.deadline <= soonest + LATE_S:
+                return
+            self._deadline.cancel()
+            self._deadline = None
+        if soonest is not None:
+            self._deadline = self.send_after(max(0.0, soonest - trio.current_time()) + LATE_S, DeadlinePassed())
 
     def _end_abandoned(self) -> None:
         """Now, or as soon as the context is free."""

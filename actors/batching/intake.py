@@ -2,9 +2,10 @@
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, replace
 from itertools import count
+from threading import Lock
 
 from genbatch.actors.batching.beam_search import BeamSearch
 from genbatch.actors.batching.options import BatcherOptions
@@ -29,6 +30,25 @@ SAMPLING_PARAMETERS = (
 )
 # First messages whose tokens are remembered.
 MAX_PREFIXES = 64
+# About as many conversations are rendered to find out what those with the same first message have in common.
+PREFIX_RENDERINGS = 7
+# What decoding a token takes, in characters to tokenize.
+CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What tokenizing a request gives.
+
+    Args:
+        tokens: of the prompt.
+        first_message: the tokens that every conversation beginning with this one's first message starts with.
+        echo: what the text begins with, where the prompt is to be repeated.
+    """
+
+    tokens: list[int]
+    first_message: list[int]
+    echo: str = ""
 
 
 class Intake:
@@ -47,15 +67,15 @@ class Intake:
         self.max_positions = max_positions
         self._ids: Iterator[int] = count(1)
         # Finding a prefix renders several conversations; callers repeat the same first message.
-        self._prefix_of = lru_cache(MAX_PREFIXES)(self._find_prefix)
+        self._prefixes: dict[tuple[str, str], list[int]] = {}
+        self._prefixes_lock = Lock()  # the event loop and the tokenizer's thread use them
 
     def check(self, wanted: GenerateRequest) -> None:
         """Raises InvalidRequest for whatever can be told without tokenizing."""
         validate_request(wanted, self._options.limits)
         if wanted.priority and not self._options.priority_ageing_s:
             raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
-        for index, token_id in enumerate(wanted.token_ids or ()):
-            self._check_token(token_id, f"token_ids[{index}]")
+        self._check_tokens(wanted.token_ids or ())
         for index, token_id in enumerate(wanted.stop_token_ids):
             self._check_token(token_id, f"stop_token_ids[{index}]")
         for token_id in wanted.logit_bias or ():
@@ -73,6 +93,11 @@ class Intake:
             if getattr(wanted, name) != getattr(plain, name):
                 raise InvalidRequest(name, "a beam search ranks by the model's own log-probabilities")
 
+    def _check_tokens(self, token_ids: ListOf[int]) -> None:
+        if token_ids and max(token_ids) >= self._model.vocab_size:  # one pass in C: there may be a million of them
+            for index, token_id in enumerate(token_ids):
+                self._check_token(token_id, f"token_ids[{index}]")
+
     def _check_token(self, token_id: int, field: str) -> None:
         if not 0 <= token_id < self._model.vocab_size:
             raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
@@ -84,22 +109,33 @@ class Intake:
     def check_detokenize(self, wanted: DetokenizeRequest) -> None:
         """Raises InvalidRequest for token ids that the model has not."""
         validate_detokenize(wanted)
-        for index, token_id in enumerate(wanted.token_ids):
-            self._check_token(token_id, f"token_ids[{index}]")
+        self._check_tokens(wanted.token_ids)
 
-    @staticmethod
-    def size(wanted: GenerateRequest | TokenizeRequest) -> int:
-        """Characters to tokenize."""
-        if wanted.messages is not None:
-            return sum(len(message.content) for message in wanted.messages)
-        return len(wanted.prompt or "")
+    def size(self, wanted: GenerateRequest | TokenizeRequest) -> int:
+        """How much there is to tokenize, in characters."""
+        if isinstance(wanted, GenerateRequest) and wanted.token_ids is not None:
+            return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
+        if wanted.messages is None:
+            return len(wanted.prompt or "")
+        size = sum(len(message.content) for message in wanted.messages)
+        if isinstance(wanted, GenerateRequest) and wanted.messages:
+            first = wanted.messages[0]
+            if (first.role, first.content) not in self._prefixes:
+                size += PREFIX_RENDERINGS * len(first.content)
+        return size
 
-    def encode(self, wanted: GenerateRequest) -> list[int]:
-        """The prompt's token ids; safe to run on another thread.
+    def read(self, wanted: GenerateRequest) -> Prompt:
+        """Tokenizes the prompt and what others may share of it; safe to run on another thread.
 
         Raises:
             InvalidRequest: nothing is left of the prompt, or the model has no chat template.
         """
+        tokens = self._encode(wanted)
+        fits = len(tokens) < self.max_positions  # what does not is refused, and nothing of it is remembered
+        shares = wanted.messages and wanted.prompt_logprobs is None and fits
+        return Prompt(tokens, self._first_message(wanted) if shares else [], self._echo(wanted, tokens) if fits else "")
+
+    def _encode(self, wanted: GenerateRequest) -> list[int]:
         if wanted.token_ids is not None:
             return list(wanted.token_ids)
         if wanted.messages is not None:
@@ -128,10 +164,8 @@ class Intake:
         except ChatTemplateError as error:
             raise InvalidRequest("messages", str(error)) from error
 
-    def first_message(self, wanted: GenerateRequest) -> list[int]:
-        """The tokens that every conversation beginning with this one's first message starts with."""
-        if not wanted.messages:
-            return []
+    def _first_message(self, wanted: GenerateRequest) -> list[int]:
+        assert wanted.messages
         first = wanted.messages[0]
         return self._prefix_of(first.role, first.content)
 
@@ -139,8 +173,17 @@ class Intake:
         """The tokens that conversations with this system message start with."""
         return self._prefix_of("system", content)
 
-    def _find_prefix(self, role: str, content: str) -> list[int]:
-        return self._tokenizer.template_prefix([{"role": role, "content": content}])
+    def _prefix_of(self, role: str, content: str) -> list[int]:
+        key = role, content
+        with self._prefixes_lock:
+            found = self._prefixes.pop(key, None)
+        if found is None:
+            found = self._tokenizer.template_prefix([{"role": role, "content": content}])
+        with self._prefixes_lock:
+            self._prefixes[key] = found  # the last is the one used last
+            if len(self._prefixes) > MAX_PREFIXES:
+                del self._prefixes[next(iter(self._prefixes))]
+        return found
 
     def held_prompt(self, tokens: list[int], key: bytes) -> HeldPrompt:
         """A prompt to hold, as a unit of scheduling."""
@@ -212,7 +255,8 @@ class Intake:
                     stop=wanted.stop,
                     stop_ids=stop_ids,
                     max_tokens=max_tokens,
-                    echo=self._echo(request),
+                    min_tokens=wanted.min_tokens,
+                    echo=request.echo,
                     wants_logprobs=wanted.logprobs is not None,
                 ),
             )
@@ -227,11 +271,10 @@ class Intake:
             made.append(sequence)
         return made
 
-    def _echo(self, request: Request) -> str:
-        wanted = request.wanted
+    def _echo(self, wanted: GenerateRequest, tokens: list[int]) -> str:
         if not wanted.echo:
             return ""
-        return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(request.prompt_tokens)
+        return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(tokens)
 
     def _sampling(self, wanted: GenerateRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
         return SamplingParams(

@@ -95,6 +95,10 @@ class OpenRequests:
             if request.abandoned is not None:
                 self._abandon(request, request.abandoned)
 
+    def next_deadline(self) -> float | None:
+        """The first that will pass, in seconds on the event loop's clock."""
+        return min((r.expires_at for r in self._requests.values() if r.expires_at is not None), default=None)
+
     def overdue(self) -> bool:
         """Whether something is to be ended before the next step."""
         now = self._now()

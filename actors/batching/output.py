@@ -19,12 +19,13 @@ class Output:
         stop: strings that end the output and are not part of it.
         stop_ids: token ids that end the output; their text is not part of it.
         max_tokens: tokens after which the output ends with "length".
+        min_tokens: tokens before which no stop string ends it.
         echo: what to put in front of the text.
         wants_logprobs: whether to keep each token's log-prob.
     """
 
-    __slots__ = ("_arguments", "_detokenizer", "_echo", "_max_tokens", "_stop", "_stop_ids", "_wants_logprobs",
-                 "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
+    __slots__ = ("_arguments", "_detokenizer", "_echo", "_max_tokens", "_min_tokens", "_stop", "_stop_ids",
+                 "_wants_logprobs", "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Output:
         stop: Sequence[str],
         stop_ids: Collection[int],
         max_tokens: int,
+        min_tokens: int = 0,
         echo: str = "",
         wants_logprobs: bool = False,
     ) -> None:
@@ -42,6 +44,7 @@ class Output:
         self._stop = StopMatcher(stop)
         self._stop_ids = stop_ids
         self._max_tokens = max_tokens
+        self._min_tokens = min_tokens
         self._echo = echo
         self._wants_logprobs = wants_logprobs
         self.token_ids: list[int] = []
@@ -70,7 +73,7 @@ class Output:
             assert drawn.logprob is not None, "log-probs were asked for and not computed"
             self.logprobs.append(TokenLogprob(token_id=token_id, logprob=drawn.logprob, top=dict(drawn.top)))
         ended = token_id in self._stop_ids
-        piece, stopped = ("", False) if ended else self._stop.push(self._detokenizer.push(token_id))
+        piece, stopped = ("", False) if ended else self._match(self._detokenizer.push(token_id))
         if ended or stopped:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._max_tokens:
@@ -82,9 +85,12 @@ class Output:
         self.text_parts.append(piece)
         return piece
 
+    def _match(self, text: str) -> tuple[str, bool]:
+        return self._stop.push(text, may_end=len(self.token_ids) >= self._min_tokens)
+
     def _flush(self) -> str:
         """The text held back so far; the end may settle that a stop string was complete in it."""
-        tail, stopped = self._stop.push(self._detokenizer.flush())
+        tail, stopped = self._match(self._detokenizer.flush())
         if not stopped:
             tail += self._stop.flush()
         if self._stop.stopped:
@@ -92,10 +98,16 @@ class Output:
         return tail
 
     def choice(self, finish_reason: FinishReason) -> Choice:
-        """What was generated, as the caller gets it."""
+        """What was generated, as the caller gets it.
+
+        Args:
+            finish_reason: why it ends here, if no token of its own has ended it: what was held back is text now.
+        """
+        if self.finish_reason is None:
+            self.text_parts.append(self._flush() if self.token_ids else self._echo)
         return Choice(
             text="".join(self.text_parts),
             token_ids=self.token_ids,
-            finish_reason=finish_reason,
+            finish_reason=self.finish_reason or finish_reason,
             logprobs=self.logprobs if self._wants_logprobs else None,
         )

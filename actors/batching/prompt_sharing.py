@@ -11,7 +11,7 @@ class PromptSharing:
     """Decides what is held, and which requests share it.
 
     Args:
-        intake: renders first messages.
+        intake: renders configured messages, and makes held prompts.
         held: what is held.
         slots: frees what is held no longer.
     """
@@ -35,7 +35,7 @@ class PromptSharing:
             return
         held = self._held.find(request.prompt_tokens, first.cache_key)
         if held is None:
-            prefix = self._intake.first_message(request.wanted)
+            prefix = request.first_message
             # A template may do something new with a conversation; at least one token stays to be evaluated.
             shares = len(prefix) < len(request.prompt_tokens) and request.prompt_tokens[: len(prefix)] == prefix
             if shares and self._held.notice(prefix, first.cache_key):

@@ -43,6 +43,8 @@ class Request:
     grammar: Grammar | None = None
     constraints: list[Constraint] = field(default_factory=list)  # one a sequence; empty without a grammar
     prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
+    first_message: list[int] = field(default_factory=list)  # see Prompt
+    echo: str = ""  # see Prompt
     expires_at: float | None = None
     request_id: str = ""
     number: int = 0
@@ -80,7 +82,7 @@ class Request:
             for token_id, logprob in zip(beam.tokens, beam.logprobs, strict=True):
                 output.push(Sampled(token_id, logprob))
             # A beam that ended by itself says how; the others share the reason for which the search was cut short.
-            self.choices[index] = output.choice(output.finish_reason or reason)
+            self.choices[index] = output.choice(reason)
             if self.keep is not None:
                 self.keep.set_generation(index, beam.logits)
 

@@ -69,4 +69,5 @@ class Sequence(Slotted):
     scores_prompt: bool = False  # its prompt's log-probs or logits are wanted, so every prompt token is evaluated
     last_token_at: float | None = None  # seconds on the event loop's clock
     ended: bool = False  # no more tokens are booked, though a step under way may still compute one
+    raised: bool = False  # at its last token the caller's function did
     beams: "BeamSearch | None" = None  # a search over several continuations instead of one draw after another

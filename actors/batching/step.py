@@ -59,17 +59,22 @@ def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
         planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None for planned in batch
     ]
     reads = any(_reads_rows(planned) for planned in batch)
-    logits, drawn = context.step([planned.entry for planned in batch], samplers, with_logits=reads)
-    for planned, sampler, draw in zip(batch, samplers, drawn, strict=True):
+
+    def read(logits: list[torch.Tensor], drawn: list[Sampled | SampleFault | None]) -> list[Evaluated]:
+        if not reads:
+            return [Evaluated(draw, []) for draw in drawn]
+        return [
+            Evaluated(draw, _prompt_logprobs(planned, rows), _kept_rows(planned, rows))
+            for planned, rows, draw in zip(batch, logits, drawn, strict=True)
+        ]
+
+    entries = [planned.entry for planned in batch]
+    results = context.step_and_read(entries, samplers, read, with_logits=reads)
+    for planned, sampler, result in zip(batch, samplers, results, strict=True):
         # The beams of a search share a sampler, and no beam's tokens count for the others.
-        if sampler is not None and isinstance(draw, Sampled) and not _searches(planned):
-            sampler.accept(draw.token_id)
-    if not reads:
-        return [Evaluated(draw, []) for draw in drawn]
-    return [
-        Evaluated(draw, _prompt_logprobs(planned, rows), _kept_rows(planned, rows))
-        for planned, rows, draw in zip(batch, logits, drawn, strict=True)
-    ]
+        if sampler is not None and isinstance(result.drawn, Sampled) and not _searches(planned):
+            sampler.accept(result.drawn.token_id)
+    return results
 
 
 def _searches(planned: Planned) -> bool:

@@ -44,7 +44,7 @@ class StepCommit:
             decoded = planned.draws and owner.num_generated > 0
             self._journal.stats.prefilled_tokens += len(planned.entry.tokens) - decoded
         if evaluated.prompt_logprobs:
-            request.prompt_logprobs = request.prompt_logprobs or [None]
+            assert request.prompt_logprobs is not None
             # A prompt that was paused is scored again: the same numbers take the same places.
             first = planned.entry.n_past + 1
             request.prompt_logprobs[first : first + len(evaluated.prompt_logprobs)] = evaluated.prompt_logprobs
@@ -70,7 +70,7 @@ class StepCommit:
                 continue  # computed in vain: its end was found after this step had begun
             sequence.num_computed += 1
             if isinstance(draw, SampleFault):
-                self._requests.fail(sequence.request, EngineError(draw.reason))
+                self._requests.fail(sequence.request, _refusal(sequence.request, draw))
             elif sequence.request.abandoned is None:
                 self._accept(sequence, draw)
 
@@ -79,7 +79,8 @@ class StepCommit:
         beams, request, drawn = sequence.beams, sequence.request, evaluated.drawn
         assert beams is not None and sequence.seq_id is not None
         if not isinstance(drawn, Sampled):
-            self._requests.fail(request, EngineError(drawn.reason if drawn is not None else "nothing drawn"))
+            assert drawn is not None, "a beam that draws nothing"
+            self._requests.fail(request, _refusal(request, drawn))
             return
         slots = [sequence.seq_id, *sequence.beam_slots]
         keeps = request.keep is not None and request.keep.generation and evaluated.rows is not None
@@ -121,6 +122,7 @@ class StepCommit:
                     )
                 )
             except Exception as error:  # the caller's own function: its fault ends its request only
+                sequence.raised = True
                 self._requests.fail(request, EngineError(f"on_token raised {error!r}"))
                 return
         if sequence.output.finish_reason is not None:
@@ -129,6 +131,6 @@ class StepCommit:
 
 def _refusal(request: Request, fault: SampleFault) -> GenbatchError:
     """The error of a request whose next token could not be chosen."""
-    if fault.by_constraint and request.grammar is not None:
-        return InvalidRequest(request.grammar.field, fault.reason)
-    return EngineError(fault.reason)
+    if not fault.by_request:
+        return EngineError(fault.reason)
+    return InvalidRequest(request.grammar.field if request.grammar is not None else None, fault.reason)

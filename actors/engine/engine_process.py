@@ -161,7 +161,8 @@ class EngineSession:
         id, rows = submit.id, self._rows
 
         def stream(token: Token) -> None:
-            rows.append((id, token.choice, token.index, token.token_id, token.text, token.logprob))
+            row = (id, token.choice, token.index, token.token_id, token.text, token.logprob)
+            rows.append((*row, token.top) if token.top else row)
             num_rows = len(rows)
             if num_rows == 1:
                 self._news.set()

@@ -10,7 +10,7 @@ from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     from genbatch.actors.batching.batcher_messages import Generate
-    from genbatch.actors.batching.intake import Intake
+    from genbatch.actors.batching.intake import Prompt
     from genbatch.actors.batching.request import Request
     from genbatch.actors.batching.step import Planned
     from genbatch.actors.batching.stepper import StepMessage
@@ -33,7 +33,7 @@ class Flight:
     def arrived(self, request: "Request", message: "Generate", deadline_s: float | None) -> None:
         """A request was accepted, with so many seconds to its deadline."""
 
-    def encoded(self, request: "Request", tokens: "outcome.Outcome[list[int]]", intake: "Intake") -> None:
+    def encoded(self, request: "Request", prompt: "outcome.Outcome[Prompt]") -> None:
         """Its prompt was tokenized."""
 
     def left(self, request: "Request") -> None:

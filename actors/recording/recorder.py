@@ -10,7 +10,7 @@ import outcome
 import trio
 
 from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.intake import Intake
+from genbatch.actors.batching.intake import Prompt
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.batching.request import Request
 from genbatch.actors.batching.sequence import Sequence
@@ -99,13 +99,13 @@ class FlightRecorder(Flight):
             )
         )
 
-    def encoded(self, request: Request, tokens: "outcome.Outcome[list[int]]", intake: Intake) -> None:
-        if not isinstance(tokens, outcome.Value):
-            refusal = str(tokens.error) if isinstance(tokens, outcome.Error) else ""
+    def encoded(self, request: Request, prompt: "outcome.Outcome[Prompt]") -> None:
+        if not isinstance(prompt, outcome.Value):
+            refusal = str(prompt.error) if isinstance(prompt, outcome.Error) else ""
             self._write(records.Encoded(time=self._now, request=request.number, refusal=refusal))
             return
-        prefix = intake.first_message(request.wanted)
-        self._write(records.Encoded(time=self._now, request=request.number, tokens=tokens.value, prefix=list(prefix)))
+        tokens, prefix = prompt.value.tokens, prompt.value.first_message
+        self._write(records.Encoded(time=self._now, request=request.number, tokens=tokens, prefix=prefix))
 
     def left(self, request: Request) -> None:
         self._write(records.Left(time=self._now, request=request.number))
@@ -184,14 +184,11 @@ def _draw(planned: Planned, evaluated: Evaluated) -> Draw | None:
     if drawn is None:
         return None
     if isinstance(drawn, SampleFault):
-        return Draw(fault=drawn.reason, by_constraint=drawn.by_constraint)
+        return Draw(fault=drawn.reason, by_request=drawn.by_request)
     assert isinstance(owner, Sequence)
     if owner.beams is not None:
         return Draw(drawn.token_id, top=list(drawn.top), logprob=drawn.logprob)
-    end: str = owner.output.finish_reason or ""
-    if not end and owner.request.replied and owner.request.abandoned is None:
-        end = RAISED
-    return Draw(drawn.token_id, end)
+    return Draw(drawn.token_id, RAISED if owner.raised else owner.output.finish_reason or "")
 
 
 def _kind(error: BaseException) -> str:

@@ -108,7 +108,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     token: int = 0
     end: str = ""
     fault: str | None = None
-    by_constraint: bool = False
+    by_request: bool = False
     top: list[tuple[int, float]] = []
     logprob: float | None = None
 

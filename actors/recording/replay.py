@@ -179,8 +179,7 @@ class Player:
     def _encode(self, message: records.Encoded) -> None:
         request = self._batcher.find(message.request)
         if request is not None:
-            self._batcher.recorded_intake.prefix = message.prefix
-            self._ref.info(Encoded(request, encoded(message.tokens, message.refusal)), control=True)
+            self._ref.info(Encoded(request, encoded(message)), control=True)
 
     def _evaluate(
         self, message: records.Stepped, batch: list[Planned], copies: list[Callable[[], None]]
@@ -236,5 +235,5 @@ def _drawn(draw: Draw | None) -> RecordedDraw | SampleFault | None:
     if draw is None:
         return None
     if draw.fault is not None:
-        return SampleFault(draw.fault, draw.by_constraint)
+        return SampleFault(draw.fault, draw.by_request)
     return RecordedDraw(draw.token, draw.end, draw.logprob, tuple(draw.top))

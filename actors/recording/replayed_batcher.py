@@ -9,14 +9,14 @@ import trio
 from genbatch.actors.batching.arrivals import Arrivals
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.intake import Intake
+from genbatch.actors.batching.intake import Intake, Prompt
 from genbatch.actors.batching.keep import Keep
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.batching.output import Output
 from genbatch.actors.batching.request import Request
 from genbatch.actors.batching.sequence import Sequence
 from genbatch.actors.recording.plan_check import PlanCheck
-from genbatch.actors.recording.records import RAISED, Arrived, Header
+from genbatch.actors.recording.records import RAISED, Arrived, Encoded, Header
 from genbatch.actors.recording.replayed_context import ReplayedContext
 from genbatch.actors.runtime.actor import Timer
 from genbatch.nif.context import Context
@@ -43,7 +43,7 @@ class ReplayedArrivals(Arrivals):
 
     def _encode(self, request: Request) -> None:
         """Its tokens come later."""
-        self._num_away += 1
+        self._num_away += request.wanted.n
 
 
 class ReplayedBatcher(Batcher):
@@ -74,12 +74,6 @@ class ReplayedBatcher(Batcher):
         """An open request."""
         return next((request for request in self.requests if request.number == number), None)
 
-    @property
-    def recorded_intake(self) -> "ReplayedIntake":
-        """Takes what the record says of prompts."""
-        assert isinstance(self.intake, ReplayedIntake)
-        return self.intake
-
     def _open_intake(self) -> Intake:
         return ReplayedIntake(self._header, self.ctx, self.options)
 
@@ -93,7 +87,6 @@ class ReplayedIntake(Intake):
     def __init__(self, header: Header, context: Context, options: BatcherOptions) -> None:
         super().__init__(context.model, options, context.max_positions)
         self._system_prompts = header.system_prompts
-        self.prefix: list[int] = []  # of the request that is tokenized now
 
     def check(self, wanted: GenerateRequest) -> None:
         """It was found to be fine."""
@@ -101,9 +94,6 @@ class ReplayedIntake(Intake):
     def system_prompt(self, content: str) -> list[int]:
         """By its place in the options."""
         return self._system_prompts[int(content)]
-
-    def first_message(self, wanted: GenerateRequest) -> list[int]:
-        return self.prefix
 
     def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
         made = super().sequences(request, max_tokens)
@@ -162,6 +152,8 @@ def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generat
     )
 
 
-def encoded(tokens: list[int], refusal: str | None) -> "outcome.Outcome[list[int]]":
+def encoded(message: Encoded) -> "outcome.Outcome[Prompt]":
     """What the tokenizer gave."""
-    return outcome.Value(tokens) if refusal is None else outcome.Error(ValueError(refusal))
+    if message.refusal is not None:
+        return outcome.Error(ValueError(message.refusal))
+    return outcome.Value(Prompt(message.tokens, message.prefix))

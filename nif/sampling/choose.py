@@ -21,7 +21,7 @@ def choose(
     try:
         return _choose_all(logits, largest, states, positions)
     except Exception:
-        # The rows' positions are evaluated by now: what is one state's own fault must not cost the others theirs.
+        # What is one state's own fault must not cost the others this step.
         return _choose_each(logits, largest, states, positions)
 
 

@@ -40,11 +40,11 @@ class SampleFault:
 
     Args:
         reason: for a person.
-        by_constraint: whether it is what the caller asked for that cannot be kept to.
+        by_request: whether it is what the caller asked for that cannot be kept to.
     """
 
     reason: str
-    by_constraint: bool = False
+    by_request: bool = False
 
 
 class SamplerState:
@@ -209,8 +209,8 @@ def sample(
 def nothing_left(state: SamplerState) -> SampleFault:
     """Why a row of finite logits has no token that may be chosen."""
     if state.constraint is not None and state.constraint.fault is not None:
-        return SampleFault(state.constraint.fault, by_constraint=True)
-    return SampleFault("penalties and biases leave no token to choose")
+        return SampleFault(state.constraint.fault, by_request=True)
+    return SampleFault("what was asked for leaves no token to choose", by_request=True)
 
 
 def _choose(

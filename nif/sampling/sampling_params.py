@@ -4,6 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# Beyond these a draw is what it is at them: of the largest logit, and of any token with the same chance. In float32 the
+# divisor would soon be 0 or infinite, and a row without a number to draw from.
+_COLDEST, _HOTTEST = 2.0**-64, 2.0**64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -11,7 +15,7 @@ class SamplingParams:
 
     Args:
         seed: keys the random draws, 0 <= seed < 2**64; the same seed at the same position draws the same.
-        temperature: 0 is greedy, otherwise the logits' divisor.
+        temperature: 0 is greedy, otherwise the logits' divisor; kept from 2**-64 to 2**64: beyond, nothing changes.
         top_k: keep the k most likely tokens and all that tie with the last of them; 0 is off.
         top_p: keep the fewest most likely tokens that hold this share of the probability; 1 is off.
         min_p: keep tokens at least this fraction as likely as the likeliest one; 0 is off.
@@ -41,6 +45,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         assert 0 <= self.seed < 2**64
         assert 0.0 <= self.temperature < math.inf
+        if self.temperature > 0.0:
+            object.__setattr__(self, "temperature", min(max(self.temperature, _COLDEST), _HOTTEST))
         assert self.top_k >= 0
         assert 0.0 < self.top_p <= 1.0
         assert 0.0 <= self.min_p <= 1.0

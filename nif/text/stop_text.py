@@ -27,8 +27,10 @@ class StopMatcher:
         self._found: int | None = None  # where in the held text the earliest match so far begins
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
         """Takes the next piece and returns what may be shown, and whether the text has ended.
+
+        A stop string that is complete where the text may not end yet is text like any other.
 
         A stop string that lies inside the beginning of a longer one ends the text once the longer one is out
         of the question. After the end, every further piece gives ("", True).
@@ -41,6 +43,8 @@ class StopMatcher:
         self._held += text
         for end, character in enumerate(text, begin + 1):
             self._advance(character, end)
+            if not may_end:
+                self._found = None
             if self._found is not None and self._settled(end):
                 return self._finish()
         # Everything before the longest partial match is out of reach of any stop string. A match that is not

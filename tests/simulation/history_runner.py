@@ -67,23 +67,25 @@ class HistoryRunner:
 
     Args:
         is_short: asked at each step of several sequences; true: there is not enough memory for it.
+        windows: of each layer group; None: it attends to all positions. At least 2, as the hash is read one back.
     """
 
     name = "history"
     quantize = "none"
     device = torch.device("cpu")
     vocab_size = VOCAB
-    groups = (LayerGroup((0,)),)
 
-    def __init__(self, is_short: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, is_short: Callable[[], bool] = lambda: False, windows: Sequence[int | None] = (None,)) -> None:
         self._is_short = is_short
+        self.groups = tuple(LayerGroup((layer,), window) for layer, window in enumerate(windows))
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         return 24 * block_size
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         self._block_size = block_size
-        self._kv = [_UNWRITTEN] * (num_blocks[0] * block_size)  # by slot: block * block_size + offset
+        # Per group, by slot: block * block_size + offset.
+        self._kv = [[_UNWRITTEN] * (count * block_size) for count in num_blocks]
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         return logits_after(self._evaluate(batch))
@@ -91,37 +93,45 @@ class HistoryRunner:
     def _evaluate(self, batch: RaggedBatch) -> list[int | None]:
         """Writes the batch's KV; returns of each wanted row the hash of what it reads, None where that is poison."""
         tokens = batch.input_ids.tolist()
-        positions, slots = batch.positions.tolist(), batch.slots[0].tolist()
-        tables, starts = batch.block_tables[0].tolist(), batch.query_starts.tolist()
+        positions, starts = batch.positions.tolist(), batch.query_starts.tolist()
         wanted = set(batch.logit_rows.tolist())
-        values: list[int | None] = []
-        for table, (start, end) in zip(tables, pairwise(starts), strict=True):
-            value = self._hash_before(table, positions[start])
-            for index in range(start, end):
-                value = hash_with(value, tokens[index])
-                self._kv[slots[index]] = (tokens[index], positions[index], value)
-            values += [self._read(table, positions[index] + 1) for index in range(start, end) if index in wanted]
+        of_groups = []
+        for group in range(len(self.groups)):
+            slots, tables = batch.slots[group].tolist(), batch.block_tables[group].tolist()
+            kv = self._kv[group]
+            values: list[int | None] = []
+            for table, (start, end) in zip(tables, pairwise(starts), strict=True):
+                value = self._hash_before(group, table, positions[start])
+                for index in range(start, end):
+                    value = hash_with(value, tokens[index])
+                    kv[slots[index]] = (tokens[index], positions[index], value)
+                rows = [index for index in range(start, end) if index in wanted]
+                values += [self._read(group, table, positions[index] + 1) for index in rows]
+            of_groups.append(values)
+        values = of_groups[0]
+        assert all(others == values for others in of_groups), "layer groups have seen different histories"
         # Not before the KV is written: a step that fails must leave no trace all the same.
         if DIE in tokens:
             raise EngineDies
         if RAISE in tokens:
             raise RuntimeError("a planted fault")
-        if len(tables) > 1 and self._is_short():
+        if len(starts) > 2 and self._is_short():
             raise MemoryError("a planted shortage")
         return values
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        kv = self._kv[group]
         for source, target in pairs:
-            self._kv[self._slots(target)] = self._kv[self._slots(source)]
+            kv[self._slots(target)] = kv[self._slots(source)]
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        content = torch.tensor([self._kv[self._slots(block)] for block in blocks], dtype=torch.int64)
+        content = torch.tensor([self._kv[group][self._slots(block)] for block in blocks], dtype=torch.int64)
         return content.reshape(len(blocks), -1).view(torch.uint8)
 
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
         held = content.contiguous().view(torch.int64).reshape(len(blocks), self._block_size, 3).tolist()
         for block, kv in zip(blocks, held, strict=True):
-            self._kv[self._slots(block)] = map(tuple, kv)
+            self._kv[group][self._slots(block)] = map(tuple, kv)
 
     def close(self) -> None:
         del self._kv
@@ -129,19 +139,29 @@ class HistoryRunner:
     def _slots(self, block: int) -> slice:
         return slice(block * self._block_size, (block + 1) * self._block_size)
 
-    def _hash_before(self, table: Sequence[int], position: int) -> int:
+    def _hash_before(self, group: int, table: Sequence[int], position: int) -> int:
         if position == 0:
             return BEGIN
         block, offset = divmod(position - 1, self._block_size)
-        return self._kv[table[block] * self._block_size + offset][2]
+        return self._kv[group][table[block] * self._block_size + offset][2]
 
-    def _read(self, table: Sequence[int], length: int) -> int | None:
-        """The hash of the first `length` positions of a sequence."""
+    def _read(self, group: int, table: Sequence[int], length: int) -> int | None:
+        """The hash of the first `length` positions of a sequence, from those that its last one attends to."""
+        window = self.groups[group].window
+        first = 0 if window is None else max(0, length - window)
         held: list[tuple[int, int, int]] = []
-        for block in table[: -(-length // self._block_size)]:
-            held += self._kv[self._slots(block)]
+        for block in table[first // self._block_size : -(-length // self._block_size)]:
+            held += self._kv[group][self._slots(block)]
+        start = first - first % self._block_size  # the position that held[0] is for
         value, is_poisoned = BEGIN, False
-        for position, (token, written_for, written_after) in enumerate(held[:length]):
+        if first:
+            # The first that is attended to says what was before it.
+            token, written_for, value = held[first - start]
+            assert written_for == first, "a position holds what belongs to another"
+            is_poisoned = token == NAN
+            first += 1
+        for position in range(first, length):
+            token, written_for, written_after = held[position - start]
             value = hash_with(value, token)
             assert written_for == position and written_after == value, "a position holds what belongs to another"
             is_poisoned = is_poisoned or token == NAN

@@ -16,7 +16,7 @@ from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, OpenCalls, ServiceCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
-from genbatch.proto.errors import EngineError, GenbatchError, Unavailable
+from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import Result, Token
 
 # Tokens of one stream that may wait. A reader that is so far behind is not reading.
@@ -213,11 +213,13 @@ def _finished(result: Result) -> Result:
     """`result`, if its text is what was asked for.
 
     Raises:
-        Unavailable, EngineError: the service ended it early.
+        Unavailable, DeadlineExceeded, EngineError: the service ended it early.
     """
     reasons = {result.finish_reason, *(choice.finish_reason for choice in result.choices)}
     if "cancelled" in reasons:
         raise Unavailable("the service ended the request before it was done")
+    if "deadline" in reasons:
+        raise DeadlineExceeded("the deadline passed before the answer was done")
     if "error" in reasons:
         raise EngineError("the service failed at this request")
     return result

@@ -165,7 +165,7 @@ async def test_out_of_memory_at_half_the_batch_starts_the_engine_anew(tiny_model
 async def test_a_sampler_that_raises_fails_its_own_request(
     others: int, tiny_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its row is chosen after the step's positions count as evaluated: the others must not lose theirs."""
+    """It is tried alone; the others lose nothing."""
     from genbatch.nif.sampling import choose
 
     whole = choose.sample
@@ -189,4 +189,71 @@ async def test_a_sampler_that_raises_fails_its_own_request(
             callers.start_soon(bad)
             ends = await ask_all(batcher, [[5, 6 + number] for number in range(others)])
         assert all(isinstance(end, Result) for end in ends) and not reasons
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_what_requests_ask_for_is_never_the_engines_fault(tiny_model: Callable[[str], Model]) -> None:
+    """Numbers at the edge of what a float32 holds, for all rows of a step at once."""
+    extremes: list[dict[str, Any]] = [
+        {"temperature": 1e-46},
+        {"temperature": 1e39, "min_tokens": 2},
+        {"temperature": 1e-46, "top_k": 3, "n": 2},
+        {"temperature": 1e-310, "repetition_penalty": 1e-9, "min_p": 1.0},
+    ]
+    async with trio.open_nursery() as nursery:
+        batcher, reasons = await supervised(nursery, tiny_model("llama"), 5, lambda batch: None)
+        ends: list[Result] = []
+
+        async def ask(params: dict[str, Any]) -> None:
+            request = GenerateRequest(token_ids=[5, 6], max_tokens=4, **params)
+            ends.append(await batcher.call(Generate(request), timeout=None))
+
+        async with trio.open_nursery() as callers:
+            for params in extremes:
+                callers.start_soon(ask, params)
+        assert len(ends) == len(extremes) and not reasons
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("where", ["choosing", "scoring the prompt"])
+async def test_what_fails_after_the_forward_leaves_no_trace_and_is_tried_again(
+    where: str, tiny_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The halves evaluate the same positions anew: nothing of the step counts before all of it is done."""
+    from genbatch.actors.batching import step
+    from genbatch.nif import context
+
+    module, name = (context, "choose") if where == "choosing" else (step, "token_logprobs")
+    whole, failures = getattr(module, name), 2
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise RuntimeError("for a moment")
+        return whole(*arguments)
+
+    requests = [
+        GenerateRequest(token_ids=[5, 6 + number, 7], max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+        for number in range(4)
+    ]
+    async with trio.open_nursery() as nursery:
+        batcher, reasons = await supervised(nursery, tiny_model("llama"), 4, lambda batch: None)
+        ends: dict[int, Result] = {}
+
+        async def ask(number: int) -> None:
+            ends[number] = await batcher.call(Generate(requests[number]), timeout=None)
+
+        for patched in (True, False):
+            if patched:
+                monkeypatch.setattr(module, name, failing)
+            async with trio.open_nursery() as callers:
+                for number in range(4):
+                    callers.start_soon(ask, number)
+            if patched:
+                tried, ends = ends, {}
+        assert failures < 0 and not reasons
+        assert [tried[number].token_ids for number in range(4)] == [ends[number].token_ids for number in range(4)]
         nursery.cancel_scope.cancel()

@@ -18,11 +18,11 @@ VOCAB = 60
 params = st.builds(
     SamplingParams,
     seed=st.integers(0, 2**64 - 1),
-    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0, 5e-324, 1e39]),
     top_k=st.sampled_from([0, 1, 4, 100]),
     top_p=st.sampled_from([1.0, 0.3, 0.9]),
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
-    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.5, 1e-9]),
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, -0.25]),
     logit_bias=st.sampled_from([None, {0: 2.0, 7: -3.0}]),

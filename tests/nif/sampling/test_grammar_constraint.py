@@ -195,7 +195,7 @@ def test_both_samplers_keep_to_the_constraint_and_leave_other_rows_alone(
     assert isinstance(number, Sampled) and number.token_id == ids[int(raw[1, ids].argmax())]
     assert number.logprob == pytest.approx(float(raw[1].log_softmax(-1)[number.token_id]), abs=1e-5)
     assert isinstance(word, Sampled) and word.token_id in allowed(letter)
-    assert isinstance(fault, SampleFault) and fault.by_constraint and "followed" in fault.reason
+    assert isinstance(fault, SampleFault) and fault.by_request and "followed" in fault.reason
 
 
 def test_logits_wider_than_the_tokenizer_are_never_chosen_beyond_it(compiler: GrammarCompiler, model: Model) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.generation import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -21,6 +23,9 @@ from genbatch.nif.sampling.logprobs import token_logprobs
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy, sample
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.sampling.uniform_draw import uniform
+from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import validate_request
 
 NUM_DRAWS = 20_000
 
@@ -99,6 +104,39 @@ def test_top_p_cuts_through_ties_at_the_same_probability_as_transformers_keeping
     expected = TopPLogitsWarper(0.5)(torch.zeros(1, 0, dtype=torch.int64), row.clone())
     kept = int(expected.isfinite().sum())
     assert set(draw_many(row, state(temperature=1.0, top_p=0.5))) == {30, *range(kept - 1)}
+
+
+EXTREME = {
+    "temperature": [0.0, 5e-324, 1e-46, 1e-38, 0.7, 1e38, 1e39, 1.7e308],
+    "top_k": [0, 1, 2**31 - 1],
+    "top_p": [1.0, 5e-324, 0.9],
+    "min_p": [0.0, 5e-324, 1.0],
+    "repetition_penalty": [1.0, 1e-9, 1e9],
+    "presence_penalty": [0.0, -2.0, 2.0],
+    "frequency_penalty": [0.0, -2.0, 2.0],
+    "logit_bias": [None, {0: 100.0, 5: -100.0}],
+    "logprobs": [None, 2],
+    "min_tokens": [0, 2],
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in EXTREME.items()}), st.integers(0, 99))
+def test_every_value_that_a_request_may_have_draws_a_token(params: dict[str, object], seed: int) -> None:
+    """And every one is what a request may have: the validation says so."""
+    validate_request(GenerateRequest(prompt="x", **params), RequestLimits())  # type: ignore[arg-type]
+    row = random_logits(1, 70, seed, spread=20.0)
+    row[0, 9] = 0.0
+    one = state([1, 5, 9], suppress=frozenset({7, 8}), **params)
+    one.accept(9)
+    [result] = sample(row, [one], [seed])
+    assert isinstance(result, Sampled), result
+
+
+def test_the_coldest_temperature_takes_the_largest_and_the_hottest_any() -> None:
+    row = random_logits(1, 5, 3)
+    assert set(draw_many(row, state(temperature=1e-46), 50)) == {int(row.argmax())}
+    check_distribution(draw_many(row, state(temperature=1e300)), torch.full((5,), 0.2))
 
 
 def reference_draw(row: torch.Tensor, params: SamplingParams, position: int) -> int:
