@@ -50,7 +50,7 @@ from genbatch.actors.batching.prompt_sharing import PromptSharing
 from genbatch.actors.batching.request import Request
 from genbatch.actors.batching.run_ahead import Decoded
 from genbatch.actors.batching.sequence import HeldPrompt, Sequence
-from genbatch.actors.batching.session_calls import SessionCalls, SessionEnded
+from genbatch.actors.batching.session_calls import SessionCalls, SessionEnded, SessionRead
 from genbatch.actors.batching.slots import Slots
 from genbatch.actors.batching.stall_watch import StallWatch
 from genbatch.actors.batching.stats_report import stats_report
@@ -171,6 +171,10 @@ class Batcher(GenServer):
                 self.arrivals.encoded(message)
             case Compiled():
                 self.arrivals.compiled(message)
+            case SessionRead():
+                self.sessions.read(message)
+                self.stepper.hurry()
+                self._tick_when_idle()
             case SessionEnded():
                 self._stepping = False
                 message.end()
@@ -208,7 +212,9 @@ class Batcher(GenServer):
         )
         self._watch = StallWatch(self.options.stall_s, trio.current_time())
         self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
-        self.sessions = SessionCalls(self.ctx, self.held, self.intake)
+        self.sessions = SessionCalls(
+            self.ctx, self.held, self.intake, self._tokenizing, lambda message: self.ref.info(message, control=True)
+        )
         self.swap = Swap(self.ctx, self.options.cpu_offload_space)
         self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name)
         fair = FairShare()

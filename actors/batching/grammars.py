@@ -56,11 +56,14 @@ class Grammars:
         self._preparing: Worker | None = None
         self._turns: dict[str, deque[Request]] = {}  # who waits, by account; accounts take turns
         self._is_busy = False
+        self._is_closed = False
         self._live: list[Sequence] = []
         self._sitting_out: set[Sequence] = set()
 
     def compile(self, request: Request) -> None:
         """Answers with Compiled, in its account's turn: many slow grammars of one client do not delay another's."""
+        if self._is_closed:
+            return
         self._turns.setdefault(request.account, deque()).append(request)
         if not self._is_busy:
             self._compile_next()
@@ -85,7 +88,9 @@ class Grammars:
         self._sitting_out.remove(message.sequence)
 
     async def close(self) -> None:
-        """Ends the threads and the compiler's process."""
+        """Ends the threads and the compiler's process; what waits for them is answered by nobody."""
+        self._is_closed = True
+        self._turns.clear()
         if self._compiling is not None:
             await self._compiling.run(self._close_compiler)
             await self._compiling.close()

@@ -13,6 +13,7 @@ from genbatch.actors.batching.held_prompts import HeldPrompts
 from genbatch.actors.batching.intake import Intake
 from genbatch.actors.batching.sequence import HeldPrompt
 from genbatch.actors.runtime.actor import From, reply, reply_error
+from genbatch.actors.runtime.worker import Worker
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv.prefix_cache import prefix_key
@@ -20,6 +21,15 @@ from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, Un
 
 Work: TypeAlias = Callable[[], Any]
 End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRead:
+    """The conversation of a call was tokenized."""
+
+    message: SaveSession
+    from_: "From[Any]"
+    tokens: "outcome.Outcome[list[int]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +48,25 @@ class SessionCalls:
         ctx: whose sequences.
         held: where a loaded conversation lives, and whose slots are used meanwhile.
         intake: renders conversations.
+        worker: the tokenizer's thread.
+        send: brings SessionRead back to the actor that owns this.
     """
 
-    def __init__(self, ctx: Context, held: HeldPrompts, intake: Intake) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        held: HeldPrompts,
+        intake: Intake,
+        worker: Worker,
+        send: Callable[[SessionRead], None],
+    ) -> None:
         self._ctx = ctx
         self._held = held
         self._intake = intake
-        self._calls: deque[tuple[SaveSession | LoadSession, From[Any]]] = deque()
+        self._worker = worker
+        self._send = send
+        self._reading: list[From[Any]] = []
+        self._calls: deque[tuple[LoadSession | SessionRead, From[Any]]] = deque()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -56,18 +78,30 @@ class SessionCalls:
                 self._intake.check_tokenize(message.request)
         except GenbatchError as error:
             reply_error(from_, error)
-        else:
+            return
+        if isinstance(message, LoadSession):
             self._calls.append((message, from_))
+            return
+        self._reading.append(from_)
+        send = self._send
+        self._worker.submit(
+            self._intake.tokenize, message.request, on_done=lambda tokens: send(SessionRead(message, from_, tokens))
+        )
+
+    def read(self, message: SessionRead) -> None:
+        """Goes on with a call whose conversation was tokenized."""
+        self._reading.remove(message.from_)
+        self._calls.append((message, message.from_))
 
     def next(self) -> tuple[Work, End]:
         """The next call's work, and what is to be done with its outcome."""
         message, from_ = self._calls.popleft()
         try:
-            if isinstance(message, SaveSession):
-                work, end = self._saving(message)
+            if isinstance(message, SessionRead):
+                work, end = self._saving(message.message, message.tokens)
             else:
                 work, end = self._loading(message)
-        except GenbatchError as error:
+        except Exception as error:  # a conversation that cannot be read, or no sequence to hold it
             failed = outcome.Error(error)
             return lambda: None, lambda _: _reply(from_, failed)
 
@@ -79,13 +113,14 @@ class SessionCalls:
 
     def end_all(self, error: GenbatchError) -> None:
         """Answers every call."""
-        for _, from_ in self._calls:
+        for from_ in [*self._reading, *[from_ for _, from_ in self._calls]]:
             reply_error(from_, error)
+        self._reading.clear()
         self._calls.clear()
 
-    def _saving(self, message: SaveSession) -> tuple[Work, End]:
+    def _saving(self, message: SaveSession, found: "outcome.Outcome[list[int]]") -> tuple[Work, End]:
         key = prefix_key(message.tenant)
-        tokens = self._intake.tokenize(message.request)[: self._ctx.max_positions]
+        tokens = found.unwrap()[: self._ctx.max_positions]
         donor = self._held.find(tokens, key)
         slot = self._slot(donor)
         ctx = self._ctx

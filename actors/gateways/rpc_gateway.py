@@ -21,7 +21,7 @@ import trio
 from genbatch.actors.gateways.addresses import check_rpc_address, listen, listening_address
 from genbatch.actors.gateways.connection_limit import ConnectionLimit, Seat, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.session import MAX_WAITING, Outbox, RPCSession
+from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
 from genbatch.actors.security.security import Security
 from genbatch.proto.errors import Cancelled, GenbatchError, Unauthenticated, Unavailable
@@ -69,7 +69,7 @@ class RPCConnection:
     Args:
         stream: connected, and through with its TLS handshake where it has one.
         dispatcher: runs the methods.
-        nursery: where calls run.
+        host: where calls run.
         client: its name, for fairness and logs.
         authenticate: tells whose a token is; None lets everybody in who can reach the address.
         on_sense: called when the client has said who it is, or its first message where nobody asks.
@@ -79,7 +79,7 @@ class RPCConnection:
         self,
         stream: trio.abc.Stream,
         dispatcher: Dispatcher,
-        nursery: trio.Nursery,
+        host: CallHost,
         *,
         client: str,
         authenticate: Authenticate | None = None,
@@ -90,7 +90,7 @@ class RPCConnection:
         self.session: RPCSession | None = None  # None before the client has said who it is
         self._stream = stream
         self._dispatcher = dispatcher
-        self._calls = nursery
+        self._calls = host
         self._authenticate = authenticate
         self._on_sense = on_sense
         self._token = ""
@@ -286,7 +286,7 @@ class RPCGateway:
         self._connections: set[RPCConnection] = set()
         self._names = count(1)
         self._limit = ConnectionLimit(max_connections())
-        self._calls: trio.Nursery
+        self._calls: CallHost
 
     @property
     def num_calls(self) -> int:
@@ -305,7 +305,7 @@ class RPCGateway:
         async with trio.open_nursery() as nursery:
             stopping = trio.Event()
             calls_ended = trio.Event()
-            self._calls = await nursery.start(_host, stopping, calls_ended)
+            self._calls = CallHost(await nursery.start(_host, stopping, calls_ended))
             handlers = await nursery.start(_host, calls_ended, trio.Event())
             nursery.start_soon(self._end, path, stopping, calls_ended)
             nursery.start_soon(self._sweep)
@@ -320,8 +320,9 @@ class RPCGateway:
             if path is not None:  # before anything is waited for: the next service may be about to make its own
                 path.unlink(missing_ok=True)  # noqa: ASYNC240 - one entry of a directory, and nothing may be awaited here
             with trio.CancelScope(shield=True):
+                self._calls.closing = Unavailable("the service is stopping")
                 for connection in self._connections:
-                    connection.cancel_all(Unavailable("the service is stopping"))
+                    connection.cancel_all(self._calls.closing)
                 stopping.set()
                 await calls_ended.wait()
                 for connection in self._connections:

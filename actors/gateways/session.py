@@ -183,12 +183,24 @@ logger = logging.getLogger(__name__)
 MAX_CALLS = 256
 
 
+class CallHost:
+    """Where the calls of a gateway's clients run, until the gateway stops.
+
+    Args:
+        nursery: of the gateway's; may be closed once `closing` is set.
+    """
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.closing: GenbatchError | None = None  # what is asked from now on is answered with this
+
+
 class RPCSession:
     """The service's side of one client.
 
     Args:
         dispatcher: runs the methods.
-        nursery: where calls run.
+        host: where calls run.
         outbox: takes what is to be sent to the client.
         wake: called when there is something in it, must not block or raise.
         client: its name, for fairness and logs.
@@ -198,7 +210,7 @@ class RPCSession:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        nursery: trio.Nursery,
+        host: CallHost,
         outbox: Outbox,
         wake: Callable[[], None],
         *,
@@ -209,7 +221,7 @@ class RPCSession:
         self.tenant = tenant
         self.lease_s: float | None = None  # the client asked to be taken for dead after so many silent seconds
         self._dispatcher = dispatcher
-        self._nursery = nursery
+        self._host = host
         self._outbox = outbox
         self._wake = wake
         self._connection = ServerConnection(MAX_CALLS)
@@ -266,8 +278,10 @@ class RPCSession:
 
     def _start(self, request: Request, may_stream: bool) -> None:
         streams = self._dispatcher.streams(request.method)
-        error = None
-        if streams and not may_stream:
+        error: GenbatchError | None = None
+        if self._host.closing is not None:
+            error = self._host.closing
+        elif streams and not may_stream:
             reason = f"{request.method} sends many messages, this socket takes one a request: call generate"
             error = InvalidRequest("method", reason)
         elif request.options != PLAIN_STREAM and not streams:
@@ -276,7 +290,7 @@ class RPCSession:
             self._post(self._connection.error(request.msgid, error))
             return
         self._calls[request.msgid] = OpenCall(request.options, self._outbox)
-        self._nursery.start_soon(self._serve, request, name=f"{request.method} of {self.client}")
+        self._host.nursery.start_soon(self._serve, request, name=f"{request.method} of {self.client}")
 
     async def _serve(self, request: Request) -> None:
         """Runs a call and sends its one final."""

@@ -20,7 +20,7 @@ import zmq
 
 from genbatch.actors.gateways.addresses import prepare_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.session import MAX_WAITING, Outbox, RPCSession
+from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
 from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket
 from genbatch.actors.security.errors import AddressError
@@ -137,7 +137,7 @@ class ZeroMQGateway:
         self._wake = trio.Event()  # some are dirty
         self._backlog = trio.Event()  # some are slow
         self._socket: ZeroMQSocket
-        self._calls: trio.Nursery
+        self._calls: CallHost
 
     @property
     def num_calls(self) -> int:
@@ -165,12 +165,13 @@ class ZeroMQGateway:
             try:
                 async with trio.open_nursery() as nursery:
                     stopping = trio.Event()
-                    self._calls = await nursery.start(self._host_calls, stopping)
+                    self._calls = CallHost(await nursery.start(self._host_calls, stopping))
                     try:
                         await self._serve(task_status)
                     finally:
+                        self._calls.closing = Unavailable("the service is stopping")
                         for peer in self._peers.values():
-                            peer.session.cancel_all(Unavailable("the service is stopping"))
+                            peer.session.cancel_all(self._calls.closing)
                         stopping.set()
             finally:
                 for peer in list(self._peers.values()):

@@ -8,6 +8,7 @@
 Jobs run one at a time, in order. A job cannot be interrupted.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import outcome
 import trio
 
 from genbatch.actors.runtime.errors import ActorDown, WorkerClosed
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -68,8 +71,9 @@ class Worker:
     def submit(self, job: Callable[[*Ts], T], *args: *Ts, on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
         """Queues `job(*args)`; `on_done` gets its outcome on the event loop's thread.
 
-        `on_done` is called from the event loop itself: it must be quick and must not raise. The one exception
-        it may raise is ActorDown, so that it can send to an actor: then nobody is left to be told.
+        `on_done` is called from the event loop itself: it must be quick and must not raise. It may send to an actor or
+        to another worker that has ended meanwhile: then nobody is left to be told. Anything else that it raises is a
+        bug, which is logged: raised there it would end the whole program.
 
         Raises:
             WorkerClosed: `close` was called.
@@ -78,8 +82,7 @@ class Worker:
             raise WorkerClosed(self.name)
 
         def deliver(result: outcome.Outcome[T]) -> None:
-            with suppress(ActorDown):
-                on_done(result)
+            _call_back(self.name, on_done, result)
 
         self._jobs.put(lambda: self._tell(deliver, outcome.capture(job, *args)))
 
@@ -89,11 +92,7 @@ class Worker:
         What `submit` says of `on_done` holds for it.
         """
 
-        def deliver() -> None:
-            with suppress(ActorDown):
-                callback(*args)
-
-        self._tell(deliver)
+        self._tell(lambda: _call_back(self.name, callback, *args))
 
     async def close(self) -> None:
         """Refuses new jobs, waits for those taken, ends the thread (even if this is cancelled)."""
@@ -118,3 +117,13 @@ class Worker:
     def _tell(self, callback: Callable[..., Any], *args: object) -> None:
         with suppress(trio.RunFinishedError):  # then nobody is left who could want the outcome
             self._token.run_sync_soon(callback, *args)
+
+
+def _call_back(worker: str, callback: Callable[..., object], *args: object) -> None:
+    """Called by the event loop itself, to which nothing may be raised."""
+    try:
+        callback(*args)
+    except (ActorDown, WorkerClosed):
+        pass  # nobody is left to be told
+    except Exception:
+        logger.exception("what a job of worker %s had to tell was not understood", worker)

@@ -35,6 +35,21 @@ async def test_generate_equals_the_oracle(tiny: str, oracle: Callable[[str], Any
 
 
 @pytest.mark.trio
+async def test_the_programs_own_requests_have_no_deadline_and_its_own_queue(tiny: str) -> None:
+    """Others' default deadline, and their bound of the queue, are not for it."""
+    async with open_batcher(tiny, **OPTIONS, default_deadline_s=1e-9, n_parallel=1) as batcher:
+        results: list[Any] = []
+
+        async def ask() -> None:
+            results.append(await batcher.generate([5, 6, 7], max_tokens=2, ignore_eos=True))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(12):  # of others five would be let in
+                nursery.start_soon(ask)
+        assert [result.finish_reason for result in results] == ["length"] * 12
+
+
+@pytest.mark.trio
 async def test_a_stream_yields_tokens_then_has_the_result(tiny: str) -> None:
     async with open_batcher(tiny, **OPTIONS) as batcher:
         async with batcher.stream("Hello", max_tokens=6, ignore_eos=True) as stream:

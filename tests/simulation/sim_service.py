@@ -21,6 +21,7 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
+from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
@@ -147,7 +148,7 @@ class SimService:
 
     async def _serve(self, end: End, name: str) -> None:
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, self._dispatcher, calls, client=name)
+            connection = RPCConnection(end, self._dispatcher, CallHost(calls), client=name)
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

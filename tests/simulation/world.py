@@ -22,6 +22,7 @@ from genbatch.actors.engine.engine_process import EngineSession
 from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, EngineConnection, LinkFrame, LinkUp, RemoteBatcher
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
+from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.scheduling.batching_type import BatchingType
@@ -198,7 +199,7 @@ class World:
 
     async def _serve(self, end: End, name: str) -> None:
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, self._dispatcher, calls, client=name)
+            connection = RPCConnection(end, self._dispatcher, CallHost(calls), client=name)
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

@@ -566,6 +566,30 @@ async def test_prompt_logprobs_echo_and_logprobs_agree_with_a_plain_forward(
 
 
 @pytest.mark.trio
+async def test_a_prompt_of_one_token_has_log_probs_of_which_nothing_is_known(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        result = await bench.generate(token_ids=[5], max_tokens=2, prompt_logprobs=2, logprobs=1)
+        assert result.prompt_logprobs == [None]
+        assert (await bench.generate(token_ids=[5], max_tokens=2)).prompt_logprobs is None
+
+
+@pytest.mark.trio
+async def test_a_deadline_shows_what_was_held_back(tiny_model: TinyModel, mock_clock: MockClock) -> None:
+    """The stop string that it might have become will not be complete."""
+    async with batcher(tiny_model("llama"), async_batching=False) as bench:
+        whole = await bench.generate(prompt="abc", max_tokens=9, ignore_eos=True)
+
+        def late(token: Token) -> None:
+            if token.index == 8:
+                mock_clock.jump(5.0)
+
+        result = await bench.generate(
+            late, prompt="abc", max_tokens=30, ignore_eos=True, stop=[whole.text[-3:] + "never"], deadline_s=1.0
+        )
+        assert (result.finish_reason, result.token_ids, result.text) == ("deadline", whole.token_ids, whole.text)
+
+
+@pytest.mark.trio
 async def test_a_stop_string_ends_the_text_before_it(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama")) as bench:
         whole = await bench.generate(prompt="abc", max_tokens=30, ignore_eos=True)

@@ -66,3 +66,39 @@ def test_a_stop_id_ends_it_and_shows_nothing(bytewise: Tokenizer) -> None:
     assert output.push(Sampled(b)) == ""
     assert output.finish_reason == "stop"
     assert output.token_ids == [a, b]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown", "reason"),
+    [(0, "a", "stop"), (3, "a", "stop"), (4, "abcab", "stop"), (6, "abcab", "stop"), (7, "abcabc", "length")],
+)
+def test_a_stop_string_that_is_complete_before_min_tokens_is_text(
+    bytewise: Tokenizer, min_tokens: int, shown: str, reason: str
+) -> None:
+    """A first one, of tokens 2 and 3, and a second one, of the last two; none of both where more is the least."""
+    stop = ["bc"] if min_tokens <= 3 else ["c"]
+    ids = bytewise.encode("abcabc").ids
+    output = Output(bytewise, [], stop=stop, stop_ids=frozenset(), max_tokens=6, min_tokens=min_tokens)
+    for token_id in ids:
+        output.push(Sampled(token_id))
+        if output.finish_reason:
+            break
+    assert ("".join(output.text_parts), output.finish_reason) == (shown, reason)
+    assert len(output.token_ids) >= min(min_tokens, 6)
+
+
+def test_what_is_held_back_is_text_once_the_output_is_cut_short(bytewise: Tokenizer) -> None:
+    """Half of a stop string, or of a character: neither will come to its end."""
+    output = run(bytewise, "aST", stop=["STOP"])
+    assert output.text_parts == ["a", "", ""]
+    assert (output.choice("deadline").text, output.choice("deadline").finish_reason) == ("aST", "deadline")
+    halved = Output(bytewise, [], stop=[], stop_ids=frozenset(), max_tokens=9)
+    for token_id in bytewise.encode("aé").ids[:2]:
+        halved.push(Sampled(token_id))
+    assert halved.choice("deadline").text == "a\ufffd"
+    undecided = run(bytewise, "abc", stop=["bcde", "bc"])  # the shorter one is complete, the longer one will not be
+    assert (undecided.choice("deadline").text, undecided.choice("deadline").finish_reason) == ("a", "stop")
+
+
+def test_an_output_cut_before_its_first_token_is_its_echo(bytewise: Tokenizer) -> None:
+    assert run(bytewise, "", echo="asked").choice("deadline").text == "asked"

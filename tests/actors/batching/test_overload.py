@@ -1,5 +1,6 @@
 """The Batcher when more is asked than it can give: turns among clients, priorities that age, hopeless deadlines."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from genbatch.actors.batching.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import OWN_QUEUE, BatcherOptions
@@ -152,5 +154,58 @@ async def test_a_hopeless_deadline_is_refused_before_anything_is_spent(served: C
         await wait_all_tasks_blocked()
         with pytest.raises(DeadlineExceeded, match="the wait is about"):
             await bench.ask("hopeless", client="a", deadline_s=5.0)
+        nursery.cancel_scope.cancel()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+async def test_what_is_with_the_tokenizer_counts_in_sequences(served: Callable[..., Any]) -> None:
+    """Eight answers are eight that wait, be their prompt long or short."""
+    bench = await served(max_queue=10)
+    prompts = {"short": "a b", "long": "a " * INLINE_PROMPT_CHARS}
+    async with trio.open_nursery() as nursery:
+        # Jobs of the tokenizer's thread come one after another: the first keeps the others waiting.
+        gate = threading.Event()
+        bench.actor._tokenizing.submit(gate.wait, on_done=lambda _: None)
+        nursery.start_soon(lambda: bench.ask("first", client="a", prompt=prompts["long"], token_ids=None, n=8))
+        await wait_all_tasks_blocked()
+        for kind, prompt in prompts.items():
+            with pytest.raises(QueueFull, match="8 requests are waiting, 10 may"):
+                await bench.ask(kind, client="a", prompt=prompt, token_ids=None, n=8)
+        gate.set()
+        nursery.cancel_scope.cancel()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("away", ["in the window", "at the tokenizer"])
+async def test_an_idle_batchers_request_waits_no_longer_than_its_deadline(
+    served: Callable[..., Any], mock_clock: MockClock, away: str
+) -> None:
+    """There is no step that would look for it."""
+    bench = await served()
+    gate = threading.Event()
+    bench.actor._tokenizing.submit(gate.wait, on_done=lambda _: None)
+    long = {"prompt": "a " * INLINE_PROMPT_CHARS, "token_ids": None} if away == "at the tokenizer" else {}
+    async with trio.open_nursery() as nursery:
+        ends: list[str] = []
+        began = trio.current_time()
+
+        async def ask(deadline_s: float) -> None:
+            try:
+                await bench.ask(f"{deadline_s}", deadline_s=deadline_s, **long)
+                ends.append(bench.results[f"{deadline_s}"].finish_reason)
+            except DeadlineExceeded:
+                ends.append("deadline")
+
+        for deadline_s in (3.0, 0.2, 7.0):  # the window is a thousand seconds
+            nursery.start_soon(ask, deadline_s)
+        await wait_all_tasks_blocked()
+        for at, count in ((0.1, 0), (0.201, 1), (2.9, 1), (3.01, 2)):
+            mock_clock.jump(began + at - trio.current_time())
+            await wait_all_tasks_blocked()
+            assert ends[:count] == ["deadline"] * count and len(ends) >= count
+            assert away == "in the window" or len(ends) == count
+        gate.set()
         nursery.cancel_scope.cancel()
     await bench.ref.stop()

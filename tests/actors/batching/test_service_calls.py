@@ -1,13 +1,15 @@
 """The Batcher's calls beside Generate: text, models, health, and its end."""
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batching.arrivals import INLINE_PROMPT_CHARS
-from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetHealth, GetModels, Tokenize
+from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetHealth, GetModels, SaveSession, Tokenize
 from genbatch.actors.batching.text_calls import INLINE_TOKEN_IDS
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
@@ -55,6 +57,38 @@ async def test_long_texts_are_tokenized_off_the_event_loop_with_the_same_result(
         assert ids == tiny_model("llama").tokenizer.encode(text, add_special_tokens=False)
         assert len(ids) > INLINE_TOKEN_IDS
         assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=ids))) == Text(text=text)
+
+
+async def test_nothing_long_is_tokenized_on_the_event_loop(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What conversations share is found by rendering several of them, and an echo by decoding the prompt."""
+    tokenizer = tiny_model("llama").tokenizer
+    inline: dict[str, int] = {}  # characters or tokens that this thread read at once
+
+    def watched(name: str) -> None:
+        whole = getattr(tokenizer, name)
+
+        def method(first: Any, *rest: Any, **named: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                size = sum(len(turn["content"]) for turn in first) if name == "apply_chat_template" else len(first)
+                inline[name] = inline.get(name, 0) + size
+            return whole(first, *rest, **named)
+
+        monkeypatch.setattr(tokenizer, name, method)
+
+    for name in ("encode", "apply_chat_template", "decode"):
+        watched(name)
+    async with batcher(tiny_model("llama"), n_ctx=8192) as bench:
+        chat = [Message(role="system", content="be kind " * 300), Message(role="user", content="Hi")]
+        ids = [5, 6] * (INLINE_PROMPT_CHARS // 4)
+        for _ in range(3):
+            inline.clear()
+            await bench.generate(messages=chat, max_tokens=1)
+            await bench.generate(messages=[Message(role="user", content="x" * 2000), chat[1]], max_tokens=1)
+            await bench.generate(token_ids=ids, max_tokens=1, echo=True)
+            await bench.ref.call(SaveSession(TokenizeRequest(messages=[chat[0], chat[1]] * 4)), timeout=None)
+            assert all(size <= INLINE_PROMPT_CHARS for size in inline.values()), inline
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -62,12 +62,17 @@ class Work:
     message: Generate
     from_: From[Any]
     indices: dict[int, int]
+    given: list[Token] = field(default_factory=list)
 
     def emit(self, text: str, choice: int = 0) -> None:
         assert self.message.on_token is not None
         index = self.indices.get(choice, 0)
         self.indices[choice] = index + 1
-        self.message.on_token(Token(text=text, token_id=index, index=index, choice=choice))
+        token = Token(
+            text=text, token_id=index, index=index, choice=choice, logprob=-0.5 - index, top={index: -0.5, 9: -1.5}
+        )
+        self.given.append(token)
+        self.message.on_token(token)
 
     def finish(self, text: str = "all") -> None:
         usage = Usage(prompt_tokens=1, completion_tokens=1)
@@ -248,6 +253,24 @@ async def test_a_stream_crosses_token_by_token_and_ends_with_its_result(bench: B
     work.finish()
     assert (await bench.end_of("go")).text == "all"
     assert [(t.text, t.choice, t.index) for t in bench.tokens["go"]] == [("a", 0, 0), ("b", 1, 0), ("c", 0, 1)]
+    assert bench.tokens["go"] == work.given, "something of a token is lost on the way"
+
+
+@pytest.mark.trio
+async def test_every_field_of_a_token_crosses(bench: Bench, mock_clock: MockClock) -> None:
+    plain = Token(text="", token_id=0, index=0)
+    full = Token(text="é", token_id=7, index=0, logprob=-0.25, choice=1, top={7: -0.25, 3: -2.0})
+    unset = {"index"}  # counted anew for each choice
+    assert all(getattr(full, name) != getattr(plain, name) for name in set(Token.__struct_fields__) - unset)
+    await bench.engine_comes()
+    bench.ask("go", streams=True)
+    [work] = await bench.working("go")
+    assert work.message.on_token is not None
+    work.message.on_token(plain)
+    work.message.on_token(full)
+    work.finish()
+    await bench.end_of("go")
+    assert bench.tokens["go"] == [plain, full]
 
 
 @pytest.mark.trio

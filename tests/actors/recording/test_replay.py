@@ -195,6 +195,37 @@ def test_recorded_loads_replay_to_the_same_ticks(tiny_model: TinyModel, tmp_path
     assert wanted | {"held", "paused", "swapped", records.RAISED} <= met, met
 
 
+def test_a_function_that_raises_at_the_last_token_of_one_choice_replays(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The other choices end with it, though their own texts would have gone on."""
+
+    class Raising(Load):
+        raises_at: int | None = None
+
+        async def _call(self, ref: ActorRef, rng: random.Random, within_s: float = 3.0) -> None:
+            def on_token(token: Token) -> None:
+                if token.choice == 0 and token.index == self.raises_at:
+                    raise ValueError("the caller's own fault")
+
+            request = GenerateRequest(
+                token_ids=[30, 31], max_tokens=20, n=2, temperature=1.5, seed=3, stop_token_ids=list(range(40, 56))
+            )
+            with suppress(GenbatchError):
+                self.result = await ref.call(Generate(request, on_token), timeout=None)
+
+    quiet = Raising(tiny_model("llama"), 9, tmp_path / "quiet.flight", num_requests=1)
+    quiet.run()
+    lengths = [len(choice.token_ids) for choice in quiet.result.choices]
+    assert lengths[0] < lengths[1], "the first choice ends by itself, and before the other"
+    path = tmp_path / "raised.flight"
+    raising = Raising(tiny_model("llama"), 9, path, num_requests=1)
+    raising.raises_at = lengths[0] - 1
+    raising.run()
+    report, shown = played(path)
+    assert report.difference is None, report
+    ends = {draw.end for record in shown if isinstance(record, records.Stepped) for draw in record.draws if draw}
+    assert records.RAISED in ends
+
+
 def test_a_sliding_window_and_another_scheduler_replay_too(tiny_model: TinyModel, tmp_path: Path) -> None:
     path = tmp_path / "load.flight"
     Load(tiny_model("mistral"), 1, path, {"scheduler": "prefill_first", "fair_share": False}).run()
