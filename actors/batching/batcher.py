@@ -208,7 +208,10 @@ class Batcher(GenServer):
         self.intake = self._open_intake()
         self._texts = TextCalls(self.intake, self._tokenizing, INLINE_PROMPT_CHARS)
         self.grammars = Grammars(
-            self.ctx.model, self.options.limits.max_grammar_s, lambda done: self.ref.info(done, control=True)
+            self.ctx.model,
+            self.options.limits.max_grammar_s,
+            lambda done: self.ref.info(done, control=True),
+            self._open_worker,
         )
         self._watch = StallWatch(self.options.stall_s, trio.current_time())
         self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)

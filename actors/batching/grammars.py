@@ -45,12 +45,20 @@ class Grammars:
         model: whose tokens.
         max_s: seconds of processor time that compiling one grammar may take.
         send: takes Compiled and Prepared, on the event loop.
+        open_worker: makes its threads.
     """
 
-    def __init__(self, model: Model, max_s: float, send: Callable[[Compiled | Prepared], None]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        max_s: float,
+        send: Callable[[Compiled | Prepared], None],
+        open_worker: Callable[[str], Worker] = Worker,
+    ) -> None:
         self._model = model
         self._max_s = max_s
         self._send = send
+        self._open_worker = open_worker
         self._compiler: GrammarCompiler | None = None  # touched on the compiling thread only
         self._compiling: Worker | None = None
         self._preparing: Worker | None = None
@@ -98,7 +106,7 @@ class Grammars:
             await self._preparing.close()
 
     def _prepare(self, sequence: Sequence, constraint: Constraint) -> None:
-        self._preparing = self._preparing or Worker("genbatch-masks")
+        self._preparing = self._preparing or self._open_worker("genbatch-masks")
         self._sitting_out.add(sequence)
         self._preparing.submit(constraint.prepare, on_done=lambda _: self._send(Prepared(sequence)))
 
@@ -111,7 +119,7 @@ class Grammars:
         del self._turns[account]
         if waiting:
             self._turns[account] = waiting  # behind the others
-        self._compiling = self._compiling or Worker("genbatch-grammar")
+        self._compiling = self._compiling or self._open_worker("genbatch-grammar")
         self._compiling.submit(self._compile, request, on_done=lambda result: self._compiled(request, result))
 
     def _compiled(self, request: Request, result: "outcome.Outcome[list[Constraint]]") -> None:

@@ -3,6 +3,7 @@
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import trio.testing
 from genbatch.actors.gateways import rpc_gateway, session
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
+from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
+from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.actors.security.errors import AddressError
+from genbatch.proto.errors import Unavailable
 from genbatch.proto.limits import MAX_TRANSPORT_BYTES
-from tests.actors.gateways.scripted_batcher import Served, served
+from tests.actors.gateways.scripted_batcher import ScriptedBatcher, Served, served
 
 pytestmark = pytest.mark.trio
 
@@ -324,3 +328,28 @@ async def test_an_address_in_use_is_refused_and_a_dead_services_file_is_not(tmp_
     dead.close()
     async with served(tmp_path, "unix") as service, connected(service) as socket:
         assert (await socket.ask([0, 1, "stats", []]))[3]["steps"] == 7
+
+
+async def test_what_arrives_while_the_gateway_stops_is_answered_and_never_begun() -> None:
+    """Its nursery takes no tasks any more, and whoever started one would wait for it for ever."""
+    batcher = ScriptedBatcher()
+    async with trio.open_nursery() as nursery:
+        ref = await start(nursery, batcher)
+        async with trio.open_nursery() as calls:
+            host = CallHost(calls)
+            box = Outbox()
+            peer = RPCSession(Dispatcher(ref), host, box, lambda: None, client="c")
+            host.closing = Unavailable("the service is stopping")
+            peer.receive(msgpack.packb([0, 1, "generate", [{"prompt": "hold"}]]))
+        peer.receive(msgpack.packb([0, 2, "generate", [{"prompt": "hold"}]]))
+        answers = [msgpack.unpackb(message) for message in iter(partial(_taken, box), None)]
+        assert [(answer[1], answer[2]["code"]) for answer in answers] == [(1, "unavailable"), (2, "unavailable")]
+        assert not batcher.requests and not peer.num_calls
+        await ref.stop()
+
+
+def _taken(box: Outbox) -> bytes | None:
+    message = box.head()
+    if message is not None:
+        box.pop()
+    return message

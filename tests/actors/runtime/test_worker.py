@@ -152,3 +152,21 @@ async def test_an_idle_worker_keeps_nothing_of_its_last_job() -> None:
     del tensor
     assert freed.wait(timeout=60)
     await worker.close()
+
+
+@pytest.mark.trio
+async def test_a_callback_that_raises_does_not_end_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    """The event loop itself calls it: what it raised would end everything in it."""
+    worker, closed = Worker("worker"), Worker("closed")
+    await closed.close()
+
+    def raises(result: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    told: list[int] = []
+    worker.submit(lambda: worker.tell(raises, 1), on_done=raises)
+    worker.submit(lambda: 1, on_done=lambda _: closed.submit(lambda: 2, on_done=raises))
+    worker.submit(lambda: 3, on_done=lambda result: told.append(result.unwrap()))
+    await worker.close()
+    assert told == [3]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
