@@ -12,6 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate, GetStats
+from genbatch.actors.batching.intake import Prompt
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
@@ -254,14 +255,14 @@ async def test_a_prompt_that_breaks_the_tokenizer_fails_alone(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with batcher(tiny_model("llama")) as bench:
-        encode = bench.actor.intake.encode
+        read = bench.actor.intake.read
 
-        def fragile(wanted: GenerateRequest) -> list[int]:
+        def fragile(wanted: GenerateRequest) -> Prompt:
             if wanted.prompt == "poison":
                 raise RuntimeError("no such merge")
-            return encode(wanted)
+            return read(wanted)
 
-        monkeypatch.setattr(bench.actor.intake, "encode", fragile)
+        monkeypatch.setattr(bench.actor.intake, "read", fragile)
         with pytest.raises(EngineError, match="no such merge"):
             await bench.generate(prompt="poison")
         assert len((await bench.generate(prompt="fine", ignore_eos=True)).token_ids) == 8
@@ -576,7 +577,7 @@ async def test_a_prompt_of_one_token_has_log_probs_of_which_nothing_is_known(tin
 @pytest.mark.trio
 async def test_a_deadline_shows_what_was_held_back(tiny_model: TinyModel, mock_clock: MockClock) -> None:
     """The stop string that it might have become will not be complete."""
-    async with batcher(tiny_model("llama"), async_batching=False) as bench:
+    async with batcher(tiny_model("llama"), async_batching=False, batch_size=1) as bench:
         whole = await bench.generate(prompt="abc", max_tokens=9, ignore_eos=True)
 
         def late(token: Token) -> None:

@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from genbatch.actors.batching import arrivals
 from genbatch.actors.batching.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetHealth, GetModels, SaveSession, Tokenize
 from genbatch.actors.batching.text_calls import INLINE_TOKEN_IDS
@@ -79,16 +80,17 @@ async def test_nothing_long_is_tokenized_on_the_event_loop(
 
     for name in ("encode", "apply_chat_template", "decode"):
         watched(name)
-    async with batcher(tiny_model("llama"), n_ctx=8192) as bench:
-        chat = [Message(role="system", content="be kind " * 300), Message(role="user", content="Hi")]
-        ids = [5, 6] * (INLINE_PROMPT_CHARS // 4)
-        for _ in range(3):
+    monkeypatch.setattr(arrivals, "INLINE_PROMPT_CHARS", 100)
+    async with batcher(tiny_model("llama"), n_ctx=512) as bench:
+        for number in range(3):
             inline.clear()
+            system = Message(role="system", content=f"be kind, {number} times")
+            chat = [system, Message(role="user", content="Hi")]
             await bench.generate(messages=chat, max_tokens=1)
-            await bench.generate(messages=[Message(role="user", content="x" * 2000), chat[1]], max_tokens=1)
-            await bench.generate(token_ids=ids, max_tokens=1, echo=True)
-            await bench.ref.call(SaveSession(TokenizeRequest(messages=[chat[0], chat[1]] * 4)), timeout=None)
-            assert all(size <= INLINE_PROMPT_CHARS for size in inline.values()), inline
+            await bench.generate(messages=[*chat, *chat[1:]], max_tokens=1)
+            await bench.generate(token_ids=[5, 6] * 50, max_tokens=1, echo=True)
+            await bench.ref.call(SaveSession(TokenizeRequest(messages=chat * 9)), timeout=None)
+            assert all(size <= 100 for size in inline.values()), inline
 
 
 @pytest.mark.parametrize(
