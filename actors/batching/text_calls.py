@@ -44,7 +44,8 @@ class TextCalls:
             return
         job = self._job(message)
         if is_long:
-            self._worker.submit(job, on_done=lambda result: _reply(from_, result))
+            # Whoever has left by its turn costs nobody the time.
+            self._worker.submit(lambda: job() if from_.alive else None, on_done=lambda result: _reply(from_, result))
         else:
             _reply(from_, outcome.capture(job))
 
@@ -57,7 +58,9 @@ class TextCalls:
         return lambda: Text(text=intake.detokenize(ids))
 
 
-def _reply(from_: "From[Any]", result: "outcome.Outcome[TokenIds | Text]") -> None:
+def _reply(from_: "From[Any]", result: "outcome.Outcome[TokenIds | Text | None]") -> None:
+    if not from_.alive:
+        return
     try:
         reply(from_, result.unwrap())
     except GenbatchError as error:

@@ -15,6 +15,7 @@ import trio
 
 from genbatch.actors.security.errors import AddressError
 from genbatch.actors.security.security import check_bind
+from genbatch.nif.trusted_files import NotOurs, check_ours
 
 
 def host_and_port(address: str, rest: str) -> tuple[str, int]:
@@ -62,8 +63,9 @@ def prepare_socket_file(address: str, path: Path, *, must_be_private: bool = Fal
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if must_be_private:
             _check_private(address, path.parent)
+        check_ours(path.parent)
         _remove_stale(address, path)
-    except OSError as error:
+    except (OSError, NotOurs) as error:
         raise AddressError(address, str(error)) from error
 
 

@@ -7,7 +7,9 @@ Cancelling the task that waits here cancels the request.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,11 @@ OnToken = Callable[[Token], None]
 RETRY_AFTER_RESTART_MS = 500
 # A mailbox is emptied between two steps.
 RETRY_AFTER_FULL_MS = 100
+# Texts that one client may have read at once, their bytes (a token id counts four), and those of all clients.
+MAX_TEXT_CALLS = 32
+MAX_TEXT_BYTES = 2 * 2**20
+MAX_TEXTS_BYTES = 16 * 2**20
+RETRY_AFTER_TEXT_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,42 @@ class Caller:
     def payer(self) -> str:
         """Whose share of the service its requests are taken from: connections cost nothing, keys are given out."""
         return self.client if self.tenant is None else f"tenant:{self.tenant}"
+
+
+class TextRoom:
+    """How much may be with the tokenizer at once beside prompts, which wait in the Batcher's queue: it has one thread.
+
+    Whoever sends more than their share is told to come again, and nothing of it is kept. The program that runs the
+    service, whose client name is "", is not bounded.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+
+    @contextmanager
+    def taken(self, payer: str, size: int) -> Iterator[None]:
+        """Holds room for a call until it has ended, or nobody waits for it any more.
+
+        Raises:
+            QueueFull: there is none.
+        """
+        calls, mine, everybodys = self._calls[payer], self._bytes[payer], self._bytes.total()
+        # One alone is always read: what may come in a message is bounded elsewhere.
+        if payer and calls and (calls >= MAX_TEXT_CALLS or mine + size > MAX_TEXT_BYTES):
+            reason = f"{calls} texts of {mine} bytes are being read for this client"
+            raise QueueFull(reason, retry_after_ms=RETRY_AFTER_TEXT_MS)
+        if payer and everybodys + size > MAX_TEXTS_BYTES:
+            raise QueueFull(f"texts of {everybodys} bytes are being read", retry_after_ms=RETRY_AFTER_TEXT_MS)
+        self._bytes[payer] += size
+        self._calls[payer] += 1
+        try:
+            yield
+        finally:
+            self._bytes[payer] -= size
+            self._calls[payer] -= 1
+            if not self._calls[payer]:
+                del self._bytes[payer], self._calls[payer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +142,7 @@ class Dispatcher:
 
     def __init__(self, batcher: ActorRef) -> None:
         self._batcher = batcher
+        self._texts = TextRoom()
         self._methods = {
             "hello": Method(self._hello),
             "generate": Method(self._generate),
@@ -177,10 +221,15 @@ class Dispatcher:
         return await self._batcher.call(message, timeout=None)
 
     async def _tokenize(self, params: dict[Any, Any], caller: Caller) -> object:
-        return await self._batcher.call(Tokenize(check_type(params, TokenizeRequest)), timeout=None)
+        wanted: TokenizeRequest = check_type(params, TokenizeRequest)
+        size = len(wanted.prompt or "") + sum(len(message.content) for message in wanted.messages or ())
+        with self._texts.taken(caller.payer, size):
+            return await self._batcher.call(Tokenize(wanted), timeout=None)
 
     async def _detokenize(self, params: dict[Any, Any], caller: Caller) -> object:
-        return await self._batcher.call(Detokenize(check_type(params, DetokenizeRequest)), timeout=None)
+        wanted: DetokenizeRequest = check_type(params, DetokenizeRequest)
+        with self._texts.taken(caller.payer, 4 * len(wanted.token_ids)):
+            return await self._batcher.call(Detokenize(wanted), timeout=None)
 
     async def _models(self, params: dict[Any, Any], caller: Caller) -> object:
         to_no_params(params)

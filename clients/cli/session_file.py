@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from genbatch.clients.errors import ClientError
+from genbatch.nif.trusted_files import NotOurs, check_ours
 from genbatch.proto.messages import Message
 
 FORMAT = "genbatch-chat-1"
@@ -59,6 +60,7 @@ class SessionFile:
         """
         try:
             with self.path.open("rb") as file:
+                check_ours(self.path)  # its KV may say anything of what the model was told
                 line = file.readline(MAX_HEAD_BYTES)
                 head = msgspec.json.decode(line, type=_Head)
                 if head.format != FORMAT:
@@ -66,6 +68,8 @@ class SessionFile:
                 state = file.read()
         except FileNotFoundError:
             return Session()
+        except NotOurs as error:
+            raise SessionFileError(str(error)) from error
         except OSError as error:
             raise SessionFileError(f"{self.path} cannot be read: {error.strerror}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -23,6 +23,7 @@ from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_conversion import convert_gguf
 from genbatch.nif.models.gguf_file import FAMILIES, GgufFile
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
+from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
 log = logging.getLogger("genbatch")
 
@@ -82,6 +83,13 @@ def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
     Raises:
         ModelError: nothing of the kind exists, or it has no weights in safetensors or GGUF.
     """
+    try:
+        return _resolve(source, progress)
+    except NotOurs as fault:
+        raise ModelError(source, f"{fault}; name another cache with $GENBATCH_CACHE") from fault
+
+
+def _resolve(source: str, progress: Progress) -> ModelSource:
     if not source.strip():
         raise ModelError(source, "the name is empty")
     if source in NAMED_MODELS:
@@ -126,12 +134,12 @@ def _has_sha256(path: Path, sha256: str) -> bool:
     """Whether the file is the expected one; it is read whole once, and after that known by its size and time."""
     status = path.stat()
     known = cache_directory() / "verified" / f"{sha256[:16]}-{status.st_size}-{status.st_mtime_ns}"
-    if known.exists():
+    if is_ours(known):
         return True
     if _sha256(path) != sha256:
         return False
-    known.parent.mkdir(parents=True, exist_ok=True)
-    known.touch()
+    private_folder(known.parent)
+    known.touch(mode=0o600)
     return True
 
 
@@ -245,20 +253,28 @@ def _building(target: Path) -> Iterator[Path | None]:
     Whoever builds renames the result to `target` as the last act, so that a killed process leaves at most
     scratch, which the next builder removes.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
+    private_folder(target.parent)
+    if is_ours(target):
         yield None
         return
     with FileLock(target.with_name(f"{target.name}.lock")):
-        if target.exists():
+        if is_ours(target):
             yield None
             return
+        _remove(target)  # what another has put there
         scratch = target.with_name(f"{target.name}.partial")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

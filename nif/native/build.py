@@ -1,6 +1,8 @@
 """Compiles the C files for the machine at hand, once, into the cache directory."""
 
+import atexit
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -13,6 +15,9 @@ from pathlib import Path
 from genbatch.nif.models.model_source import cache_directory
 from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+
+log = logging.getLogger("genbatch")
 
 SOURCE_DIRECTORY = Path(__file__).parent
 # gnu11 for madvise and sched_yield; no contraction: see simd.h.
@@ -43,11 +48,13 @@ def build_library(machine_flags: Sequence[str] | None = None) -> Path:
     sources = sorted(SOURCE_DIRECTORY.glob("*.c"))
     if not sources:
         raise NativeUnavailable("the installation lacks the C sources")
-    target = cache_directory() / "native" / f"{_key(compiler, flags)}.so"
-    if target.is_file():
+    try:
+        target = _library_folder() / f"{_key(compiler, flags)}.so"
+    except OSError as fault:
+        raise NativeUnavailable(f"cannot write the compiled kernels to {cache_directory()}: {fault}") from fault
+    if is_ours(target):
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             output = Path(scratch) / "library.so"
             compile_sources(compiler, flags, sources, output)
@@ -56,6 +63,17 @@ def build_library(machine_flags: Sequence[str] | None = None) -> Path:
     except OSError as fault:
         raise NativeUnavailable(f"cannot write the compiled kernels to {target.parent}: {fault}") from fault
     return target
+
+
+def _library_folder() -> Path:
+    """Where the library is kept; for this process alone where others could have put another in its place."""
+    try:
+        return private_folder(cache_directory() / "native")
+    except NotOurs as fault:
+        log.warning("the kernels are compiled for this process alone: %s", fault)
+        folder = tempfile.mkdtemp(prefix="genbatch-native-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
 
 def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:

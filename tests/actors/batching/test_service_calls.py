@@ -60,6 +60,24 @@ async def test_long_texts_are_tokenized_off_the_event_loop_with_the_same_result(
         assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=ids))) == Text(text=text)
 
 
+async def test_a_text_whose_caller_has_left_is_not_read(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_model("llama").tokenizer
+    read: list[str] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **rest: read.append(text[:5]) or encode(text, **rest))
+    async with batcher(tiny_model("llama")) as bench:
+        gate = threading.Event()
+        bench.actor._tokenizing.submit(gate.wait, on_done=lambda _: None)
+        async with trio.open_nursery() as callers:
+            for _ in range(3):
+                callers.start_soon(tokenize, bench, TokenizeRequest(prompt="left " * INLINE_PROMPT_CHARS))
+            await wait_all_tasks_blocked()
+            callers.cancel_scope.cancel()
+        gate.set()
+        assert await tokenize(bench, TokenizeRequest(prompt="there" * INLINE_PROMPT_CHARS))
+    assert read == ["there"]
+
+
 async def test_nothing_long_is_tokenized_on_the_event_loop(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,8 @@ import pytest
 import trio
 import trio.testing
 
-from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.runtime.actor import GenServer, start
+from genbatch.actors.gateways.dispatcher import MAX_TEXT_BYTES, MAX_TEXT_CALLS, MAX_TEXTS_BYTES, Dispatcher
+from genbatch.actors.runtime.actor import NOREPLY, GenServer, start
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable, UnknownMethod
 from genbatch.proto.messages import Result, Token
@@ -111,3 +111,47 @@ async def test_a_full_mailbox_is_a_full_queue_and_stats_pass_it(nursery: trio.Nu
         await trio.testing.wait_all_tasks_blocked()
         gate.set()
     assert answers == [{"answered": True}]
+
+
+async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all(
+    nursery: trio.Nursery,
+) -> None:
+    """The tokenizer has one thread; what waits for it would be memory that nobody bounds."""
+
+    class Slow(GenServer):
+        async def handle_call(self, request: object, from_: object) -> object:
+            return NOREPLY
+
+    dispatcher = Dispatcher(await start(nursery, Slow()))
+    text = "x" * (MAX_TEXT_BYTES // 2)
+    ids = [1] * (MAX_TEXT_BYTES // 4)
+
+    async def read(client: str, method: str = "tokenize", **params: object) -> None:
+        await dispatcher.call(method, params or {"prompt": text}, client=client, on_token=None)
+
+    async with trio.open_nursery() as callers:
+        callers.start_soon(read, "a")
+        callers.start_soon(read, "a")
+        await trio.testing.wait_all_tasks_blocked()
+        for params in ({"prompt": "y"}, {"messages": [{"role": "user", "content": "z"}]}):
+            with pytest.raises(QueueFull, match="2 texts of") as refused:
+                await read("a", **params)
+            assert refused.value.retry_after_ms
+        with pytest.raises(QueueFull):
+            await read("a", "detokenize", token_ids=[1])
+        for _ in range(MAX_TEXT_CALLS):
+            callers.start_soon(lambda: read("few", prompt="y"))
+        callers.start_soon(lambda: read("ids", "detokenize", token_ids=ids))
+        for number in range((MAX_TEXTS_BYTES - 2 * MAX_TEXT_BYTES) // len(text) - 1):
+            callers.start_soon(read, f"c{number}")
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(QueueFull, match="32 texts"):
+            await read("few", prompt="y")
+        with pytest.raises(QueueFull, match=r"^texts of"):
+            await read("another")
+        callers.start_soon(read, "")  # the program's own
+        await trio.testing.wait_all_tasks_blocked()
+        callers.cancel_scope.cancel()
+    with trio.move_on_after(0):  # all have left: there is room again
+        await read("a")
+    assert not dispatcher._texts._bytes and not dispatcher._texts._calls

@@ -1,0 +1,121 @@
+"""Which files may be believed: those that nobody but this user, and root, could have put there or changed.
+
+    folder = private_folder(cache / "native")     # made for this user alone where it is missing
+    if is_ours(folder / "kernels.so"): ...
+
+What is loaded from a cache runs as this user. So it must not be another's, nor lie where another may rename and link:
+every folder on the way counts, and every link. A folder with the sticky bit, such as /tmp, lets nobody touch what is
+another's, so it may be on the way.
+"""
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from genbatch.nif.errors import NativeError
+
+# As many links as the kernel follows.
+_MAX_LINKS = 40
+
+
+class NotOurs(NativeError):
+    """Others could have written it; the message says who and where, and what to do."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} {reason}: what is there is not believed")
+        self.path = path
+
+
+def private_folder(path: Path) -> Path:
+    """`path`, which nobody else may write to; missing folders are made for this user alone.
+
+    A folder of this user's that others may write to is closed to them; what they have left there `is_ours` tells.
+
+    Raises:
+        NotOurs: it, or a folder on the way, is another's or open to others.
+        OSError: the file system refuses.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid == os.geteuid() and _may_others_write(status):
+        path.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+    check_ours(path)
+    return path
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the file, or the folder with all that is in it, is there and can be believed."""
+    try:
+        check_ours(path)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode):
+            return all(is_ours(child) for child in path.iterdir())
+        return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+    except (NotOurs, FileNotFoundError):
+        return False
+
+
+def check_ours(path: Path) -> None:
+    """Looks at a path and every folder and link on its way.
+
+    Raises:
+        NotOurs: another than this user and root could have put it there, or may change it.
+        OSError: there is nothing, or it cannot be looked at.
+    """
+    links = 0
+    done = Path("/")
+    left = list(Path(os.path.abspath(path)).parts[1:])  # noqa: PTH100 - links are followed below, one at a time
+    _check_one(done)
+    while left:
+        name = left.pop(0)
+        if name == "..":
+            done = done.parent
+            continue
+        entry = done / name
+        _check_one(entry)
+        if not entry.is_symlink():
+            done = entry
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise NotOurs(path, "has too many links on its way")
+        target = entry.readlink()
+        if target.is_absolute():
+            done = Path("/")
+        left[:0] = [part for part in target.parts if part != "/"]
+
+
+def _check_one(entry: Path) -> None:
+    status = entry.lstat()
+    if status.st_uid not in (0, os.geteuid()):
+        raise NotOurs(entry, f"belongs to {_user(status.st_uid)}")
+    if stat.S_ISLNK(status.st_mode) or not _may_others_write(status):
+        return
+    if not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+        raise NotOurs(entry, "may be written to by others (chmod go-w would end that)")
+
+
+def _may_others_write(status: os.stat_result) -> bool:
+    if status.st_mode & 0o002:
+        return True
+    return bool(status.st_mode & 0o020) and not _is_own_group(status.st_gid)
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether nobody but this user is in the group: many systems give each user such a one, and open folders to it."""
+    if gid == 0:
+        return True
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
