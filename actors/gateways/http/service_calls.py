@@ -156,7 +156,7 @@ class ServiceCalls:
         )
 
 
-_OURSELVES = HTTPCaller("http")
+_OURSELVES = HTTPCaller("")  # not bounded as clients are
 
 
 class OpenCalls:
