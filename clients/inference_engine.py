@@ -49,7 +49,7 @@ class InferenceEngine:
     def has_room(self, num_positions: int, *, spare: int) -> bool:
         """Whether the pool has the blocks for so many positions and `spare` blocks more."""
         kv = self.context.kv
-        needed = kv.needed_to_completion(num_positions, 1)
+        needed = kv.most_held(num_positions, self.context.n_batch)
         return all(count + spare <= free for count, free in zip(needed, kv.free_blocks, strict=True))
 
     def prefill(self, session: InferenceSession) -> None:

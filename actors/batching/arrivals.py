@@ -189,7 +189,7 @@ class Arrivals:
             request.prompt_tokens, request.first_message, request.echo = found.tokens, found.first_message, found.echo
             if request.wanted.prompt_logprobs is not None:
                 request.prompt_logprobs = [None]  # nothing foretells the first token
-            max_tokens = self._intake.max_tokens(request.wanted, len(request.prompt_tokens))
+            max_tokens = self._intake.max_tokens(request)
         except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
             refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
             self._journal.unreadable(request, refusal)

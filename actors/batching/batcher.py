@@ -65,6 +65,7 @@ from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 from genbatch.nif.context import Context
+from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.proto.errors import PromptTooLong, Unavailable
 from genbatch.proto.service_messages import Health, Models
 
@@ -227,7 +228,9 @@ class Batcher(GenServer):
         self.slots = Slots(self.ctx, self.held, self.swap, in_turn, self.options.n_parallel, self.journal, now)
         self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
         self.commit = StepCommit(self.ctx, self.requests, self.journal)
-        self.planner = Planner(self.options, KVView(self.ctx.kv), self.slots, self.held)
+        view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
+        self.intake.longest = view.longest
+        self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held)
         self.sharing = PromptSharing(self.intake, self.held, self.slots)
         self.arrivals = self.arrivals_type(
             options=self.options,
@@ -259,7 +262,11 @@ class Batcher(GenServer):
         for content in self.options.system_prompts:
             held = self.sharing.hold_configured(content)
             if held.seq_id is not None:
-                await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
+                try:
+                    await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
+                except OutOfBlocks as error:
+                    reason = f"{content!r:.60} has {len(held.tokens)} tokens, for which the KV cache has no room"
+                    raise OptionError("system_prompts", reason) from error
             held.num_computed = len(held.tokens)
 
     def _open_intake(self) -> Intake:
@@ -305,7 +312,17 @@ class Batcher(GenServer):
         if self.sessions:
             self._serve_session()
             return
-        plan = self._plan()
+        is_done = False
+        while not is_done:
+            inflight = self._flight.sitting_out(self._sitting_out())
+            is_done = self._carry_out(self._plan(inflight), can_be_stuck=not inflight)
+
+    def _carry_out(self, plan: SchedulerOutput, *, can_be_stuck: bool) -> bool:
+        """Does what a plan says; whether that is all that can be done now.
+
+        A plan of which nothing can be done would be made again and again. So each one steps, pauses or refuses
+        somebody, or there is nothing to do.
+        """
         for owner in plan.paused_requests:
             self.slots.pause(owner)
         for owner in plan.never_fitting:
@@ -317,13 +334,17 @@ class Batcher(GenServer):
             self._await_deadline()
             repeats = self._runs_ahead and self.planner.repeats(plan)
             self.stepper.begin(groups, repeats=repeats)
-        elif plan.paused_requests or plan.never_fitting:
-            self._tick()  # what they gave back may let others in
-        else:
-            self._rest()
+            return True
+        if plan.paused_requests or plan.never_fitting:
+            return False  # what they gave back may let others in
+        rescue = self.planner.stuck() if can_be_stuck else None
+        if rescue is not None:
+            return self._carry_out(rescue, can_be_stuck=False)
+        self._rest()
+        return True
 
-    def _plan(self) -> SchedulerOutput:
-        return self.planner.plan(self._flight.sitting_out(self._sitting_out()))
+    def _plan(self, inflight: frozenset[int]) -> SchedulerOutput:
+        return self.planner.plan(inflight)
 
     def _sitting_out(self) -> frozenset[int]:
         """The ids of those that keep their place and are not planned."""
@@ -365,14 +386,11 @@ class Batcher(GenServer):
             self.requests.end_abandoned()
 
     def _refuse(self, owner: LlmRequest) -> None:
-        """The scheduler finds no way to fit it: a held prompt makes room first, then the request ends."""
-        oldest = self.held.least_recent()
-        if oldest is not None:
-            self.slots.drop_held(oldest)
+        """Ends a request that would not fit even if nothing else were there."""
+        if isinstance(owner, HeldPrompt):
+            self.slots.drop_held(owner)
         elif isinstance(owner, Sequence) and owner.phase is not Phase.FINISHED:
             self.requests.fail(owner.request, PromptTooLong("the KV cache cannot hold this request"))
-        elif isinstance(owner, HeldPrompt):
-            self.slots.drop_held(owner)
 
     # Ending, and what is asked meanwhile
 

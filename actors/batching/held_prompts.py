@@ -30,8 +30,12 @@ class HeldPrompts:
     def __len__(self) -> int:
         return len(self._held)
 
-    def find(self, tokens: Sequence[int], key: bytes) -> HeldPrompt | None:
-        """The longest held prompt that these tokens start with, for this owner or configured for all."""
+    def find(self, tokens: Sequence[int], key: bytes | None) -> HeldPrompt | None:
+        """The longest held prompt that these tokens start with, for this owner or configured for all.
+
+        Args:
+            key: whose; None: only configured ones.
+        """
         found: HeldPrompt | None = None
         for held in self._held:
             size = len(held.tokens)
@@ -41,6 +45,11 @@ class HeldPrompts:
             if (held.pinned or held.key == key) and tokens[:size] == held.tokens:
                 found = held
         return found
+
+    def pinned_prefix(self, tokens: Sequence[int]) -> int:
+        """How many positions a prompt shares with a configured one."""
+        held = self.find(tokens, None)
+        return len(held.tokens) if held is not None else 0
 
     def notice(self, prefix: Sequence[int], key: bytes) -> bool:
         """Books that a request starts with `prefix`; whether it is now worth holding (the second sighting)."""
@@ -79,10 +88,13 @@ class HeldPrompts:
         self._held.append(held)
         return True
 
+    def droppable(self) -> list[HeldPrompt]:
+        """Those that may go to make room, the least recently used first: not configured ones, nor unfinished ones."""
+        return sorted([held for held in self._held if held.ready and not held.pinned], key=lambda held: held.last_used)
+
     def least_recent(self, besides: HeldPrompt | None = None) -> HeldPrompt | None:
-        """The prompt to drop first, never a configured one nor one still being evaluated."""
-        droppable = [held for held in self._held if held.ready and not held.pinned and held is not besides]
-        return min(droppable, key=lambda held: held.last_used, default=None)
+        """The one to go first."""
+        return next((held for held in self.droppable() if held is not besides), None)
 
     def drop(self, held: HeldPrompt) -> int:
         """Takes a prompt out; returns the slot whose blocks the caller now frees."""

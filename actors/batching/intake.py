@@ -1,7 +1,7 @@
 """Intake: turns a caller's message into tokens, limits and sequences, or into a typed error naming the field."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from itertools import count
@@ -65,6 +65,8 @@ class Intake:
         self._tokenizer = model.tokenizer
         self._options = options
         self.max_positions = max_positions
+        # The most tokens for which there are blocks; whoever knows them says it in this one's place (KVView.longest).
+        self.longest: Callable[..., int] = lambda prompt_tokens, width, cap, shares: cap
         self._ids: Iterator[int] = count(1)
         # Finding a prefix renders several conversations; callers repeat the same first message.
         self._prefixes: dict[tuple[str, str], list[int]] = {}
@@ -198,27 +200,33 @@ class Intake:
             key=key,
         )
 
-    def max_tokens(self, wanted: GenerateRequest, num_prompt: int) -> int:
+    def max_tokens(self, request: Request) -> int:
         """How many tokens to generate at most.
+
+        What others hold does not count, only what is configured to be held for good.
 
         Raises:
             PromptTooLong: not even one more token fits after the prompt.
             InvalidRequest: more were asked for than fit.
         """
-        room = self.max_positions - num_prompt
+        wanted, num_prompt = request.wanted, len(request.prompt_tokens)
+        longest = self.longest(
+            request.prompt_tokens, request.beam_width, self.max_positions, shares=not _scores_prompt(request)
+        )
+        holds = f"the context holds {self.max_positions}"
+        if longest < self.max_positions:
+            holds = f"the KV cache has room for {longest} of one request"
+        room = longest - num_prompt
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens, the context holds {self.max_positions} "
-                "including at least one to generate",
+                f"the prompt has {num_prompt} tokens, {holds} including at least one to generate",
                 field=_prompt_field(wanted),
             )
         if wanted.max_tokens is None:
             return room
         if wanted.max_tokens > room:
             raise InvalidRequest(
-                "max_tokens",
-                f"{wanted.max_tokens} do not fit: the context holds {self.max_positions} tokens "
-                f"and the prompt takes {num_prompt}",
+                "max_tokens", f"{wanted.max_tokens} do not fit: {holds} tokens and the prompt takes {num_prompt}"
             )
         return wanted.max_tokens
 

@@ -47,8 +47,8 @@ class PacedBatcher(Batcher):
     def _wake(self) -> None:
         """What has arrived waits for the next iteration."""
 
-    def _plan(self) -> SchedulerOutput:
-        plan = super()._plan()
+    def _plan(self, inflight: frozenset[int]) -> SchedulerOutput:
+        plan = super()._plan(inflight)
         if self._pace is not None:
             self._pace.plan = plan
         return plan

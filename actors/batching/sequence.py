@@ -29,6 +29,15 @@ class Slotted(LlmRequest):
     donor: "Slotted | None" = None
     num_shared: int = 0
     beam_slots: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)  # of its tokens, as far as the prefix cache was asked
+
+    @property
+    def held_donor(self) -> "HeldPrompt | None":
+        """The held prompt whose beginning it shares, itself or through another choice of its request."""
+        donor = self.donor
+        while donor is not None and not isinstance(donor, HeldPrompt):
+            donor = donor.donor
+        return donor if donor is not None and donor.seq_id is not None else None
 
     @property
     def donor_ready(self) -> bool:

@@ -8,10 +8,11 @@ import trio
 from genbatch.actors.batching.fair_share import FairShare
 from genbatch.actors.batching.held_prompts import HeldPrompts
 from genbatch.actors.batching.journal import Journal
-from genbatch.actors.batching.sequence import HeldPrompt, Sequence
+from genbatch.actors.batching.sequence import HeldPrompt, Sequence, Slotted
 from genbatch.actors.batching.swap import Swap
 from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
 from genbatch.nif.context import Context
+from genbatch.nif.kv.step_draft import Beginning
 
 
 class Slots:
@@ -59,16 +60,22 @@ class Slots:
             return self._with_slots(ready)
         return ready
 
-    def reusable(self, sequence: Sequence) -> int:
-        """Positions that a waiting sequence would not have to evaluate if it were admitted now."""
+    def beginning_of(self, sequence: Slotted) -> Beginning:
+        """What a waiting sequence would start with if it were admitted now, and what that takes."""
+        assert isinstance(sequence, Sequence)
+        kv = self._ctx.kv
         swapped = self._swap.length(sequence.request_id)
         if swapped:
-            return swapped
-        if self._shares(sequence):
-            return sequence.num_shared
-        if sequence.scores_prompt:
-            return 0
-        return self._ctx.kv.peek_prefix(sequence.tokens, sequence.cache_key)
+            return kv.beginning_from_host(swapped)
+        donor, num_shared = self._sharing(sequence)
+        return kv.beginning(
+            sequence.tokens,
+            sequence.cache_key,
+            sequence.block_names,
+            source=None if donor is None else donor.seq_id,
+            num_shared=num_shared,
+            finds=not sequence.scores_prompt,
+        )
 
     def admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence into a slot, with whatever is already evaluated of its beginning."""
@@ -84,10 +91,11 @@ class Slots:
             tokens, key = sequence.tokens, sequence.cache_key
             sequence.num_computed = self._swap.back(sequence.request_id, seq_id, tokens, key)
             return
-        donor, num_shared = sequence.donor, 0
-        if donor is not None and donor.seq_id is not None and self._shares(sequence):
-            num_shared = sequence.num_shared
+        donor, num_shared = self._sharing(sequence)
+        if donor is not None:
+            assert donor.seq_id is not None
             self._ctx.seq_cp(donor.seq_id, seq_id, 0, num_shared)
+            sequence.num_computed = num_shared
             if isinstance(donor, HeldPrompt):
                 donor.last_used = self._now()
         if not sequence.scores_prompt:
@@ -154,12 +162,17 @@ class Slots:
                 return ready[:index]
         return ready
 
-    def _shares(self, sequence: Sequence) -> bool:
-        """Whether its donor still holds what is to be shared: a sliding window may have moved past it."""
-        donor = sequence.donor
-        if donor is None or donor.seq_id is None or not sequence.donor_ready:
-            return False
-        return self._ctx.kv.shortest_prefix(donor.seq_id) <= sequence.num_shared
+    def _sharing(self, sequence: Sequence) -> tuple[Slotted | None, int]:
+        """Whose beginning it takes over, and how many positions of it; none where there is nothing to take over."""
+        donor, num_shared = sequence.donor, sequence.num_shared
+        while donor is not None:
+            # A sliding window may have moved past what is to be shared.
+            ready = donor.seq_id is not None and donor.num_computed >= num_shared
+            if ready and donor.seq_id is not None and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared:
+                return donor, num_shared
+            # The choice whose prompt it would share is gone; what that one shared may still be there.
+            donor, num_shared = donor.donor, donor.num_shared
+        return None, 0
 
     def _free(self, sequence: Sequence) -> None:
         seq_id = sequence.seq_id

@@ -3,6 +3,7 @@
 from enum import Enum
 from itertools import islice, takewhile
 
+from genbatch.actors.scheduling.blocks import Blocks, total
 from genbatch.actors.scheduling.kv_resources import KVResources
 from genbatch.actors.scheduling.llm_request import LlmRequestState, Phase, RequestList
 from genbatch.actors.scheduling.scheduler import CapacityOutput, CapacityScheduler
@@ -53,7 +54,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
         needed_to_completion = kv.get_needed_resource_to_completion
         max_blocks = kv.get_max_resource_count()
         running = _running(active_requests)
-        available = max_blocks - sum(map(needed_to_completion, running))
+        available = max_blocks - total(map(needed_to_completion, running), kv.no_blocks)
         schedulable = self._schedulable_states()
         fitting = [request for request in running if request.state in schedulable]
         never_fitting: RequestList = []
@@ -113,13 +114,13 @@ class MaxUtilizationScheduler(CapacityScheduler):
         kv = self.kv_cache_manager
         running = _running(active_requests)
         needs = [kv.blocks_for_step(request, request.context_remaining) for request in running]
-        left = kv.free_blocks - sum(needs)
-        if left < 0:
+        left = kv.free_blocks - total(needs, kv.no_blocks)
+        if left < 0 and len(running) > 1:
             return self._make_room(active_requests, running, needs, left)
         return self._admit(active_requests, running, left)
 
     def _make_room(
-        self, active_requests: RequestList, running: RequestList, needs: list[int], left: int
+        self, active_requests: RequestList, running: RequestList, needs: list[Blocks], left: Blocks
     ) -> CapacityOutput:
         """Pauses running requests, all but one at most, until the others fit; admits nobody."""
         waiting = islice(active_requests, len(running), None)
@@ -130,12 +131,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
             request = running.pop(victim)
             left += needs.pop(victim) + self.kv_cache_manager.blocks_held(request)
             paused.append(request)
-        if left >= 0:
-            return CapacityOutput(running, paused)
-        if paused:
-            # Blocks that only paused requests shared come free beyond what was counted: ask again next time.
-            return CapacityOutput([], paused)
-        return CapacityOutput([], [], never_fitting=running)
+        # Blocks that only paused requests shared come free beyond what was counted: else ask again next time.
+        return CapacityOutput(running if left >= 0 else [], paused)
 
     def _victim(self, running: RequestList, reset_blocks: bool) -> int:
         # Each request is reset once at most as the oldest: a steady stream of new ones must not starve it.
@@ -146,7 +143,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         spared = (index for index in newest_first if running[index].num_pauses < self.max_pauses)
         return next(spared, len(running) - 1)
 
-    def _admit(self, active_requests: RequestList, running: RequestList, left: int) -> CapacityOutput:
+    def _admit(self, active_requests: RequestList, running: RequestList, left: Blocks) -> CapacityOutput:
         kv = self.kv_cache_manager
         max_blocks = kv.get_max_resource_count()
         margin_blocks = self.margin * kv.num_blocks
@@ -155,16 +152,15 @@ class MaxUtilizationScheduler(CapacityScheduler):
         for request in islice(active_requests, len(running), None):
             if len(fitting) >= self.max_num_requests or (fitting and left < margin_blocks):
                 break
-            needed = kv.blocks_for_step(request, request.context_remaining)
             if kv.get_needed_resource_to_completion(request) > max_blocks:
                 never_fitting.append(request)
-            elif needed <= left:
-                fitting.append(request)
-                left -= needed
-            elif fitting:
+                continue
+            needed = kv.blocks_for_step(request, request.context_remaining)
+            # Alone it has all there is: what held prompts keep is given back for it.
+            if fitting and needed > left:
                 break
-            else:
-                never_fitting.append(request)  # the pool is all it could get, and it is too small
+            fitting.append(request)
+            left -= needed
         return CapacityOutput(fitting, [], never_fitting)
 
 

@@ -2,15 +2,15 @@
 
 from typing import Protocol
 
+from genbatch.actors.scheduling.blocks import Blocks
 from genbatch.actors.scheduling.llm_request import LlmRequest
 
 
 class KVResources(Protocol):
     """The `kv_cache_manager` argument of schedulers; asking changes nothing.
 
-    Schedulers add up needs and compare the sum with what is free. Over several block pools an
-    implementation answers in the units of one, needs rounded up and free blocks rounded down, so that
-    what fits here fits in every pool.
+    Schedulers add up needs and compare the sum with what is there. They need not be exact: the Batcher carries out
+    as much of a plan as fits, by the allocator's own arithmetic.
     """
 
     @property
@@ -19,29 +19,38 @@ class KVResources(Protocol):
         ...
 
     @property
-    def num_blocks(self) -> int:
-        """All blocks of the pool."""
+    def num_blocks(self) -> Blocks:
+        """All blocks."""
         ...
 
     @property
-    def free_blocks(self) -> int:
-        """Blocks the allocator can hand out now, those that keep a finished prefix included."""
+    def free_blocks(self) -> Blocks:
+        """Blocks that can be handed out now, those included that keep a finished prefix or an idle held prompt."""
         ...
 
-    def get_max_resource_count(self) -> int:
-        """Blocks that requests may hold in all."""
+    @property
+    def no_blocks(self) -> Blocks:
+        """None of any pool."""
         ...
 
-    def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Blocks the request holds in total once it has `max_positions`, those held now included."""
+    def get_max_resource_count(self) -> Blocks:
+        """Blocks that requests may hold in all: what is not pinned by a configured prompt."""
         ...
 
-    def blocks_held(self, request: LlmRequest) -> int:
+    def get_needed_resource_to_completion(self, request: LlmRequest) -> Blocks:
+        """The most blocks the request holds on its way to `max_positions`, those held now included.
+
+        What it shares with a configured prompt is not counted. More than `get_max_resource_count()` only if it does
+        not fit even alone.
+        """
+        ...
+
+    def blocks_held(self, request: LlmRequest) -> Blocks:
         """Blocks that become free if this request alone is released."""
         ...
 
-    def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> int:
-        """Blocks that leave `free_blocks` before `num_tokens` more tokens of the request can be computed.
+    def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> Blocks:
+        """The most blocks that leave `free_blocks` until `num_tokens` more tokens of the request are computed.
 
         For a pending request that includes the free blocks that keep a prefix it will reuse.
         """

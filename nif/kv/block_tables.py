@@ -77,12 +77,14 @@ class BlockTables:
             if count > pool.num_free:
                 raise OutOfBlocks(count, pool.num_free)
 
+    def partial_tail(self, group: int, sequence: KVSequence) -> int | None:
+        """The partly filled last block."""
+        return sequence.tables[group][-1] if len(sequence.tokens) % self.block_size else None
+
     def shared_tail(self, group: int, sequence: KVSequence) -> int | None:
         """The partly filled last block, if somebody else holds it too."""
-        if len(sequence.tokens) % self.block_size == 0:
-            return None
-        block = sequence.tables[group][-1]
-        return block if self.pools[group].references[block] > 1 else None
+        block = self.partial_tail(group, sequence)
+        return None if block is None or self.pools[group].references[block] == 1 else block
 
     def settle(self, sequence: KVSequence) -> None:
         """Caches the blocks that became whole and drops those that fell behind a window."""

@@ -9,13 +9,14 @@ Each layer group has its own pool and each sequence one block table a group. Not
 time, and between reserve and commit nothing but reads.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.block_tables import NEVER, BlockTables, Ints
 from genbatch.nif.kv.prefix_cache import PrefixCache
-from genbatch.nif.kv.reservation import Entries, Reservation, plan
+from genbatch.nif.kv.reservation import Entries, Reservation, more_blocks
 from genbatch.nif.kv.sequence_checks import (
     check_copy,
     check_prompt,
@@ -23,6 +24,7 @@ from genbatch.nif.kv.sequence_checks import (
     sequence_of,
     shortest_prefix,
 )
+from genbatch.nif.kv.step_draft import Beginning, StepDraft
 from genbatch.nif.layer_group import LayerGroup
 
 
@@ -79,6 +81,7 @@ class KVCache:
         self.max_per_sequence = max_per_sequence
         self._cap = NEVER if max_per_sequence is None else max_per_sequence
         self._tables = BlockTables(groups, num_blocks, block_size, num_sequences, allow_block_sharing)
+        self._no_blocks = (0,) * len(groups)
         self._open: Reservation | None = None
 
     # What a sequence holds
@@ -134,13 +137,56 @@ class KVCache:
         self._open = Reservation(self._tables, entries, self._cap, self._close)
         return self._open
 
-    def blocks_needed(self, entries: Entries) -> tuple[int, ...]:
-        """Per group, the blocks that `reserve` would take.
+    def draft(self) -> StepDraft:
+        """A step on paper: what `reserve` would take for its entries."""
+        return StepDraft(self._tables)
 
-        Raises:
-            BatchError: as `reserve`.
+    def beginning(
+        self,
+        tokens: Sequence[int],
+        key: bytes,
+        names: list[bytes],
+        *,
+        source: int | None = None,
+        num_shared: int = 0,
+        finds: bool = True,
+    ) -> Beginning:
+        """What an empty sequence would hold after a `seq_cp` and an `attach_prefix`; counts as no query.
+
+        Args:
+            tokens, key: as for `attach_prefix`.
+            names: of the blocks of `tokens` under `key`, as far as they were needed; kept by the caller for the next
+                time, so that no block is hashed twice.
+            source: whose first `num_shared` positions it would share.
+            finds: whether there would be an `attach_prefix`.
         """
-        return tuple(plan(self._tables, entries, self._cap)[1])
+        tables, cache = self._tables, self._tables.prefix_cache
+        tail: tuple[int, ...] | None = None
+        length = 0
+        if source is not None:
+            length = num_shared
+            donor = tables.sequences[source]
+            finds = finds and donor.key is not None
+            if length % self.block_size:
+                tail = tuple(table[length // self.block_size] for table in donor.tables)
+        if cache is None or not finds:
+            return Beginning(length, self._no_blocks, tail=tail)
+        first = length // self.block_size
+        known = cache.known_run(tokens, key, names, first, (len(tokens) - 1) // self.block_size)
+        if known == first:
+            return Beginning(length, self._no_blocks, tail=tail)
+        found = frozenset(
+            (group, block)
+            for name in names[first:known]
+            for group, block in enumerate(cache.blocks(name))
+            if tables.pools[group].references[block] == 0
+        )
+        return Beginning(known * self.block_size, self._no_blocks, found)
+
+    def beginning_from_host(self, length: int) -> Beginning:
+        """What an empty sequence would hold after an `import_` of `length` tokens."""
+        whole = self._tables.blocks(length)
+        return Beginning(length, tuple(whole - first for first in self._tables.first_needed(length)))
 
     # Sequences
 
@@ -177,13 +223,6 @@ class KVCache:
             self._tables.adopt(sequence, tokens, match)
         sequence.wake = 0
         return len(sequence.tokens)
-
-    def peek_prefix(self, tokens: Sequence[int], key: bytes = b"") -> int:
-        """Positions that `attach_prefix` would give an empty sequence now; counts as no query."""
-        cache = self._tables.prefix_cache
-        if cache is None:
-            return 0
-        return cache.known_run(tokens, key, (len(tokens) - 1) // self.block_size) * self.block_size
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Makes positions [p0, p1) of `src` belong to `dst` too.
@@ -279,47 +318,67 @@ class KVCache:
         """The prefix cache with its counters; None while blocks are not shared by content."""
         return self._tables.prefix_cache
 
-    def exclusive_blocks(self, seq_id: int) -> tuple[int, ...]:
-        """Per group, the blocks that would become free if this sequence alone were removed."""
+    def blocks_held(self, seq_id: int) -> tuple[int, ...]:
+        """Per group, the blocks of a sequence's table, shared ones included."""
         sequence = sequence_of(self._tables, seq_id)
-        exclusive = []
-        for pool, table, evicted in zip(self._tables.pools, sequence.tables, sequence.evicted, strict=True):
-            exclusive.append(sum(pool.references[block] == 1 for block in table[evicted:]))
-        return tuple(exclusive)
+        pairs = zip(sequence.tables, sequence.evicted, strict=True)
+        return tuple(len(table) - evicted for table, evicted in pairs)
 
-    def needed_to_completion(self, prompt_len: int, max_new_tokens: int) -> tuple[int, ...]:
-        """Per group, the most blocks that a request alone holds until it has produced all its tokens.
+    def held_only_by(self, seq_ids: Sequence[int]) -> tuple[int, ...]:
+        """Per group, the blocks that would become free if these sequences were removed."""
+        counts = []
+        for group, pool in enumerate(self._tables.pools):
+            holders: Counter[int] = Counter()
+            for seq_id in seq_ids:
+                sequence = sequence_of(self._tables, seq_id)
+                holders.update(sequence.tables[group][sequence.evicted[group] :])
+            counts.append(sum(pool.references[block] == count for block, count in holders.items()))
+        return tuple(counts)
 
-        The last token is never evaluated, so the full length is prompt_len + max_new_tokens - 1 positions. A
-        windowed group holds no more than its window spans; a prefill chunk in flight comes on top of that.
+    def most_held(self, length: int, chunk: int = 1) -> tuple[int, ...]:
+        """Per group, the most blocks that a sequence alone holds on its way to `length` positions.
+
+        A group with a window holds what its window spans, and the tokens of the step: what falls behind the window is
+        given back after the step.
+
+        Args:
+            chunk: most positions that one step adds.
         """
-        return self._most_held(prompt_len + max(0, max_new_tokens - 1))
+        whole = self._tables.blocks(length)
+        spans = (None if group.window is None else group.window + chunk + self.block_size - 2 for group in self.groups)
+        return tuple(whole if span is None else min(whole, self._tables.blocks(span)) for span in spans)
 
-    def blocks_to_reach(self, seq_id: int, length: int) -> tuple[int, ...]:
-        """Per group, how many more blocks a sequence takes until it holds `length` positions."""
+    def still_to_take(self, seq_id: int, length: int, chunk: int = 1) -> tuple[int, ...]:
+        """Per group, the most blocks that a sequence yet takes on its way to `length` positions.
+
+        Arguments as for `most_held`.
+        """
         sequence = sequence_of(self._tables, seq_id)
-        more = []
-        for group, most in enumerate(self._most_held(length)):
-            held = len(sequence.tables[group]) - sequence.evicted[group]
-            copied = length > len(sequence.tokens) and self._tables.shared_tail(group, sequence) is not None
-            more.append(max(0, most - held) + copied)
+        if length <= len(sequence.tokens):
+            return self._no_blocks
+        more = more_blocks(self._tables, sequence, length)
+        if not self._tables.windows:
+            return tuple(more)
+        # Blocks that others hold, too, do not come free when they fall behind the window.
+        own = self.held_only_by((seq_id,))
+        most = self.most_held(length, chunk)
+        for group, _ in self._tables.windows:
+            more[group] = min(more[group], max(0, most[group] - own[group]))
         return tuple(more)
+
+    def still_to_take_from(self, beginning: Beginning, length: int, chunk: int = 1) -> tuple[int, ...]:
+        """The same for a sequence that is yet to be started."""
+        draft = self.draft()
+        more = self._tables.blocks(length) - self._tables.blocks(beginning.length)
+        needed = [cost + more for cost in draft.costs(beginning)]
+        most = self.most_held(length, chunk)
+        for group, _ in self._tables.windows:
+            needed[group] = min(needed[group], most[group])
+        return tuple(needed)
 
     def is_writable(self, seq_id: int, length: int) -> bool:
         """Whether a sequence can grow to `length` positions without a new block; it may not know that it can."""
         return length <= sequence_of(self._tables, seq_id).writable
-
-    def can_admit(self, prompt_len: int, max_new_tokens: int = 0) -> bool:
-        """Whether every group has the free blocks that such a request needs, shared prefixes aside."""
-        needed = self.needed_to_completion(prompt_len, max_new_tokens)
-        return all(count <= pool.num_free for count, pool in zip(needed, self._tables.pools, strict=True))
-
-    def can_ever_admit(self, prompt_len: int, max_new_tokens: int = 0) -> bool:
-        """Whether such a request fits when nothing else is there."""
-        if prompt_len + max(0, max_new_tokens - 1) > self._cap:
-            return False
-        needed = self.needed_to_completion(prompt_len, max_new_tokens)
-        return all(count <= total for count, total in zip(needed, self.num_blocks, strict=True))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless tables, reference counts, pools and the prefix cache agree."""
@@ -333,11 +392,3 @@ class KVCache:
 
     def _assert_idle(self) -> None:
         assert self._open is None, "a step is in progress: its reservation is neither committed nor rolled back"
-
-    def _most_held(self, length: int) -> tuple[int, ...]:
-        whole = self._tables.blocks(length)
-        # A window that starts at the last position of a block spans one block more than its size says.
-        return tuple(
-            whole if group.window is None else min(whole, self._tables.blocks(group.window - 1) + 1)
-            for group in self.groups
-        )

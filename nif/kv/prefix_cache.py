@@ -86,14 +86,23 @@ class PrefixCache:
         self.num_hit_tokens += len(match.blocks) * self.block_size
         return match
 
-    def known_run(self, tokens: Sequence[int], key: bytes, max_blocks: int) -> int:
-        """How many of the prompt's first blocks are known; counts as no query."""
-        parent = root_hash(key)
-        for index in range(max_blocks):
-            parent = self._name(parent, tokens, index)
-            if not all(parent in known for known in self._blocks):
+    def known_run(self, tokens: Sequence[int], key: bytes, names: list[bytes], first: int, limit: int) -> int:
+        """Up to which block, from `first` on and at most `limit`, all of the prompt's are known; counts as no query.
+
+        Args:
+            names: of the prompt's first blocks; those that are missing and needed are appended.
+        """
+        for index in range(first, limit):
+            while len(names) <= index:
+                parent = names[-1] if names else root_hash(key)
+                names.append(self._name(parent, tokens, len(names)))
+            if not all(names[index] in known for known in self._blocks):
                 return index
-        return max_blocks
+        return limit
+
+    def blocks(self, name: bytes) -> list[int]:
+        """Per group, the block with a known name."""
+        return [known[name] for known in self._blocks]
 
     def insert(self, group: int, name: bytes, block: int) -> bool:
         """Makes a completed block findable; False when another block is already known for that content."""

@@ -127,10 +127,18 @@ def plan(tables: BlockTables, entries: Entries, cap: int) -> tuple[Growing, list
         raise BatchError("a sequence appears twice in one batch")
     needed = [0] * len(tables.pools)
     for sequence, length in growing:
-        blocks = tables.blocks(length) - len(sequence.tables[0])
-        for group in range(len(needed)):
-            needed[group] += blocks + (tables.shared_tail(group, sequence) is not None)
+        for group, count in enumerate(more_blocks(tables, sequence, length)):
+            needed[group] += count
     return growing, needed
+
+
+def more_blocks(tables: BlockTables, sequence: KVSequence, length: int) -> list[int]:
+    """Per group, the blocks that a step takes in which a sequence grows to `length` positions.
+
+    What falls behind a window is given back after the step only.
+    """
+    more = max(0, tables.blocks(length) - len(sequence.tables[0]))
+    return [more + (tables.shared_tail(group, sequence) is not None) for group in range(len(tables.pools))]
 
 
 def _contradiction(seq_id: int, sequence: KVSequence, count: int, n_past: int, cap: int) -> BatchError:
