@@ -197,7 +197,7 @@ class Crowd:
                     self._open_context, self.options, open_worker=lambda _: SimWorker(nursery, rng, STEP_S)
                 )
                 ref = await start(nursery, batcher, name="batcher")
-                _watch(batcher)
+                watch(batcher)
 
                 async def ask(index: int, one: Asked) -> None:
                     await trio.sleep(one.at_s)
@@ -212,7 +212,7 @@ class Crowd:
                     for index, one in enumerate(crowd):
                         asking.start_soon(ask, index, one)
                 if not any(isinstance(answer, Unavailable) for answer in answers):
-                    _check_rest(batcher)  # else the reason for which it has stopped is on its way
+                    check_rest(batcher)  # else the reason for which it has stopped is on its way
                 nursery.cancel_scope.cancel()
 
         run_seeded(main, self.seed)
@@ -251,7 +251,7 @@ def _draw_options(rng: random.Random) -> BatcherOptions:
     )
 
 
-def _watch(batcher: Batcher) -> None:
+def watch(batcher: Batcher) -> None:
     """Has the Batcher fail if it pauses one sequence after another and nobody gets a token."""
     stats, paused = batcher.stats, batcher.journal.paused
     last = [0, 0]  # tokens, and pauses since then
@@ -264,7 +264,7 @@ def _watch(batcher: Batcher) -> None:
     batcher.journal.paused = count  # type: ignore[method-assign]
 
 
-def _check_rest(batcher: Batcher) -> None:
+def check_rest(batcher: Batcher) -> None:
     """All that was taken is given back."""
     assert batcher.slots.seq_pool == set(range(batcher.options.n_parallel)), "a slot is lost"
     assert not batcher.slots.sequences and not batcher.slots.pending

@@ -13,7 +13,7 @@ from genbatch.actors.scheduling.llm_request import (
     Phase,
     split_by_phase,
 )
-from tests.actors.scheduling.counted_blocks import decoding, prefilling, request
+from tests.actors.scheduling.real_blocks import decoding, prefilling, request
 
 LEGAL = {
     (Phase.PENDING, Phase.PREFILLING),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from genbatch.actors.scheduling.capacity import GuaranteedNoEvictScheduler
 from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions, build_scheduler
-from tests.actors.scheduling.counted_blocks import CountedBlocks, Loop, request
+from tests.actors.scheduling.real_blocks import RealBlocks, Loop, request
 
 # The document's text, its indentation restored and one import put before it; nothing else is changed.
 PASTED = """
@@ -76,7 +76,7 @@ def pasted_module():
     del sys.modules[module.__name__]
 
 
-def loop_with(scheduler: str | None, kv: CountedBlocks, slots: int) -> Loop:
+def loop_with(scheduler: str | None, kv: RealBlocks, slots: int) -> Loop:
     name = scheduler or "fifo"
     options = SchedulerOptions(scheduler=name, max_num_requests=slots, max_batch_tokens=16)
     return Loop(build_scheduler(options, kv), kv, options.limits(kv.block_size))
@@ -84,7 +84,7 @@ def loop_with(scheduler: str | None, kv: CountedBlocks, slots: int) -> Loop:
 
 @given(JOBS, st.integers(15, 40), st.integers(1, 6))
 def test_s05_the_documents_class_pasted_by_a_user_serves_everyone(jobs, num_blocks, slots) -> None:
-    loop = loop_with("pasted_scheduler:GuaranteedNoEvictScheduler", CountedBlocks(num_blocks, 4), slots)
+    loop = loop_with("pasted_scheduler:GuaranteedNoEvictScheduler", RealBlocks(num_blocks, 4), slots)
     loop.add(request(number, *job) for number, job in enumerate(jobs))
     loop.run()
     assert len(loop.finished) == len(jobs)
@@ -93,7 +93,7 @@ def test_s05_the_documents_class_pasted_by_a_user_serves_everyone(jobs, num_bloc
 
 @given(jobs=JOBS, num_blocks=st.integers(15, 40), slots=st.integers(1, 6))
 def test_s05_it_chooses_what_ours_chooses_at_every_step(pasted_module, jobs, num_blocks, slots) -> None:
-    kv = CountedBlocks(num_blocks, 4)
+    kv = RealBlocks(num_blocks, 4)
     loop = loop_with("pasted_scheduler:GuaranteedNoEvictScheduler", kv, slots)
     ours = GuaranteedNoEvictScheduler(slots, kv)
     theirs = pasted_module.GuaranteedNoEvictScheduler(slots, kv)
@@ -105,7 +105,7 @@ def test_s05_it_chooses_what_ours_chooses_at_every_step(pasted_module, jobs, num
 
 
 def test_s05_where_the_document_asserts_ours_reports_the_request() -> None:
-    kv = CountedBlocks(2, 4)
+    kv = RealBlocks(2, 4)
     build = sys.modules["pasted_scheduler"].GuaranteedNoEvictScheduler
     too_long = request(1, 20, 1)
     with pytest.raises(AssertionError, match="no pending request can get enough resource"):

@@ -8,7 +8,7 @@ from genbatch.actors.scheduling.fifo import FIFOScheduler
 from genbatch.actors.scheduling.prefill_first import PrefillFirstScheduler
 from genbatch.actors.scheduling.scheduler import SimpleScheduler
 from genbatch.actors.scheduling.step_plan import StepLimits
-from tests.actors.scheduling.counted_blocks import CountedBlocks, Loop, decoding, prefilling, request
+from tests.actors.scheduling.real_blocks import RealBlocks, Loop, decoding, prefilling, request
 
 
 def test_h06_a_split_prefill_goes_before_decodes_and_waiting_requests_come_last() -> None:
@@ -22,7 +22,7 @@ def test_h06_a_split_prefill_goes_before_decodes_and_waiting_requests_come_last(
 
 def recorded(step_order: type[FIFOScheduler] | type[PrefillFirstScheduler]) -> list[tuple[int, int]]:
     """(decodes, context tokens) of each step while a long prompt joins a running decode."""
-    limits, kv = StepLimits(max_batch_tokens=8, block_size=4), CountedBlocks(64, 4)
+    limits, kv = StepLimits(max_batch_tokens=8, block_size=4), RealBlocks(64, 4)
     loop = Loop(SimpleScheduler(GuaranteedNoEvictScheduler(4, kv), step_order(limits)), kv, limits)
     loop.add([request(1, 4, 6)])
     loop.tick()
@@ -44,7 +44,7 @@ def test_h06_the_recorded_order_differs_from_fifo() -> None:
     st.booleans(),
 )
 def test_h06_nobody_starves_under_prefill_first(jobs, tokens, num_blocks, cache_budget, evicts) -> None:
-    limits, kv = StepLimits(tokens, 4, cache_budget), CountedBlocks(num_blocks, 4)
+    limits, kv = StepLimits(tokens, 4, cache_budget), RealBlocks(num_blocks, 4)
     capacity = MaxUtilizationScheduler(6, kv) if evicts else GuaranteedNoEvictScheduler(6, kv)
     loop = Loop(SimpleScheduler(capacity, PrefillFirstScheduler(limits)), kv, limits)
     loop.add(request(number, *job) for number, job in enumerate(jobs))
@@ -53,7 +53,7 @@ def test_h06_nobody_starves_under_prefill_first(jobs, tokens, num_blocks, cache_
 
 
 def test_h06_a_steady_stream_of_prompts_does_not_keep_the_decodes_out() -> None:
-    limits, kv = StepLimits(max_batch_tokens=8, block_size=4), CountedBlocks(400, 4)
+    limits, kv = StepLimits(max_batch_tokens=8, block_size=4), RealBlocks(400, 4)
     loop = Loop(SimpleScheduler(GuaranteedNoEvictScheduler(16, kv), PrefillFirstScheduler(limits)), kv, limits)
     first = request(0, 4, 10)
     loop.add([first])

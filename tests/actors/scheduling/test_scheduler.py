@@ -19,7 +19,7 @@ from genbatch.actors.scheduling.scheduler import (
     normalize_output,
 )
 from genbatch.actors.scheduling.step_plan import StepLimits
-from tests.actors.scheduling.counted_blocks import CountedBlocks, Loop, decoding, prefilling, request
+from tests.actors.scheduling.real_blocks import RealBlocks, Loop, decoding, prefilling, request
 
 LIMITS = StepLimits(max_batch_tokens=16, block_size=4)
 
@@ -41,7 +41,7 @@ class OneOfEach(MicroBatchScheduler):
 
 
 def loop_of(scheduler: RequestScheduler, num_blocks: int = 64, limits: StepLimits = LIMITS) -> Loop:
-    return Loop(scheduler, CountedBlocks(num_blocks, limits.block_size), limits)
+    return Loop(scheduler, RealBlocks(num_blocks, limits.block_size), limits)
 
 
 def sizes(draw_from: int = 30) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -63,7 +63,7 @@ def test_s02_requests_in_flight_are_left_out_of_the_step() -> None:
 
 
 def test_s03_simple_scheduler_asks_for_capacity_first_and_passes_only_what_fits() -> None:
-    kv = CountedBlocks(4, 4)
+    kv = RealBlocks(4, 4)
     scheduler = SimpleScheduler(GuaranteedNoEvictScheduler(8, kv), FIFOScheduler(LIMITS))
     context, generation, paused = scheduler.schedule_request([request(1, 8, 5), request(2, 8, 5)], set())
     assert ([r.request_id for r in context], generation, paused) == ([1], [], [])
@@ -83,7 +83,7 @@ def test_s03_a_pause_that_a_step_in_flight_forbids_is_put_off() -> None:
 @given(sizes(), st.integers(8, 40), st.integers(1, 20), st.booleans(), st.booleans())
 def test_s04_plans_are_disjoint_subsets_within_the_budgets(jobs, num_blocks, tokens, evicts, chunked) -> None:
     limits = StepLimits(max_batch_tokens=tokens, block_size=4, enable_chunked_context=chunked)
-    kv = CountedBlocks(num_blocks, 4)
+    kv = RealBlocks(num_blocks, 4)
     capacity = MaxUtilizationScheduler(8, kv) if evicts else GuaranteedNoEvictScheduler(8, kv)
     loop = Loop(SimpleScheduler(capacity, FIFOScheduler(limits)), kv, limits)
     loop.add(request(number, *job) for number, job in enumerate(jobs))
@@ -195,7 +195,7 @@ def test_b15_fused_mixes_prefill_and_decode_and_so_runs_fewer_forwards() -> None
 
 
 def test_b15_v1_runs_a_group_in_lockstep_and_nobody_joins_before_it_is_complete() -> None:
-    kv = CountedBlocks(64, 4)
+    kv = RealBlocks(64, 4)
     loop = Loop(LockstepScheduler(GuaranteedNoEvictScheduler(4, kv), FIFOScheduler(LIMITS)), kv, LIMITS)
     loop.add(request(number, prompt=12, max_new=2 + 3 * number) for number in range(4))
     loop.tick()
@@ -225,7 +225,7 @@ def test_b15_v1_refuses_a_capacity_scheduler_that_pauses() -> None:
 
 @given(sizes(), st.integers(1, 4), st.integers(4, 20))
 def test_b15_v1_finishes_every_group(jobs, slots, num_blocks) -> None:
-    kv = CountedBlocks(num_blocks, 4)
+    kv = RealBlocks(num_blocks, 4)
     loop = Loop(LockstepScheduler(GuaranteedNoEvictScheduler(slots, kv), FIFOScheduler(LIMITS)), kv, LIMITS)
     loop.add(request(number, *job) for number, job in enumerate(jobs))
     loop.run()

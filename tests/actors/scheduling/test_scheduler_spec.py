@@ -17,7 +17,7 @@ from genbatch.actors.scheduling.lockstep import LockstepScheduler
 from genbatch.actors.scheduling.prefill_first import PrefillFirstScheduler
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SimpleScheduler
 from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions, build_scheduler
-from tests.actors.scheduling.counted_blocks import CountedBlocks, Loop, request
+from tests.actors.scheduling.real_blocks import RealBlocks, Loop, request
 
 
 class Whole(RequestScheduler):
@@ -54,7 +54,7 @@ def users_module(monkeypatch) -> ModuleType:
 
 
 def run(**options: object) -> Loop:
-    kv, options = CountedBlocks(40, 4), SchedulerOptions(max_batch_tokens=16, **options)
+    kv, options = RealBlocks(40, 4), SchedulerOptions(max_batch_tokens=16, **options)
     loop = Loop(build_scheduler(options, kv), kv, options.limits(kv.block_size))
     loop.add(request(number, 10, 3) for number in range(5))
     loop.run()
@@ -63,13 +63,13 @@ def run(**options: object) -> Loop:
 
 @pytest.mark.parametrize(("name", "step_order"), [("fifo", FIFOScheduler), ("prefill_first", PrefillFirstScheduler)])
 def test_s07_h05_h06_a_step_order_is_chosen_by_name(name: str, step_order: type) -> None:
-    scheduler = build_scheduler(SchedulerOptions(scheduler=name), CountedBlocks(8, 4))
+    scheduler = build_scheduler(SchedulerOptions(scheduler=name), RealBlocks(8, 4))
     assert isinstance(scheduler, SimpleScheduler)
     assert type(scheduler.micro_batch_scheduler) is step_order
 
 
 def test_s07_the_policy_decides_the_capacity_scheduler_and_gets_its_options() -> None:
-    kv = CountedBlocks(8, 4)
+    kv = RealBlocks(8, 4)
     cautious = build_scheduler(SchedulerOptions(policy=SchedulerPolicy("GUARANTEED_NO_EVICT")), kv)
     assert type(cautious.capacity_scheduler) is GuaranteedNoEvictScheduler
     eager = build_scheduler(
@@ -91,7 +91,7 @@ def test_s07_swapping_the_scheduler_changes_the_order_and_nothing_else() -> None
 
 def test_s07_a_named_capacity_scheduler_is_called_as_documented_and_joined_with_fifo() -> None:
     scheduler = build_scheduler(
-        SchedulerOptions(scheduler="users_schedulers:Cautious", max_num_requests=2), CountedBlocks(8, 4)
+        SchedulerOptions(scheduler="users_schedulers:Cautious", max_num_requests=2), RealBlocks(8, 4)
     )
     assert type(scheduler.capacity_scheduler) is Cautious
     assert scheduler.capacity_scheduler.max_num_requests == 2
@@ -99,7 +99,7 @@ def test_s07_a_named_capacity_scheduler_is_called_as_documented_and_joined_with_
 
 
 def test_s07_a_scheduler_object_is_used_as_it_is() -> None:
-    kv = CountedBlocks(8, 4)
+    kv = RealBlocks(8, 4)
     mine = Whole(1, kv)
     assert build_scheduler(SchedulerOptions(scheduler=mine), kv) is mine
 
@@ -120,11 +120,11 @@ def test_s07_a_scheduler_object_is_used_as_it_is() -> None:
 )
 def test_s07_a_name_that_leads_to_no_scheduler_is_refused_with_the_reason(name: str, fault: str) -> None:
     with pytest.raises(SchedulerError, match=fault):
-        build_scheduler(SchedulerOptions(scheduler=name), CountedBlocks(8, 4))
+        build_scheduler(SchedulerOptions(scheduler=name), RealBlocks(8, 4))
 
 
 def test_b15_v1_gives_a_lockstep_scheduler_that_reserves_whatever_the_policy() -> None:
-    kv = CountedBlocks(8, 4)
+    kv = RealBlocks(8, 4)
     scheduler = build_scheduler(SchedulerOptions(batching_type=BatchingType("V1")), kv)
     assert isinstance(scheduler, LockstepScheduler)
     assert type(scheduler.capacity_scheduler) is GuaranteedNoEvictScheduler

@@ -100,21 +100,14 @@ def test_h09_a_step_that_one_group_cannot_hold_allocates_nothing_in_any() -> Non
     kv.check_integrity()
 
 
-def test_h09_admission_looks_at_every_group() -> None:
+def test_h09_a_draft_looks_at_every_group() -> None:
     kv = KVCache([_FULL, LayerGroup((1,), 8)], num_blocks=[8, 3], block_size=4, num_sequences=2)
-    assert kv.can_admit(20, 13)
-    assert not kv.can_admit(20, 14)  # the first group would need a ninth block
-    _write(kv, 0, range(5))
-    assert not kv.can_admit(20)  # the window alone takes three, one is left
-    assert kv.can_ever_admit(20)
-    assert kv.can_admit(4)
-
-
-def test_a_request_larger_than_the_pool_is_known_before_it_runs() -> None:
-    kv = _cache(4, max_per_sequence=14)
-    assert kv.can_ever_admit(10, 5)
-    assert not kv.can_ever_admit(10, 6)
-    assert not _cache(3).can_ever_admit(10, 5)
+    _write(kv, 0, range(8))
+    empty = kv.beginning(range(20), b"", [])
+    assert kv.draft().reach_from(empty) == 4  # the first group has six blocks left, the window one
+    assert kv.draft().begin(empty, 4)
+    assert not kv.draft().begin(empty, 5)
+    assert kv.draft().reach(0) == 12
 
 
 @pytest.mark.parametrize(
@@ -132,9 +125,8 @@ def test_a_request_larger_than_the_pool_is_known_before_it_runs() -> None:
 def test_an_entry_that_contradicts_the_cache_is_named(entries: list[tuple[int, list[int], int]], reason: str) -> None:
     kv = _cache(max_per_sequence=12)
     _write(kv, 0, [5, 6])
-    for refused in (kv.reserve, kv.blocks_needed):
-        with pytest.raises(BatchError, match=reason):
-            refused([(2, [1] * 8, 0), *entries])
+    with pytest.raises(BatchError, match=reason):
+        kv.reserve([(2, [1] * 8, 0), *entries])
     assert kv.free_blocks == (15,)
     kv.check_integrity()
 
@@ -448,12 +440,12 @@ def test_s06_the_estimate_equals_the_allocation_at_full_length(
     prompt_len: int, max_new_tokens: int, window: int, block_size: int
 ) -> None:
     kv = _cache(100, windows=(None, window), block_size=block_size)
-    estimate = kv.needed_to_completion(prompt_len, max_new_tokens)
+    estimate = kv.most_held(prompt_len + max_new_tokens - 1)
     most = [0, 0]
     for position in range(prompt_len + max_new_tokens - 1):
         reservation = kv.reserve([(0, [0], position)])
         most = [max(most[group], kv.counts(group).used) for group in (0, 1)]
-        assert kv.blocks_to_reach(0, prompt_len + max_new_tokens - 1)[0] == estimate[0] - kv.counts(0).used
+        assert kv.still_to_take(0, prompt_len + max_new_tokens - 1)[0] == estimate[0] - kv.counts(0).used
         reservation.commit()
     assert tuple(most) == estimate
     assert kv.counts(0).used == estimate[0]
@@ -465,8 +457,8 @@ def test_s06_a_prefilled_chunk_and_a_shared_tail_count_towards_what_is_still_nee
     _write(kv, 0, range(6))
     kv.seq_cp(0, 1)
     before = kv.free_blocks
-    assert kv.blocks_to_reach(1, 6) == (0,)
-    assert kv.blocks_to_reach(1, 10) == (2,)
+    assert kv.still_to_take(1, 6) == (0,)
+    assert kv.still_to_take(1, 10) == (2,)
     _write(kv, 1, [0] * 4)
     assert before[0] - kv.free_blocks[0] == 2
 

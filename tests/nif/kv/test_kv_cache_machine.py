@@ -205,15 +205,16 @@ class KVCacheMachine(RuleBasedStateMachine):
     def _step(self, chunks: dict[int, list[int]], *, succeed: bool) -> None:
         entries = [(seq_id, tokens, len(self.model[seq_id])) for seq_id, tokens in chunks.items()]
         before = self._snapshot()
-        needed, free = self.kv.blocks_needed(entries), self.kv.free_blocks
+        draft, free = self.kv.draft(), self.kv.free_blocks
+        fits = all(draft.grow([seq_id], n_past + len(tokens)) for seq_id, tokens, n_past in entries)
         try:
             reservation = self.kv.reserve(entries)
         except OutOfBlocks:
-            assert any(count > there for count, there in zip(needed, free, strict=True))
+            assert not fits
             assert self._snapshot() == before
             return
-        taken = tuple(one - other for one, other in zip(free, self.kv.free_blocks, strict=True))
-        assert taken == needed
+        assert fits
+        assert draft.taken == tuple(one - other for one, other in zip(free, self.kv.free_blocks, strict=True))
         self.kv.check_integrity()
         for group, pairs in enumerate(reservation.copies):
             for source, destination in pairs:

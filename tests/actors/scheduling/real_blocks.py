@@ -1,47 +1,60 @@
-"""CountedBlocks: an exact KV memory that counts instead of storing, and a loop that runs schedulers on it."""
+"""RealBlocks: the Batcher's own view of a real KV cache, and a loop that runs schedulers on it without a model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from genbatch.actors.batching.held_prompts import HeldPrompts
+from genbatch.actors.batching.kv_view import KVView
+from genbatch.actors.batching.sequence import Slotted
+from genbatch.actors.scheduling.blocks import Blocks
 from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, normalize_output
 from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.layer_group import LayerGroup
+
+NUM_SLOTS = 64
 
 
-class CountedBlocks:
-    """Implements KVResources: blocks are allocated as positions are computed, none is shared."""
+class RealBlocks(KVView):
+    """What schedulers see in the service, over pools of these sizes; positions are computed without a model."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.free_blocks = num_blocks
-        self._held: dict[int, int] = {}
-
-    def get_max_resource_count(self) -> int:
-        return self.num_blocks
-
-    def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        return -(-request.max_positions // self.block_size)
-
-    def blocks_held(self, request: LlmRequest) -> int:
-        return self._held.get(request.request_id, 0)
-
-    def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> int:
-        return -(-(request.num_computed + num_tokens) // self.block_size) - self.blocks_held(request)
+    def __init__(
+        self,
+        num_blocks: int | Sequence[int],
+        block_size: int,
+        windows: Sequence[int | None] = (None,),
+        max_batch_tokens: int = 16,
+    ) -> None:
+        counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
+        self.kv = KVCache(
+            [LayerGroup((layer,), window) for layer, window in enumerate(windows)],
+            num_blocks=counts,
+            block_size=block_size,
+            num_sequences=NUM_SLOTS,
+            allow_block_sharing=False,
+        )
+        super().__init__(self.kv, HeldPrompts([], 1), StepLimits(max_batch_tokens, block_size))
+        self._slots = list(range(NUM_SLOTS))
 
     def allocate(self, request: LlmRequest, num_tokens: int) -> None:
-        num_blocks = self.blocks_for_step(request, num_tokens)
-        assert num_blocks <= self.free_blocks, "the plan overran the pool"
-        self.free_blocks -= num_blocks
-        self._held[request.request_id] = self.blocks_held(request) + num_blocks
+        """Computes positions, or raises OutOfBlocks."""
+        assert isinstance(request, Slotted)
+        if request.seq_id is None:
+            request.seq_id = self._slots.pop()
+        self.kv.reserve([(request.seq_id, [1] * num_tokens, request.num_computed)]).commit()
 
     def release(self, request: LlmRequest) -> None:
-        self.free_blocks += self._held.pop(request.request_id, 0)
+        assert isinstance(request, Slotted)
+        if request.seq_id is not None:
+            self.kv.seq_rm(request.seq_id)
+            self._slots.append(request.seq_id)
+            request.seq_id = None
 
 
 def request(request_id: int, prompt: int = 8, max_new: int = 4, **fields: object) -> LlmRequest:
     """A request whose arrival is its id."""
-    return LlmRequest(
+    return Slotted(
         request_id=request_id, num_prompt_tokens=prompt, max_new_tokens=max_new, arrival=request_id, **fields
     )
 
@@ -62,14 +75,14 @@ class Loop:
     """What the Batcher does with a scheduler, without model and actor: every plan is checked and applied."""
 
     scheduler: RequestScheduler
-    kv: CountedBlocks
+    kv: RealBlocks
     limits: StepLimits
     running: list[LlmRequest] = field(default_factory=list)
     waiting: list[LlmRequest] = field(default_factory=list)
     finished: list[LlmRequest] = field(default_factory=list)
     refused: list[LlmRequest] = field(default_factory=list)
     plans: list[SchedulerOutput] = field(default_factory=list)
-    peak_blocks: dict[int, int] = field(default_factory=dict)
+    peak_blocks: dict[int, Blocks] = field(default_factory=dict)
 
     def add(self, requests: Iterable[LlmRequest]) -> None:
         self.waiting = sorted([*self.waiting, *requests], key=lambda r: r.waiting_key)
