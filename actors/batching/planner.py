@@ -52,9 +52,7 @@ class Planner:
         SchedulerError: the scheduler cannot be built.
     """
 
-    def __init__(
-        self, options: BatcherOptions, kv: KVCache, kv_view: KVView, slots: Slots, held: HeldPrompts
-    ) -> None:
+    def __init__(self, options: BatcherOptions, kv: KVCache, kv_view: KVView, slots: Slots, held: HeldPrompts) -> None:
         self.scheduler = build_scheduler(options.scheduling, kv_view)
         self._fallback: RequestScheduler | None = None
         if options.scheduler not in STEP_ORDERS:

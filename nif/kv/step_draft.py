@@ -108,9 +108,7 @@ class StepDraft:
         tables = self._tables
         tails = [(group, tables.partial_tail(group, sequence)) for group in range(len(tables.pools))]
         return [
-            (group, tail)
-            for group, tail in tails
-            if tail is not None and tables.pools[group].references[tail] == 1
+            (group, tail) for group, tail in tails if tail is not None and tables.pools[group].references[tail] == 1
         ]
 
     def costs(self, beginning: Beginning) -> list[int]:

@@ -20,7 +20,7 @@ import trio
 from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.runtime.genserver import start
+from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
 from genbatch.actors.scheduling.llm_request import Phase

@@ -54,7 +54,9 @@ def main() -> int:
         fault = judge(seed, *models[family])
         if fault:
             failed += 1
-            print(f"{fault}\nreplay: python -m tests.simulation.differential --family {family} --first {seed} --seeds 1")
+            print(
+                f"{fault}\nreplay: python -m tests.simulation.differential --family {family} --first {seed} --seeds 1"
+            )
             if failed >= MAX_TOLD:
                 break
         seed += 1

@@ -167,15 +167,15 @@ def test_a_scheduler_that_ignores_memory_serves_everyone(model: Model) -> None:
 
 
 def test_a_group_with_a_window_does_not_bound_what_the_others_hold(model: Model) -> None:
-    memory = {"n_ctx": 8192}
-    [answer] = serve(model, [[asks(8100, 8)]], windows=(512, None), memory=memory)
+    memory = {"num_blocks": [4, 16]}
+    [answer] = serve(model, [[asks(240, 8)]], windows=(16, None), memory=memory, max_batch_tokens=8)
     assert len(answer.token_ids) == 8
 
 
 def test_a_burst_after_an_idle_time_is_served_at_once(model: Model) -> None:
-    warm = [[chat("one two three four " * 20, 4)] for _ in range(3)]
-    burst = [asks(160, 8, number) for number in range(1, 4)]
-    serve(model, [*warm, burst, burst], memory={"num_blocks": [36]})
+    warm = [[chat("one", 4)], [chat("two", 4)], [chat("three", 4)]]
+    burst = [asks(60, 8, number) for number in range(1, 4)]
+    serve(model, [*warm, burst, burst], memory={"num_blocks": [15]})
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

@@ -9,7 +9,7 @@ from genbatch.actors.scheduling.fifo import FIFOScheduler
 from genbatch.actors.scheduling.llm_request import LlmRequest, LlmRequestState, Phase
 from genbatch.actors.scheduling.scheduler import SimpleScheduler
 from genbatch.actors.scheduling.step_plan import StepLimits
-from tests.actors.scheduling.real_blocks import RealBlocks, Loop, decoding, prefilling, request
+from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 LIMITS = StepLimits(max_batch_tokens=16, block_size=4)
 JOBS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12)

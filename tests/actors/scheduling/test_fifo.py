@@ -8,7 +8,7 @@ from genbatch.actors.scheduling.fifo import FIFOScheduler
 from genbatch.actors.scheduling.llm_request import Phase
 from genbatch.actors.scheduling.scheduler import SchedulerOutput, SimpleScheduler
 from genbatch.actors.scheduling.step_plan import StepLimits
-from tests.actors.scheduling.real_blocks import RealBlocks, Loop, decoding, prefilling, request
+from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 JOBS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12)
 

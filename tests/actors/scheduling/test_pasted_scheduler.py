@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from genbatch.actors.scheduling.capacity import GuaranteedNoEvictScheduler
 from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions, build_scheduler
-from tests.actors.scheduling.real_blocks import RealBlocks, Loop, request
+from tests.actors.scheduling.real_blocks import Loop, RealBlocks, request
 
 # The document's text, its indentation restored and one import put before it; nothing else is changed.
 PASTED = """

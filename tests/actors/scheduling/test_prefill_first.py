@@ -8,7 +8,7 @@ from genbatch.actors.scheduling.fifo import FIFOScheduler
 from genbatch.actors.scheduling.prefill_first import PrefillFirstScheduler
 from genbatch.actors.scheduling.scheduler import SimpleScheduler
 from genbatch.actors.scheduling.step_plan import StepLimits
-from tests.actors.scheduling.real_blocks import RealBlocks, Loop, decoding, prefilling, request
+from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 
 def test_h06_a_split_prefill_goes_before_decodes_and_waiting_requests_come_last() -> None:

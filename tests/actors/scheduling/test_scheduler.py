@@ -19,7 +19,7 @@ from genbatch.actors.scheduling.scheduler import (
     normalize_output,
 )
 from genbatch.actors.scheduling.step_plan import StepLimits
-from tests.actors.scheduling.real_blocks import RealBlocks, Loop, decoding, prefilling, request
+from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 LIMITS = StepLimits(max_batch_tokens=16, block_size=4)
 

@@ -17,7 +17,7 @@ from genbatch.actors.scheduling.lockstep import LockstepScheduler
 from genbatch.actors.scheduling.prefill_first import PrefillFirstScheduler
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SimpleScheduler
 from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions, build_scheduler
-from tests.actors.scheduling.real_blocks import RealBlocks, Loop, request
+from tests.actors.scheduling.real_blocks import Loop, RealBlocks, request
 
 
 class Whole(RequestScheduler):
