@@ -171,7 +171,7 @@ class Slots:
             if ready and donor.seq_id is not None and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared:
                 return donor, num_shared
             # The choice whose prompt it would share is gone; what that one shared may still be there.
-            donor, num_shared = donor.donor, donor.num_shared
+            num_shared, donor = donor.num_shared, donor.donor
         return None, 0
 
     def _free(self, sequence: Sequence) -> None:
