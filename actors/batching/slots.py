@@ -164,14 +164,14 @@ class Slots:
 
     def _sharing(self, sequence: Sequence) -> tuple[Slotted | None, int]:
         """Whose beginning it takes over, and how many positions of it; none where there is nothing to take over."""
-        donor, num_shared = sequence.donor, sequence.num_shared
-        while donor is not None:
+        sharer: Slotted = sequence
+        while sharer.donor is not None:
+            donor, num_shared = sharer.donor, sharer.num_shared
             # A sliding window may have moved past what is to be shared.
             ready = donor.seq_id is not None and donor.num_computed >= num_shared
             if ready and donor.seq_id is not None and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared:
                 return donor, num_shared
-            # The choice whose prompt it would share is gone; what that one shared may still be there.
-            num_shared, donor = donor.num_shared, donor.donor
+            sharer = donor  # the choice whose prompt it would share is gone; what that one shared may still be there
         return None, 0
 
     def _free(self, sequence: Sequence) -> None:

@@ -112,7 +112,7 @@ class Load:
         return Context(
             self.model,
             FaultyRunner(self.model, self.rng),
-            num_blocks=[24],
+            num_blocks=[26],
             n_parallel=options.n_parallel,
             n_held=options.max_held_prompts,
             n_batch=options.max_batch_tokens,
@@ -139,7 +139,7 @@ class Load:
         }
         if width == 1:
             wanted |= {"n": rng.choice((1, 1, 2)), "temperature": rng.choice((0.0, 1.5)), "stop": ["a", "e"]}
-        match rng.randrange(3):
+        match rng.choice((0, 1, 1, 2)):
             case 0:
                 wanted["prompt"] = "The capital of France is " * rng.randint(1, 3)
             case 1:
