@@ -84,7 +84,9 @@ class BlockTables:
     def shared_tail(self, group: int, sequence: KVSequence) -> int | None:
         """The partly filled last block, if somebody else holds it too."""
         block = self.partial_tail(group, sequence)
-        return None if block is None or self.pools[group].references[block] == 1 else block
+        if block is None:
+            return None
+        return block if self.pools[group].references[block] > 1 else None
 
     def settle(self, sequence: KVSequence) -> None:
         """Caches the blocks that became whole and drops those that fell behind a window."""
