@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Runner
+from genbatch.nif.runners.tensor_parallel import TensorParallelRunner, open_ranks
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 log = logging.getLogger("genbatch")
@@ -24,10 +26,10 @@ log = logging.getLogger("genbatch")
 class Engine:
     """A model in memory; `open_context` gives each new Batcher a fresh KV pool."""
 
-    def __init__(self, model: Model, options: EngineOptions) -> None:
+    def __init__(self, model: Model, options: EngineOptions, new_runner: Callable[[], Runner] | None = None) -> None:
         self.model = model
         self.options = options
-        self._new_runner = choose_runner(model, options)
+        self._new_runner = new_runner or choose_runner(model, options)
 
     def open_context(self, *, n_parallel: int, n_held: int, n_batch: int) -> Context:
         """A context with no sequences.
@@ -69,13 +71,19 @@ class Engine:
         )
         groups = range(len(runner.groups))
         return cache_size(
-            self._step_shape(num_sequences, n_batch, fused=not isinstance(runner, TorchRunner)),
+            self._step_shape(num_sequences, n_batch, fused=not isinstance(runner, TorchRunner | TensorParallelRunner)),
             runner.groups,
             [runner.bytes_per_block(group, options.block_size) for group in groups],
             block_size=options.block_size,
-            probe=free_gpu_memory if self.model.device.type == "cuda" else free_host_memory,
+            probe=self._free_memory,
             limits=limits,
         )
+
+    def _free_memory(self) -> int | None:
+        """What the pool and a step may be taken from; ranks have a GPU each, or this host together."""
+        if self.model.device.type == "cuda":
+            return self.options.tensor_parallel * free_gpu_memory()
+        return free_host_memory()
 
     def _step_shape(self, num_sequences: int, n_batch: int, *, fused: bool) -> StepShape:
         config, layers = self.model.config, self.model.layers
@@ -98,6 +106,11 @@ class Engine:
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Loads the model that the options name; raises as `load_model` and `choose_runner` do."""
+    if options.tensor_parallel > 1:
+        # Each rank keeps its share only, so the whole is never on a GPU.
+        load = partial(load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
+        shard, new_runner = open_ranks(options, load)
+        return Engine(shard, options, new_runner)
     on_cpu = options.n_gpu_layers == 0 or not torch.cuda.is_available()
     if on_cpu and options.runner in ("auto", "native"):
         model = describe_model(options.model_path, dtype=options.dtype, progress=progress)
@@ -117,6 +130,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
         OptionError: the runner or the quantisation asked for cannot run this model here.
         NativeUnavailable: the model's weights are in its files, and the native runner cannot pack them.
     """
+    if options.tensor_parallel > 1:
+        raise OptionError("tensor_parallel", f"{model.name} is loaded whole in this process; load it with load_engine")
     if options.n_threads and model.device.type == "cpu":
         torch.set_num_threads(options.n_threads)
     on_gpu = model.device.type == "cuda"

@@ -1,5 +1,6 @@
 """EngineOptions: which model, how it is run, and over how much memory, with the defaults in one place. No torch."""
 
+import os
 from dataclasses import dataclass
 
 from genbatch.nif.errors import OptionError
@@ -22,6 +23,8 @@ class EngineOptions:
         quantize: "none" computes in the dtype; "int8" quantises weights, activations and KV of the native runner;
             "auto" is int8 where that runner runs and dtype is "auto", too: who names a dtype gets its numbers.
         n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
+        tensor_parallel: processes that share the model, each with a part of every layer, one a GPU where there are
+            any; 1: this one alone. Needs a model of the Llama family, and computes in torch.
         use_cuda_graph: whether decode steps are captured and replayed; needs a GPU and a model of the Llama family.
         q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: see GraphOptions.
         n_ctx: positions in the KV pool, all sequences together.
@@ -39,6 +42,7 @@ class EngineOptions:
     runner: str = "auto"
     quantize: str = "none"
     n_threads: int = 0
+    tensor_parallel: int = 1
     use_cuda_graph: bool = False
     q_padding_interval_size: int = 0
     kv_padding_interval_size: int = 0
@@ -59,7 +63,7 @@ class EngineOptions:
             raise OptionError("runner", f"{self.runner!r} is none of {', '.join(RUNNERS)}")
         if self.quantize not in QUANTIZE:
             raise OptionError("quantize", f"{self.quantize!r} is none of {', '.join(QUANTIZE)}")
-        for option in ("n_ctx", "block_size"):
+        for option in ("n_ctx", "block_size", "tensor_parallel"):
             if getattr(self, option) < 1:
                 raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
         if self.n_threads < 0:
@@ -78,3 +82,22 @@ class EngineOptions:
             max_cached_graphs=self.max_cached_graphs,
         )
         return options if self.use_cuda_graph else None
+
+
+def is_torchrun() -> bool:
+    """Whether `torchrun`, or what does the same, has started this process as one of several ranks."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def torchrun_rank(options: EngineOptions) -> int:
+    """This process's rank, 0 where nobody started it as one.
+
+    Raises:
+        OptionError: torchrun started another number of ranks than the option says.
+    """
+    if options.tensor_parallel == 1 or not is_torchrun():
+        return 0
+    size = int(os.environ["WORLD_SIZE"])
+    if size != options.tensor_parallel:
+        raise OptionError("tensor_parallel", f"{options.tensor_parallel}, and torchrun started {size} ranks")
+    return int(os.environ["RANK"])

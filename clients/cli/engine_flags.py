@@ -48,6 +48,14 @@ class ModelFlags:
     n_threads: Annotated[
         int, typer.Option(help="Threads of a step on the CPU; 0: the cores there are.", rich_help_panel=_MODEL)
     ] = 0
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that share the model, one a GPU where there are any; needs the Llama family.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 1
     n_ctx: Annotated[
         int, typer.Option(help="Positions in the KV pool, all sequences together.", rich_help_panel=_MODEL)
     ] = 8192

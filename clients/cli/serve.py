@@ -2,6 +2,9 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, Protocol
 
 import trio
@@ -22,7 +25,7 @@ from genbatch.clients.cli.flag_group import with_flag_groups
 from genbatch.clients.cli.progress import LoadingBars
 from genbatch.clients.cli.service_flags import ServiceFlags
 from genbatch.clients.connection import import_engine
-from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
 from genbatch.proto.service_messages import Models
 
 
@@ -55,7 +58,14 @@ def serve(
     async def run(stopping: trio.Event) -> None:
         # Before torch is imported anywhere: a mistake is told at once.
         settings = settings_of(context, model, file, model_flags, pool, batcher, service)
-        await _serve(settings.engine(), settings.batcher(), settings.service(), stopping)
+        engine, options = settings.engine(), settings.service()
+        if engine.tensor_parallel > 1 and is_torchrun():
+            if rank := torchrun_rank(engine):
+                await _follow(engine, rank, stopping)
+                return
+            # torchrun starts all ranks anew, or none.
+            options = replace(options, max_restarts=0)
+        await _serve(engine, settings.batcher(), options, stopping)
 
     run_service(run)
 
@@ -96,6 +106,15 @@ async def _serve(engine: EngineOptions, batcher: BatcherOptions, options: Servic
             log_event("stopping", timeout_s=options.shutdown_timeout_s)
             await service.drain(options.shutdown_timeout_s)
         log_event("stopped")
+
+
+async def _follow(engine: EngineOptions, rank: int, stopping: trio.Event) -> None:
+    """One rank of several that torchrun has started: it has no addresses, and ends with rank 0."""
+    ranks = await trio.to_thread.run_sync(import_module, "genbatch.nif.runners.tensor_parallel")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(trio.to_thread.run_sync, ranks.follow, engine, rank, abandon_on_cancel=True))
+        await stopping.wait()
+        nursery.cancel_scope.cancel()
 
 
 async def _give_up_start(stopping: trio.Event, ready: trio.Event, scope: trio.CancelScope) -> None:
