@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,7 +24,6 @@ from genbatch.actors.batching.batcher_messages import (
     GetStats,
     Tokenize,
 )
-from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.proto.codec import to_generate_request, to_no_params
 from genbatch.proto.errors import (
@@ -133,14 +132,22 @@ class Method:
     is_operators: bool = False
 
 
+class Callee(Protocol):
+    """Whom a gateway asks: a Batcher's ref, or what has its place."""
+
+    async def call(self, request: object, *, timeout: float | None = 5.0, control: bool = False) -> Any:
+        """As ActorRef.call."""
+        ...
+
+
 class Dispatcher:
     """The table of methods.
 
     Args:
-        batcher: who generates; a registry's ref, so that it may be restarted.
+        batcher: who generates; a registry's ref, so that it may be restarted, or a fleet.
     """
 
-    def __init__(self, batcher: ActorRef) -> None:
+    def __init__(self, batcher: Callee) -> None:
         self._batcher = batcher
         self._texts = TextRoom()
         self._methods = {

@@ -25,12 +25,11 @@ from genbatch.actors.engine.child_process import (
 )
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
 from genbatch.actors.gateways.addresses import check_address, check_rpc_address
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
 from genbatch.actors.gateways.http.http_address import check_http, parse_http_address
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.observing.observe import observe
-from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
@@ -55,7 +54,7 @@ class Listeners:
         AddressError, KeyFileError: as `check_listeners`.
     """
 
-    def __init__(self, batcher: ActorRef, options: ServiceOptions) -> None:
+    def __init__(self, batcher: Callee, options: ServiceOptions) -> None:
         self._batcher = batcher
         self._options = options
         self._security = check_listeners(options)

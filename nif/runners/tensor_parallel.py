@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ import torch.distributed as dist
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.engine_options import EngineOptions, is_torchrun
-from genbatch.nif.errors import DeviceFault, OptionError
+from genbatch.nif.errors import DeviceFault, NativeError, OptionError
 from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.runners.torch_runner import TorchRunner
 
@@ -100,10 +101,10 @@ def shard_model(model: Model, collective: Collective, device: torch.device | Non
             _keep_rows(projection, inner)
         _keep_columns(attention.o_proj, queries, collective)
         _keep_columns(mlp.down_proj, inner, collective)
-    head: Any = model.hf.get_output_embeddings()
-    _keep_rows(head, share(model.vocab_size, rank, size))
+    module: Any = model.hf
+    _keep_rows(module.lm_head, share(model.vocab_size, rank, size))
     device = device or model.device
-    model.hf.to(device)
+    module.to(device)
     layers = tuple(replace(shape, num_kv_heads=len(its_kv_heads)) for shape in model.layers)
     return replace(model, layers=layers, device=device)
 
@@ -512,7 +513,7 @@ class OtherRanks:
         self._directory = tempfile.TemporaryDirectory(prefix="genbatch-ranks-")
         self._size = options.tensor_parallel
         path = Path(self._directory.name) / "store"
-        self.store = dist.FileStore(str(path), self._size)
+        self.store = _meeting_place(path, self._size)
         if sys.platform.startswith("linux"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.processes = [_start_rank(options, rank, path) for rank in range(1, self._size)]
@@ -543,6 +544,11 @@ class OtherRanks:
             self.check()
         except DeviceFault as fault:
             raise OptionError("tensor_parallel", str(fault)) from fault
+
+
+def _meeting_place(path: Path, size: int) -> Any:
+    distributed: Any = dist  # torch's own types leave the class out
+    return distributed.FileStore(str(path), size)
 
 
 def _start_rank(options: EngineOptions, rank: int, store: Path) -> "subprocess.Popen[bytes]":
@@ -582,15 +588,18 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
     try:
-        follow(options, int(sys.argv[2]), dist.FileStore(sys.argv[3], options.tensor_parallel))
-    except RuntimeError as error:
-        # What torch.distributed raises when a peer is gone: the group is over, and rank 0 tells why.
+        follow(options, int(sys.argv[2]), _meeting_place(Path(sys.argv[3]), options.tensor_parallel))
+    except (NativeError, RuntimeError) as error:
+        # RuntimeError is what torch.distributed raises when a peer is gone: the group is over.
         print(f"rank {sys.argv[2]} ends: {error}", file=sys.stderr)
-        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
     # Threads of a backend whose peers are gone may never end.
     os._exit(1)
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # past Python's own lock of its standard input
+        pass
     os._exit(1)

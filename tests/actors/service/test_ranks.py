@@ -9,7 +9,7 @@ import trio
 
 from genbatch.clients import ZeroMQClient, remote_client
 from genbatch.proto.errors import EngineLost
-from tests.actors.engine.running_service import TIMEOUT_S, RunningService, is_running, kill
+from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
 

@@ -1,0 +1,425 @@
+"""Fleet: answers what a Batcher is asked, with the Batchers of several replicas.
+
+    fleet = Fleet(build_router("prefix"), FleetLimits())
+    fleet.join("r1", connection, card)           # whoever finds replicas says so
+    result = await fleet.call(Generate(request)) # as of a Batcher
+    fleet.leave("r1")                            # it is gone; await fleet.drain("r2", 30.0) loses nothing
+
+    Generate --> router --> replica's connection --> tokens, final
+        ^                        |
+        |                        | the replica is gone
+        +--- nothing shown yet --+-- else: error(engine_lost, tokens_delivered)
+
+A request runs in its caller's task, so a caller that leaves takes it along. It has one final: the replica's, or one
+from here. Within a replica an engine's death is the replica's own ledger's affair, and what that says is final. What
+is left to do here is the death of a whole replica, its node or the way there: a request of which nothing was shown is
+sent to another replica, once, within its deadline; a second one that is lost with it ends with engine_lost, since it
+may be the cause.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import trio
+
+from genbatch.actors.batching.batcher_messages import (
+    Detokenize,
+    Drain,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    Tokenize,
+)
+from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
+from genbatch.proto.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    EngineLost,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+)
+from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.service_messages import (
+    DetokenizeRequest,
+    Drained,
+    Health,
+    ModelCard,
+    Models,
+    Text,
+    TokenIds,
+    TokenizeRequest,
+)
+from genbatch.proto.validation import validate_request
+
+# What a refused caller is told while no replica is there: about a small model's load time.
+RETRY_MS = 2000
+# Sequences that a replica takes beyond its slots, for each of them, before it refuses; see BatcherOptions.max_queue.
+QUEUE_PER_SLOT = 4
+# Tries of one request: it is replayed once.
+MAX_TRIES = 2
+
+
+class Connection(Protocol):
+    """The way to one replica.
+
+    Raises, all of them:
+        Unavailable: the replica is gone, or takes nothing; whether it had the request is not known.
+        GenbatchError: what the replica says.
+    """
+
+    async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
+        """Generates; `on_token` is called with each token as it comes."""
+        ...
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenIds:
+        """As the Batcher."""
+        ...
+
+    async def detokenize(self, request: DetokenizeRequest) -> Text:
+        """As the Batcher."""
+        ...
+
+    async def stats(self) -> dict[str, Any]:
+        """The replica's counters."""
+        ...
+
+    async def drain(self, timeout_s: float) -> Drained:
+        """Has the replica take nothing new, and waits for the end of what it has."""
+        ...
+
+
+class Phase(enum.Enum):
+    """Where a replica stands."""
+
+    OPEN = "open"
+    SUSPECT = "suspect"  # a call to it was lost; until it is heard of again it gets nothing new
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """Bounds of a gateway.
+
+    Args:
+        max_waiting: requests that may wait while no replica is there.
+        default_deadline_s: of clients' requests that name none; 0: none.
+        limits: caps on what one request may ask.
+    """
+
+    max_waiting: int = 256
+    default_deadline_s: float = 60.0
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica, as this gateway knows it."""
+
+    name: str
+    connection: Connection
+    card: ModelCard
+    phase: Phase = Phase.OPEN
+    num_own: int = 0  # this gateway's requests there
+    own_tokens: int = 0  # prompt tokens of those that have given no token yet
+    others: int = 0  # other gateways' requests, by its last report
+    health: Health | None = None
+    view: ReplicaView = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.view = ReplicaView(self.name)
+        self.update()
+
+    def update(self) -> None:
+        """Makes the view what is known."""
+        self.view.tokens_waiting = self.own_tokens
+        self.view.num_open = self.num_own + self.others
+        self.view.room = self.card.n_parallel * (1 + QUEUE_PER_SLOT) - self.view.num_open
+        self.view.takes_requests = self.phase is Phase.OPEN
+
+
+class Fleet:
+    """See the module's docstring."""
+
+    def __init__(self, router: Router, limits: FleetLimits) -> None:
+        self.router, self.limits = router, limits
+        self.counts: Counter[str] = Counter(accepted=0, finals=0, replayed=0, lost=0, joined=0, left=0)
+        self.num_waiting = 0  # requests for which there is no replica
+        self._replicas: dict[str, Replica] = {}
+        self._roster = Roster()
+        self._models: Models | None = None
+        self._changed = trio.Event()  # the roster has
+        self._ended = trio.Event()  # a request has
+        self._number = 0
+        self._open: set[trio.CancelScope] = set()
+        self._is_draining = False
+
+    # Replicas
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All that have joined."""
+        return tuple(self._replicas.values())
+
+    def join(self, name: str, connection: Connection, card: ModelCard) -> None:
+        """A replica is there; its name is new."""
+        assert name not in self._replicas, name
+        self._replicas[name] = Replica(name, connection, card)
+        self._models = Models(models=(card,))
+        self.counts["joined"] += 1
+        self._renew()
+
+    def leave(self, name: str) -> None:
+        """A replica is gone; its connection ends what is open there."""
+        if self._replicas.pop(name, None) is not None:
+            self.counts["left"] += 1
+            self._renew()
+
+    def report(self, name: str, health: Health) -> None:
+        """A replica has said how it is."""
+        replica = self._replicas.get(name)
+        if replica is None:
+            return
+        replica.health = health
+        replica.others = max(0, health.requests_running + health.requests_waiting - replica.num_own)
+        if replica.phase is not Phase.DRAINING:
+            self._move(replica, Phase.OPEN if health.status == "ready" else Phase.SUSPECT)
+        replica.update()
+
+    async def drain(self, name: str, timeout_s: float) -> Drained:
+        """Sends a replica nothing new from now on, and returns when what it has, has ended."""
+        replica = self._replicas[name]
+        self._move(replica, Phase.DRAINING)
+        return await replica.connection.drain(timeout_s)
+
+    def _move(self, replica: Replica, phase: Phase) -> None:
+        if replica.phase is not phase:
+            replica.phase = phase
+            self._renew()
+
+    def _renew(self) -> None:
+        for replica in self._replicas.values():
+            replica.update()
+        self._roster = Roster(replica.view for replica in self._replicas.values())
+        self._changed.set()
+        self._changed = trio.Event()
+
+    # What a Batcher is asked
+
+    async def call(self, request: object, *, timeout: float | None = None, control: bool = False) -> Any:
+        """Answers as a Batcher's ref does.
+
+        Raises:
+            GenbatchError: as the Batcher.
+        """
+        match request:
+            case Generate():
+                return await self._accept(request)
+            case GetModels():
+                return await self._known_models()
+            case GetHealth():
+                return self._health()
+            case GetStats():
+                return await self._stats()
+            case Tokenize():
+                return await (await self._any()).connection.tokenize(request.request)
+            case Detokenize():
+                return await (await self._any()).connection.detokenize(request.request)
+            case Drain(timeout_s):
+                return await self._drain_all(timeout_s)
+            case _:
+                raise TypeError(f"a fleet has no call {type(request).__name__}")
+
+    # Requests
+
+    async def _accept(self, message: Generate) -> Result:
+        if self._is_draining:
+            raise Unavailable("the service is draining: it takes no new requests")
+        if message.keep is not None or message.beam_width > 1:
+            raise InvalidRequest(None, "logits are kept, and beams searched, by an engine in the caller's process only")
+        request = message.request
+        validate_request(request, self.limits.limits)
+        if request.deadline_s is None and message.client and self.limits.default_deadline_s:
+            request = msgspec.structs.replace(request, deadline_s=self.limits.default_deadline_s)
+        seen = content_blocks(request, request.tenant)
+        self.counts["accepted"] += 1
+        scope = trio.CancelScope()
+        self._open.add(scope)
+        try:
+            with scope:
+                return await self._generate(message, request, seen)
+            raise Cancelled("the service has stopped")
+        finally:
+            self._open.discard(scope)
+            self.counts["finals"] += 1
+            self._ended.set()
+            self._ended = trio.Event()
+
+    async def _generate(self, message: Generate, request: GenerateRequest, seen: RouteRequest) -> Result:
+        expires_at = None if request.deadline_s is None else trio.current_time() + request.deadline_s
+        for num_try in range(1, MAX_TRIES + 1):
+            replica = await self._place(seen, expires_at)
+            if expires_at is not None:
+                left_s = expires_at - trio.current_time()
+                request = msgspec.structs.replace(request, deadline_s=max(0.001, left_s))
+            shown = 0
+            try:
+                with _taking(replica, seen) as begun:
+
+                    def on_token(token: Token, begun: Callable[[], None] = begun) -> None:
+                        nonlocal shown
+                        shown += 1
+                        begun()
+                        assert message.on_token is not None
+                        try:
+                            message.on_token(token)
+                        except Exception as error:  # the caller's own function: its fault ends its request only
+                            raise EngineError(f"on_token raised {error!r}") from error
+
+                    return await replica.connection.generate(request, None if message.on_token is None else on_token)
+            except Unavailable as error:
+                # Refused, or lost with the replica. Until it is heard of again it gets nothing.
+                if replica.phase is Phase.OPEN:
+                    self._move(replica, Phase.SUSPECT)
+                if shown:
+                    self.counts["lost"] += 1
+                    raise EngineLost(f"replica {replica.name} was lost in mid stream", shown) from error
+                if num_try == MAX_TRIES:
+                    self.counts["lost"] += 1
+                    raise EngineLost("two replicas were lost that had this request", 0) from error
+                self.counts["replayed"] += 1
+        raise AssertionError("the last try returns or raises")
+
+    async def _place(self, seen: RouteRequest, expires_at: float | None) -> Replica:
+        """The replica to send a request to; waits for one where none is there.
+
+        Raises:
+            QueueFull: enough requests wait for a replica.
+            DeadlineExceeded: none came in time.
+        """
+        if not len(self._roster):
+            await self._wait_for_replica(expires_at)
+        self._number += 1
+        numbered = RouteRequest(self._number, seen.blocks, seen.prompt_tokens, seen.block_tokens)
+        view = self.router.route(numbered, self._roster)
+        self.router.learn(view.name, seen.blocks)
+        return self._replicas[view.name]
+
+    async def _wait_for_replica(self, expires_at: float | None) -> None:
+        if self.num_waiting >= self.limits.max_waiting:
+            raise QueueFull("no replica is there, and enough requests wait for one", retry_after_ms=RETRY_MS)
+        self.num_waiting += 1
+        try:
+            with trio.move_on_at(trio.current_time() + 1e9 if expires_at is None else expires_at):
+                while not len(self._roster):
+                    await self._changed.wait()
+                return
+        finally:
+            self.num_waiting -= 1
+        raise DeadlineExceeded("the deadline passed before a replica was there")
+
+    async def _any(self) -> Replica:
+        if not len(self._roster):
+            await self._wait_for_replica(trio.current_time() + self.limits.default_deadline_s)
+        return self._replicas[self._roster[0].name]
+
+    # What gateways ask
+
+    async def _known_models(self) -> Models:
+        if self._models is None:
+            raise Unavailable("the first replica is being started", retry_after_ms=RETRY_MS)
+        return self._models
+
+    def _health(self) -> Health:
+        reports = [replica.health for replica in self._replicas.values() if replica.health is not None]
+        if self._is_draining:
+            status = "draining"
+        elif len(self._roster) or not self._replicas:
+            status = "ready"  # also without a replica: who asks for something makes one start
+        else:
+            status = "down"
+        return Health(
+            status=status,  # type: ignore[arg-type]  # one of three literals
+            steps=sum(report.steps for report in reports),
+            requests_running=sum(report.requests_running for report in reports),
+            requests_waiting=sum(report.requests_waiting for report in reports) + self.num_waiting,
+            stalled_s=max((report.stalled_s for report in reports), default=0.0),
+        )
+
+    async def _stats(self) -> dict[str, Any]:
+        """Counters of all replicas added up, and this gateway's."""
+        found: dict[str, dict[str, Any]] = {}
+
+        async def ask(replica: Replica) -> None:
+            try:
+                found[replica.name] = await replica.connection.stats()
+            except Unavailable:
+                found[replica.name] = {"engine": "down"}
+
+        async with trio.open_nursery() as nursery:
+            for replica in self._replicas.values():
+                nursery.start_soon(ask, replica)
+        total: dict[str, Any] = {}
+        for stats in found.values():
+            for name, value in stats.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    total[name] = total.get(name, 0) + value
+                elif isinstance(value, str):
+                    total.setdefault(name, value)
+        return total | {
+            "replicas": {name: replica.phase.value for name, replica in self._replicas.items()},
+            "requests_open": len(self._open),
+            "requests_without_replica": self.num_waiting,
+            "requests_replayed_elsewhere": self.counts["replayed"],
+            "requests_lost": self.counts["lost"],
+        }
+
+    async def _drain_all(self, timeout_s: float) -> Drained:
+        """This gateway takes nothing new; the replicas go on, as others may use them."""
+        self._is_draining = True
+        with trio.move_on_after(timeout_s):
+            while self._open:
+                await self._ended.wait()
+        cancelled = list(self._open)
+        for scope in cancelled:
+            scope.cancel()
+        while self._open:
+            await self._ended.wait()
+        return Drained(num_cancelled=len(cancelled))
+
+    def check_integrity(self) -> None:
+        """Every accepted request is open or has had its final, and replicas' counts are those of open requests."""
+        assert self.counts["accepted"] == self.counts["finals"] + len(self._open), self.counts
+        if not self._open:
+            assert all(replica.num_own == replica.own_tokens == 0 for replica in self._replicas.values())
+
+
+@contextmanager
+def _taking(replica: Replica, seen: RouteRequest) -> Iterator[Callable[[], None]]:
+    """Counts a request as the replica's; gives what to call once its first token is there."""
+    waiting = seen.prompt_tokens
+    replica.num_own += 1
+    replica.own_tokens += waiting
+    replica.update()
+
+    def begun() -> None:
+        nonlocal waiting
+        if waiting:
+            replica.own_tokens -= waiting
+            waiting = 0
+            replica.update()
+
+    try:
+        yield begun
+    finally:
+        begun()
+        replica.num_own -= 1
+        replica.update()
