@@ -29,22 +29,24 @@ ALWAYS_INLINE void tile(const int R, const float *w, const float *x, int64_t dep
         vf_store(sums + r * COLUMNS + v * VL, s[r][v]);
 }
 
+void gemm_f32_depth(const float *w, int64_t k, int64_t depth, const rows *a, int64_t first, int64_t count, float *sums)
+{
+    tile_place at;
+    for (int64_t r = first; r < first + count; r += at.size) {
+        at = tile_with(a->count, r);
+        const float *x = (const float *)a->data + at.start * a->k + k * at.size;
+        for (int c = 0; c < COLUMNS; c += 2 * VL) {
+            float *out = sums + (r - first) * COLUMNS + c;
+#define CALL(R) tile(R, w + c, x, depth, k == 0, out)
+            FOR_ROWS(at.size, CALL)
+#undef CALL
+        }
+    }
+}
+
 void gemm_f32_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)
 {
     const float *weights = (const float *)l->weights + block * l->k * COLUMNS;
-    for (int64_t k = 0; k < l->k; k += DEPTH) {
-        int64_t depth = l->k - k < DEPTH ? l->k - k : DEPTH;
-        tile_place at;
-        for (int64_t r = first; r < first + count; r += at.size) {
-            at = tile_with(a->count, r);
-            const float *x = (const float *)a->data + at.start * a->k + k * at.size;
-            for (int c = 0; c < COLUMNS; c += 2 * VL) {
-                const float *w = weights + k * COLUMNS + c;
-                float *out = sums + (r - first) * COLUMNS + c;
-#define CALL(R) tile(R, w, x, depth, k == 0, out)
-                FOR_ROWS(at.size, CALL)
-#undef CALL
-            }
-        }
-    }
+    for (int64_t k = 0; k < l->k; k += DEPTH)
+        gemm_f32_depth(weights + k * COLUMNS, k, smaller(l->k - k, DEPTH), a, first, count, sums);
 }

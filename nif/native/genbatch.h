@@ -14,7 +14,27 @@
 #define MAX_FAMILY 12 /* sequences whose rows meet keys together */
 #define CHUNK_KEYS 64 /* keys between two rescalings of the softmax, aligned to absolute positions */
 
-enum weight_kind { WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 };
+/* Those after WEIGHT_U4 keep the bits of their file: see stored.h. WEIGHT_WIDE is bfloat16 that meets float rows. */
+enum weight_kind {
+    WEIGHT_F32,
+    WEIGHT_BF16,
+    WEIGHT_I8,
+    WEIGHT_U4,
+    WEIGHT_F16,
+    WEIGHT_WIDE,
+    WEIGHT_Q4_0,
+    WEIGHT_Q4_1,
+    WEIGHT_Q5_0,
+    WEIGHT_Q5_1,
+    WEIGHT_Q8_0,
+    WEIGHT_Q2_K,
+    WEIGHT_Q3_K,
+    WEIGHT_Q4_K,
+    WEIGHT_Q5_K,
+    WEIGHT_Q6_K,
+    WEIGHT_IQ4_NL,
+    WEIGHT_IQ4_XS
+};
 enum kv_kind { KV_F32, KV_BF16, KV_I8 };
 
 /* y = x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
@@ -161,6 +181,12 @@ void gemm_f32_block(const linear *, int64_t block, const rows *, int64_t first, 
 void gemm_bf16_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
 void gemm_i8_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
 void gemm_u4_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
+/* The same with the inputs [k, k + depth) in float, [depth][COLUMNS]; k = 0 begins the sums. */
+void gemm_f32_depth(const float *w, int64_t k, int64_t depth, const rows *, int64_t first, int64_t count, float *sums);
+void gemm_stored_block(int kind, const uint8_t *weights, int64_t k, const rows *, int64_t first, int64_t count,
+                       float *sums);
+int64_t stored_block_bytes(int kind, int64_t k); /* of COLUMNS outputs */
+void stored_row(int kind, const uint8_t *weights, int64_t k, int column, float *out);
 enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want float or bfloat16 rows */
 
 /* linear.c */

@@ -1,0 +1,84 @@
+/* Weights in the block types of GGUF, as they are multiplied: 32 outputs side by side, a lane of a vector each.
+ *
+ * A weight block of COLUMNS outputs is a run of units; a unit is as many inputs as one block of the file has (32 or
+ * 256), and is cut into cells of 32 inputs:
+ *
+ *     unit:  d [COLUMNS] float16, then dmin or m [COLUMNS] float16 where the type has one, then its cells
+ *     cell:  scales [32 / scale group][COLUMNS] bytes, then as many minima, where the type has them; then the codes
+ *     codes: of 4 bits  [4][COLUMNS] words of 8 inputs: byte c holds input c in its low and c + 4 in its high nibble
+ *            of 2 bits  [2][COLUMNS] words of 16 inputs: byte c holds the inputs c, c + 4, c + 8, c + 12, low bits first
+ *            of 1 bit   [COLUMNS] words of 32 inputs: byte c holds the inputs c, c + 4, ... c + 28, low bits first
+ *            of 8 bits  [8][COLUMNS] words of 4 inputs, value + 128
+ *
+ * Codes of 5, 6 and 3 bits are two planes. A weight is scale * code - minus with scale and minus of its group of 16 or
+ * 32 inputs, computed so that it is, to the last bit, what the `gguf` package makes of the file: the products of the
+ * factors fit float32, and one fused operation rounds once. (Only a zero may have the other sign.)
+ * The bytes are those of the file, but for the 6-bit scales of K-quants, which take a byte each: 2 to 4 percent more.
+ * Float types of 16 bits are [k][COLUMNS] halves. */
+#ifndef GENBATCH_STORED_H
+#define GENBATCH_STORED_H
+
+#include "genbatch.h"
+#include "simd.h"
+
+#define CELL 32 /* inputs */
+#define WORDS (4 * COLUMNS) /* bytes of one word of every column */
+#define HALVES (2 * COLUMNS)
+
+/* What a type is made of. */
+typedef struct {
+    int unit; /* inputs */
+    int bits; /* of a code: 2, 3, 4, 5, 6, 8; 16 for floats */
+    int scale_group; /* inputs that share a scale byte; 0: d is the scale */
+    bool minima; /* whether something is subtracted (K-quants) or added (Q4_1, Q5_1) beside zero * scale */
+    bool packed_minima; /* Q2_K: scale and minimum are nibbles of one byte */
+    int zero; /* the code that means 0 */
+    bool levels; /* codes stand for the levels of IQ4_NL */
+} stored_type;
+
+#define NO_TYPE {0, 0, 0, false, false, 0, false}
+
+ALWAYS_INLINE stored_type stored_type_of(const int kind)
+{
+    switch (kind) {
+    case WEIGHT_F16:
+    case WEIGHT_WIDE: return (stored_type){1, 16, 0, false, false, 0, false};
+    case WEIGHT_Q4_0: return (stored_type){32, 4, 0, false, false, 8, false};
+    case WEIGHT_Q4_1: return (stored_type){32, 4, 0, true, false, 0, false};
+    case WEIGHT_Q5_0: return (stored_type){32, 5, 0, false, false, 16, false};
+    case WEIGHT_Q5_1: return (stored_type){32, 5, 0, true, false, 0, false};
+    case WEIGHT_Q8_0: return (stored_type){32, 8, 0, false, false, 128, false};
+    case WEIGHT_Q2_K: return (stored_type){256, 2, 16, true, true, 0, false};
+    case WEIGHT_Q3_K: return (stored_type){256, 3, 16, false, false, 4, false};
+    case WEIGHT_Q4_K: return (stored_type){256, 4, 32, true, false, 0, false};
+    case WEIGHT_Q5_K: return (stored_type){256, 5, 32, true, false, 0, false};
+    case WEIGHT_Q6_K: return (stored_type){256, 6, 16, false, false, 32, false};
+    case WEIGHT_IQ4_NL: return (stored_type){32, 4, 0, false, false, 0, true};
+    case WEIGHT_IQ4_XS: return (stored_type){256, 4, 32, false, false, 0, true};
+    default: return (stored_type)NO_TYPE;
+    }
+}
+
+ALWAYS_INLINE int code_bytes(const stored_type t) /* of a cell */
+{
+    return t.bits * CELL / 8 * COLUMNS;
+}
+
+ALWAYS_INLINE int scale_bytes(const stored_type t) /* of a cell */
+{
+    if (!t.scale_group) return 0;
+    return CELL / t.scale_group * COLUMNS * (t.minima && !t.packed_minima ? 2 : 1);
+}
+
+ALWAYS_INLINE int head_bytes(const stored_type t) /* of a unit, before its cells */
+{
+    return HALVES * (t.minima ? 2 : 1);
+}
+
+ALWAYS_INLINE int64_t unit_bytes(const stored_type t)
+{
+    if (t.bits == 16) return HALVES;
+    return head_bytes(t) + (int64_t)t.unit / CELL * (scale_bytes(t) + code_bytes(t));
+}
+
+#endif
