@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 3 /* bumped with any change to the structs below; library.py compares */
+#define ABI_VERSION 4 /* bumped with any change to the structs below; library.py compares */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
@@ -37,14 +37,26 @@ enum weight_kind {
 };
 enum kv_kind { KV_F32, KV_BF16, KV_I8 };
 
+/* Outputs of a linear whose weights keep the form of their file. */
+typedef struct {
+    int32_t kind; /* WEIGHT_F32, or one behind WEIGHT_U4 */
+    int32_t n; /* outputs */
+    int32_t column; /* the first of them in the linear */
+    int32_t first_block;
+    const void *weights;
+} part;
+
 /* y = x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
 typedef struct {
-    int32_t kind;
+    int32_t kind; /* with parts: of the rows that they multiply */
     int32_t n; /* outputs; blocks are padded to a multiple of COLUMNS */
     int32_t k; /* inputs, padded to a multiple of `group` */
     int32_t group; /* inputs that share a scale; 1 for float kinds */
-    const void *weights;
+    const void *weights; /* NULL with parts */
     const float *bias; /* [padded n], or NULL */
+    const part *parts; /* one for each type of the file, or NULL */
+    int32_t num_parts;
+    int32_t pad;
 } linear;
 
 enum norm_kind { NORM_RMS, NORM_LAYER };
@@ -94,7 +106,7 @@ typedef struct {
     float embedding_scale, residual_scale; /* of a token's embedding, of what is added to the residual */
     float logit_divisor;
     float gate_slope, gate_limit; /* of CLAMPED_SWIGLU */
-    int32_t embedding_kind; /* WEIGHT_F32 or WEIGHT_BF16, row-major [vocab, hidden] */
+    int32_t embedding_kind; /* WEIGHT_F32 or WEIGHT_BF16, row-major [vocab, hidden]; or blocks as in a part */
     const void *embedding;
     norm embedding_norm, final_norm;
     const layer *layers;
@@ -191,6 +203,7 @@ enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want flo
 
 /* linear.c */
 enum finish { STORE, ADD, ACTIVATE }; /* ACTIVATE: see `activate` */
+int64_t linear_blocks(const linear *);
 enum weight_kind linear_operand(const linear *); /* the form of rows it multiplies */
 void linear_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
 /* `pitch`: floats of a row of `out`; `model` tells the activation. */

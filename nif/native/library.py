@@ -8,7 +8,7 @@ from pathlib import Path
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.errors import NativeUnavailable
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 COLUMNS = 32
 MAX_GROUPS = 4
 MAX_ROPES = 2
@@ -16,6 +16,24 @@ MAX_HEAD_DIM = 256
 ALL_POSITIONS = 2**31 - 1  # a window that hides nothing
 
 WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 = range(4)
+# The types that stay as their file has them; a file's BF16 keeps its bits here, and meets float rows.
+STORED = (
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+)
+STORED_KINDS = {name: WEIGHT_U4 + 1 + place for place, name in enumerate(STORED)}
 KV_F32, KV_BF16, KV_I8 = range(3)
 
 # In the order of enum step_error; "%d" is the index that step.c reports.
@@ -33,6 +51,18 @@ STEP_ERRORS = (
 STEP_NO_MEMORY = len(STEP_ERRORS) - 1
 
 
+class Part(Structure):
+    """Outputs of a linear whose weights keep the form of their file."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("n", c_int32),
+        ("column", c_int32),
+        ("first_block", c_int32),
+        ("weights", c_void_p),
+    )
+
+
 class Linear(Structure):
     """One merged weight matrix."""
 
@@ -43,6 +73,9 @@ class Linear(Structure):
         ("group", c_int32),
         ("weights", c_void_p),
         ("bias", c_void_p),
+        ("parts", POINTER(Part)),
+        ("num_parts", c_int32),
+        ("pad", c_int32),
     )
 
 
@@ -200,6 +233,12 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.pack_f32.restype = library.pack_bf16.restype = library.pack_i8.restype = None
     library.pack_f32.argtypes = library.pack_bf16.argtypes = (c_void_p, c_int64, c_int64, *span)
     library.pack_i8.argtypes = (c_void_p, c_int64, c_int64, c_int64, *span)
+    library.pack_stored.restype = None
+    library.pack_stored.argtypes = (c_int, c_void_p, c_int64, c_int64, *span)
+    library.stored_block_bytes.restype = c_int64
+    library.stored_block_bytes.argtypes = (c_int, c_int64)
+    library.stored_row.restype = None
+    library.stored_row.argtypes = (c_int, c_void_p, c_int64, c_int, c_void_p)
     library.pack_u4.restype = c_bool
     library.pack_u4.argtypes = (c_void_p, c_int64, c_int64, c_float, *span)
     return library

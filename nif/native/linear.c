@@ -5,14 +5,42 @@
 #include "simd.h"
 #include "tiles.h"
 
+/* The part that holds a block. */
+static const part *part_of(const linear *l, int64_t block)
+{
+    const part *p = l->parts;
+    while (p + 1 < l->parts + l->num_parts && p[1].first_block <= block) p++;
+    return p;
+}
+
+int64_t linear_blocks(const linear *l)
+{
+    if (!l->parts) return padded(l->n, COLUMNS) / COLUMNS;
+    const part *last = l->parts + l->num_parts - 1;
+    return last->first_block + padded(last->n, COLUMNS) / COLUMNS;
+}
+
 enum weight_kind linear_operand(const linear *l)
 {
+    if (l->parts) return (enum weight_kind)l->kind;
     if (l->kind == WEIGHT_BF16) return gemm_bf16_rows_kind();
     return l->kind == WEIGHT_U4 ? WEIGHT_I8 : (enum weight_kind)l->kind;
 }
 
 void linear_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)
 {
+    if (l->parts) {
+        const part *p = part_of(l, block);
+        block -= p->first_block;
+        if (p->kind == WEIGHT_F32) {
+            const linear plain = {.k = l->k, .weights = p->weights};
+            gemm_f32_block(&plain, block, a, first, count, sums);
+            return;
+        }
+        const uint8_t *weights = (const uint8_t *)p->weights + block * stored_block_bytes(p->kind, l->k);
+        gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
+        return;
+    }
     if (l->kind == WEIGHT_F32) gemm_f32_block(l, block, a, first, count, sums);
     if (l->kind == WEIGHT_BF16) gemm_bf16_block(l, block, a, first, count, sums);
     if (l->kind == WEIGHT_I8) gemm_i8_block(l, block, a, first, count, sums);
@@ -23,11 +51,18 @@ void linear_finish(const linear *l, int64_t block, const float *sums, int64_t fi
                    enum finish finish, const model *m, float *out, int64_t pitch)
 {
     int64_t column = block * COLUMNS, width = smaller(l->n - column, COLUMNS);
+    if (l->parts) {
+        const part *p = part_of(l, block);
+        const int64_t before = (block - p->first_block) * COLUMNS;
+        column = p->column + before;
+        width = smaller(p->n - before, COLUMNS);
+    }
     for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
         float biased[COLUMNS];
         const float *from = sums;
         if (l->bias) {
-            for (int i = 0; i < COLUMNS; i++) biased[i] = sums[i] + l->bias[column + i];
+            for (int i = 0; i < width; i++) biased[i] = sums[i] + l->bias[column + i];
+            for (int64_t i = width; i < COLUMNS; i++) biased[i] = 0; /* beyond the last column */
             from = biased;
         }
         float *to = out + (first + r) * pitch;
@@ -51,7 +86,7 @@ int linear_probe(const linear *l, const float *x, int64_t count, int64_t size, f
     float *sums = calloc((size_t)count, COLUMNS * sizeof(float));
     bool enough = a.data && a.factors && sums;
     for (int64_t i = 0; enough && i < count; i++) rows_put(linear_operand(l), &a, i, x + i * size, size);
-    for (int64_t block = 0; enough && block * COLUMNS < l->n; block++) {
+    for (int64_t block = 0; enough && block < linear_blocks(l); block++) {
         linear_block(l, block, &a, 0, count, sums);
         linear_finish(l, block, sums, 0, count, STORE, NULL, out, l->n);
     }

@@ -38,7 +38,7 @@ from genbatch.nif.native.library import (
     native_library,
 )
 from genbatch.nif.native.rope_table import RopeTables, rope_kinds
-from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
+from genbatch.nif.native.weights import WeightPacker, interleave_gate_up, stored_kind
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
@@ -127,10 +127,17 @@ class ModelWeights:
                 layers[layer].rope = self._rope_of(layer, architecture)
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
-        self._embedding = embedding.whole().to(model.dtype).contiguous()  # read a row at a time
         # A file may hold a head of a tied model; a module has tied its own already.
         tied = config.tie_word_embeddings and model.weights is not None
-        head = tensors.embedding if tied else tensors.head
+        head = loader.linear([tensors.embedding if tied else tensors.head], _I8_HEAD_GROUP)
+        as_stored = stored_kind(plain, embedding)
+        if as_stored is None:
+            self._embedding = embedding.whole().to(model.dtype).contiguous()  # read a row at a time
+            embedding_kind, address = plain, self._embedding.data_ptr()
+        elif tied and head.num_parts:
+            embedding_kind, address = as_stored, head.parts[0].weights
+        else:
+            embedding_kind, address = as_stored, packer.blocks(as_stored, embedding.addresses(), config.hidden_size)
         self.struct = ModelStruct(
             hidden=config.hidden_size,
             intermediate=max(layer.intermediate for layer in layers),
@@ -158,12 +165,12 @@ class ModelWeights:
             logit_divisor=architecture.logit_divisor,
             gate_slope=architecture.gate_slope,
             gate_limit=architecture.gate_limit,
-            embedding_kind=plain,
-            embedding=self._embedding.data_ptr(),
+            embedding_kind=embedding_kind,
+            embedding=address,
             embedding_norm=loader.norm(tensors.embedding_norm),
             final_norm=loader.norm(tensors.final_norm),
             layers=layers,
-            head=loader.linear([head], _I8_HEAD_GROUP),
+            head=head,
         )
         source.release()
 

@@ -127,6 +127,12 @@ static void embed_row(const model *m, int64_t at, float *out)
         memcpy(out, (const float *)m->embedding + at, sizeof(float) * (size_t)m->hidden);
         return;
     }
+    if (m->embedding_kind > WEIGHT_U4) {
+        const int64_t token = at / m->hidden, size = stored_block_bytes(m->embedding_kind, m->hidden);
+        const uint8_t *block = (const uint8_t *)m->embedding + token / COLUMNS * size;
+        stored_row(m->embedding_kind, block, m->hidden, (int)(token % COLUMNS), out);
+        return;
+    }
     const uint16_t *row = (const uint16_t *)m->embedding + at;
     for (int64_t i = 0; i < m->hidden; i++) {
         uint32_t bits = (uint32_t)row[i] << 16;
@@ -300,7 +306,7 @@ static void linear_units(worker *w, const linear *l, int64_t count, const target
     engine *e = w->engine;
     rows operand = operand_for(e, l, count);
     float *sums = e->work.scratch + w->thread * e->work.scratch_size;
-    int64_t blocks = padded(l->n, COLUMNS) / COLUMNS, tiles = tiles_for(count);
+    int64_t blocks = linear_blocks(l), tiles = tiles_for(count);
     int64_t panels = (tiles + PANEL_TILES - 1) / PANEL_TILES;
     int64_t from, to, units = blocks * panels;
     while (claim(w, units, grain_of(w, units), &from, &to)) {
@@ -395,7 +401,7 @@ static void expert_linear_phase(worker *w, const linear *linears, enum finish fi
     engine *e = w->engine;
     const choice *c = &e->work.choice;
     float *sums = e->work.scratch + w->thread * e->work.scratch_size;
-    int64_t blocks = padded(linears->n, COLUMNS) / COLUMNS, from, to, units = blocks * c->num_panels;
+    int64_t blocks = linear_blocks(linears), from, to, units = blocks * c->num_panels;
     while (claim(w, units, grain_of(w, units), &from, &to)) {
         for (int64_t unit = from; unit < to; unit++) {
             const expert_panel *p = &c->panels[unit / blocks];

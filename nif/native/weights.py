@@ -6,10 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
-from genbatch.nif.models.weight_source import StoredTensor
-from genbatch.nif.native.library import COLUMNS, WEIGHT_BF16, WEIGHT_F32, WEIGHT_I8, WEIGHT_U4, Linear
+from genbatch.nif.models.weight_source import FLOAT_KINDS, StoredTensor
+from genbatch.nif.native.library import (
+    COLUMNS,
+    STORED_KINDS,
+    WEIGHT_BF16,
+    WEIGHT_F32,
+    WEIGHT_I8,
+    WEIGHT_U4,
+    Linear,
+    Part,
+)
 from genbatch.nif.native.memory import NativeArena
 
 U4_GROUP = 32
@@ -33,6 +43,20 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts, dim=1).flatten(0, 2)
 
 
+def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
+    """In which form of stored.h a tensor stays as it is, where the others become `kind`; None: it becomes that too."""
+    if tensor.offset or kind == WEIGHT_I8 or (kind == WEIGHT_BF16 and tensor.kind in FLOAT_KINDS):
+        return None
+    return STORED_KINDS.get(tensor.kind)
+
+
+def _interleaved(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
+    """As `interleave_gate_up`, of the rows' addresses; 0 pads."""
+    half = COLUMNS // 2
+    parts = [np.pad(rows, (0, -len(rows) % half)).reshape(-1, half) for rows in (gates, ups)]
+    return np.stack(parts, axis=1).reshape(-1)
+
+
 class WeightPacker:
     """Packs matrices with pack.c.
 
@@ -45,6 +69,7 @@ class WeightPacker:
         self._library = library
         self._n_threads = n_threads
         self._arena = NativeArena(library)
+        self._parts: list[Any] = []  # what linears point to
 
     def put_floats(self, vector: torch.Tensor) -> int:
         """The address of a float32 copy; it lives as long as this object."""
@@ -58,15 +83,56 @@ class WeightPacker:
     ) -> Linear:
         """One linear whose outputs are those of `tensors`, one after another, packed from their files.
 
+        With WEIGHT_F32 or WEIGHT_BF16 blocks of a GGUF file stay what they are, and with WEIGHT_F32 halves do.
+
         Args:
             kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8, as in `pack`.
             tensors: matrices [n, k] of one k.
             group: inputs that share a scale of WEIGHT_I8.
             interleaved: of two tensors, gate and up, in runs of 16 rows each; see `interleave_gate_up`.
         """
+        kinds = [stored_kind(kind, tensor) for tensor in tensors]
+        if None not in kinds and (not interleaved or len(set(kinds)) == 1):
+            return self._stored([kind for kind in kinds if kind is not None], tensors, interleaved)
         matrices = [tensor.whole() for tensor in tensors]
         merged = interleave_gate_up(*matrices) if interleaved else torch.cat(matrices)
         return self.pack(kind, merged, group)
+
+    def blocks(self, kind: int, addresses: np.ndarray, k: int) -> int:
+        """The address of rows in the form of stored.h.
+
+        Args:
+            kind: one of STORED_KINDS.
+            addresses: where each row begins, uint64; 0 for a row of zeros.
+            k: inputs.
+        """
+        blocks = -(-len(addresses) // COLUMNS)
+        address, _ = self._arena.reserve(blocks * self._library.stored_block_bytes(kind, k))
+        rows = np.ascontiguousarray(addresses, np.uint64)
+        self._share(blocks, self._library.pack_stored, (kind, rows.ctypes.data, len(rows), k), address)
+        return address
+
+    def _stored(self, kinds: Sequence[int], tensors: Sequence[StoredTensor], interleaved: bool) -> Linear:
+        """A linear of parts, one for each run of tensors of one type."""
+        k = tensors[0].shape[-1]
+        rows = [tensor.addresses() for tensor in tensors]
+        if interleaved:
+            rows, kinds = [_interleaved(*rows)], kinds[:1]
+        runs: list[tuple[int, list[np.ndarray]]] = []
+        for kind, addresses in zip(kinds, rows, strict=True):
+            if not runs or runs[-1][0] != kind:
+                runs.append((kind, []))
+            runs[-1][1].append(addresses)
+        parts = (Part * len(runs))()
+        column = block = 0
+        for part, (kind, merged) in zip(parts, runs, strict=True):
+            addresses = np.concatenate(merged)
+            part.kind, part.n, part.column, part.first_block = kind, len(addresses), column, block
+            part.weights = self.blocks(kind, addresses, k)
+            column += len(addresses)
+            block += -(-len(addresses) // COLUMNS)
+        self._parts.append(parts)
+        return Linear(kind=WEIGHT_F32, n=column, k=k, group=1, parts=parts, num_parts=len(parts))
 
     def vector(self, tensor: StoredTensor) -> int:
         """The address of a tensor's values in float32, end to end; they live as long as this object."""
