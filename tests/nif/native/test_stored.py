@@ -1,0 +1,124 @@
+"""Weights in the blocks of a GGUF file: their values to the bit, and products that depend on nothing but the row."""
+
+import ctypes
+from collections.abc import Sequence
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genbatch.nif.models.weight_source import StoredTensor
+from genbatch.nif.native.library import COLUMNS, STORED, STORED_KINDS, WEIGHT_F32, Linear, native_library
+from genbatch.nif.native.weights import WeightPacker
+
+# Where a block has its float16 factors; any other byte may have any value.
+_HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}
+_HALVES["Q6_K"] = (208,)
+
+
+def random_tensor(kind: str, n: int, blocks: int, seed: int = 0) -> StoredTensor:
+    """A matrix of arbitrary blocks with finite factors."""
+    random = np.random.default_rng(seed)
+    per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if kind in ("F16", "BF16", "F32"):
+        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[kind]
+        values = torch.from_numpy(random.normal(size=(n, 32 * blocks))).to(dtype)
+        return StoredTensor("w", kind, tuple(values.shape), values.view(torch.uint8).numpy())
+    raw = random.integers(0, 256, (n, blocks, size), dtype=np.uint8)
+    for at in _HALVES.get(kind, (0,)):
+        factors = random.normal(size=(n, blocks)).astype(np.float16)
+        raw[:, :, at : at + 2] = factors.view(np.uint8).reshape(n, blocks, 2)
+    return StoredTensor("w", kind, (n, blocks * per_block), raw.reshape(n, -1))
+
+
+def packed(tensors: Sequence[StoredTensor], *, interleaved: bool = False) -> tuple[WeightPacker, Linear]:
+    packer = WeightPacker(native_library(), 2)
+    return packer, packer.linear(WEIGHT_F32, tensors, interleaved=interleaved)
+
+
+def values_of(linear: Linear) -> torch.Tensor:
+    """The weights that the kernels make of a linear, part after part, [n, k]."""
+    library = native_library()
+    rows = []
+    for part in linear.parts[: linear.num_parts]:
+        size = library.stored_block_bytes(part.kind, linear.k)
+        for row in range(part.n):
+            out = torch.empty(linear.k)
+            block = part.weights + row // COLUMNS * size
+            library.stored_row(part.kind, block, linear.k, row % COLUMNS, out.data_ptr())
+            rows.append(out)
+    return torch.stack(rows)
+
+
+def multiply(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(x), linear.n)
+    x = x.contiguous()
+    library = native_library()
+    assert library.linear_probe(ctypes.byref(linear), x.data_ptr(), len(x), x.shape[1], out.data_ptr()) == 0
+    return out
+
+
+def random_rows(count: int, k: int) -> torch.Tensor:
+    return torch.randn(count, k, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", STORED)
+@settings(max_examples=6, deadline=None)
+@given(n=st.integers(1, 70), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+def test_weights_are_to_the_bit_what_gguf_makes_of_the_file(kind: str, n: int, blocks: int, seed: int) -> None:
+    tensor = random_tensor(kind, n, blocks, seed)
+    _packer, linear = packed([tensor])
+    assert linear.parts[0].kind == STORED_KINDS[kind]
+    assert torch.equal(values_of(linear), tensor.floats())
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_product_is_right_and_depends_on_its_row_only(kind: str) -> None:
+    tensor = random_tensor(kind, 45, 3)
+    _packer, linear = packed([tensor])
+    x = random_rows(27, linear.k)
+    together = multiply(linear, x)
+    want = x.double() @ tensor.floats().double().T
+    assert torch.allclose(together.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+    for rows in (slice(0, 1), slice(3, 5), slice(9, 22)):
+        assert torch.equal(multiply(linear, x[rows]), together[rows])
+
+
+def test_a_merged_linear_may_hold_several_types_and_sizes_that_fill_no_block() -> None:
+    tensors = [random_tensor("Q4_K", 48, 1), random_tensor("Q4_K", 16, 1, 1), random_tensor("Q6_K", 16, 1, 2)]
+    tensors.append(random_tensor("F16", 40, 8, 3))
+    _packer, linear = packed(tensors)
+    assert [(part.column, part.n, part.first_block) for part in linear.parts[:3]] == [
+        (0, 64, 0),
+        (64, 16, 2),
+        (80, 40, 3),
+    ]
+    x = random_rows(5, 256)
+    want = x.double() @ torch.cat([tensor.floats() for tensor in tensors]).double().T
+    assert torch.allclose(multiply(linear, x).double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+
+
+def test_gates_and_ups_alternate_and_rows_come_in_their_order() -> None:
+    order = np.random.default_rng(0).permutation(24)
+    stored = random_tensor("Q5_0", 24, 2)
+    gate = StoredTensor("g", "Q5_0", stored.shape, stored.rows, order)
+    up = random_tensor("Q5_0", 24, 2, seed=1)
+    _packer, linear = packed([gate, up], interleaved=True)
+    assert torch.equal(gate.floats(), stored.floats()[order])
+    got = values_of(linear)
+    assert torch.equal(torch.cat([got[:16], got[32:40]]), gate.floats())
+    assert torch.equal(torch.cat([got[16:32], got[48:56]]), up.floats())
+    assert not got[40:48].any()
+
+
+def test_gates_and_ups_of_two_types_become_floats() -> None:
+    _packer, linear = packed([random_tensor("Q4_0", 16, 2), random_tensor("Q5_0", 16, 2)], interleaved=True)
+    assert (linear.num_parts, linear.kind) == (0, WEIGHT_F32)
+
+
+def test_every_type_is_one_that_gguf_reads() -> None:
+    assert all(hasattr(gguf.GGMLQuantizationType, kind) for kind in STORED)
