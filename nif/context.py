@@ -5,6 +5,10 @@
     logits = ctx.prefill(tokens, seq_id=0, n_past=0)
     ctx.decode_batch([(0, int(logits.argmax()), len(tokens))])
 
+`prefill` and `decode_batch` are for whoever steps a context by hand. The Batcher mixes prefill chunks and decodes in
+one forward, and so calls `step_and_read` and `decode_run`, which share all that counts with them: one check, one
+reservation of blocks, one forward, one choice of tokens.
+
 Synchronous. The tensors are touched by `eval` and what calls it, always on one thread; the sequence operations
 (`seq_cp`, `seq_rm`, `attach_prefix`) move block ids only and may be called between two steps.
 """

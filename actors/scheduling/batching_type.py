@@ -8,7 +8,9 @@ from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 class BatchingType(Enum):
     """What the batch manager calls modelType."""
 
-    V1 = "V1"  # a batch runs in lockstep until all of it is complete: see LockstepScheduler
+    # A batch runs in lockstep until all of it is complete: see LockstepScheduler. Nothing is padded, and who has ended
+    # is answered at once: an empty generation slot is one that nobody may join yet, and costs nothing.
+    V1 = "V1"
     INFLIGHT_BATCHING = "InflightBatching"  # joins and leaves at every step; prefill and decode run apart
     INFLIGHT_FUSED_BATCHING = "InflightFusedBatching"  # the same, prefill and decode in one forward
 

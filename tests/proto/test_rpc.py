@@ -292,6 +292,20 @@ def test_an_error_about_no_call_in_particular_arrives_without_a_msgid() -> None:
     assert isinstance(event.error, MalformedMessage)
 
 
+def test_of_a_stream_that_has_ended_nothing_is_remembered() -> None:
+    """A client lives long: what each of its streams left behind would be memory without end."""
+    client = ClientConnection()
+    for end in ("final", "cancelled"):
+        msgid, _ = client.request("stream", {})
+        for choice in (0, 1):
+            client.receive(pack([2, "token", [msgid, 0, 5, "x", {"choice": choice}]]))
+        assert len(client._next_index) == 2
+        if end == "cancelled":
+            client.cancel(msgid)
+        client.receive(pack([1, msgid, None, {}]))
+        assert not client._next_index and len(client.calls) == 0
+
+
 def test_nothing_more_is_reported_of_a_call_given_up() -> None:
     client = ClientConnection()
     msgid, _ = client.request("stream", {})

@@ -302,3 +302,14 @@ async def test_b16_beams_count_one_token_each_in_the_budget_of_a_step(tiny_model
             result = await generate(prompt_of(5, 8))
     assert max(sizes) == 8
     assert result.token_ids == oracle("llama").generate(prompt_of(5, 8), 12)
+
+
+def test_a_running_beam_that_can_only_equal_the_ended_ones_ends_the_search() -> None:
+    """As transformers has it: a tie is no improvement."""
+    search = BeamSearch(1, frozenset({2}), 100)
+    assert search.draw(0, [(2, -1.0), (3, -1.0)])
+    assert search.advance()
+    assert [beam.tokens for beam in search.best()] == [[2]]
+    better = BeamSearch(1, frozenset({2}), 100)
+    better.draw(0, [(2, -1.0), (3, -0.5)])
+    assert not better.advance(), "one that is ahead goes on"

@@ -160,6 +160,24 @@ async def test_a_hopeless_deadline_is_refused_before_anything_is_spent(served: C
 
 
 @pytest.mark.trio
+async def test_a_clients_share_of_the_queue_counts_all_its_waiting_sequences(served: Callable[..., Any]) -> None:
+    """Those of one request are as many as its answers, and what another client has waiting is not counted."""
+    bench = await served(max_queue=20, max_client_queue_share=0.5, max_client_open=99)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: bench.ask("other", client="b", n=4))
+        nursery.start_soon(lambda: bench.ask("mine", client="a", n=8))
+        await wait_all_tasks_blocked()
+        assert bench.actor.requests.waiting_of() == bench.actor.requests.open_of() == {"a": 8, "b": 4}
+        with pytest.raises(QueueFull, match="8 of this client's requests are waiting, 10 may"):
+            await bench.ask("more", client="a", n=4)
+        nursery.start_soon(lambda: bench.ask("fits", client="a", n=3))
+        await wait_all_tasks_blocked()
+        assert bench.actor.requests.waiting_of()["a"] == 11
+        nursery.cancel_scope.cancel()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
 async def test_what_is_with_the_tokenizer_counts_in_sequences(served: Callable[..., Any]) -> None:
     """Eight answers are eight that wait, be their prompt long or short."""
     bench = await served(max_queue=10)

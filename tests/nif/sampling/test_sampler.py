@@ -22,6 +22,7 @@ from genbatch.nif.largest import Largest
 from genbatch.nif.sampling.logprobs import token_logprobs
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy, sample
 from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.sampling.truncated_draw import CHUNK, _invert_whole, _pick
 from genbatch.nif.sampling.uniform_draw import uniform
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.request_limits import RequestLimits
@@ -368,3 +369,27 @@ def test_uniforms_are_uniform_and_neighbouring_seeds_unrelated() -> None:
 
 def test_no_rows_give_no_results() -> None:
     assert sample(torch.empty(0, 64), [], []) == []
+
+
+def test_top_p_of_1_keeps_the_last_token_though_rounding_says_the_row_is_full() -> None:
+    """The sum of a row's parts may come out above its whole, which is summed in another order."""
+    log_weights, ids = torch.zeros(1, 4), torch.arange(4)[None]
+    short = torch.tensor([[3.0]], dtype=torch.float64)  # as if rounded; the four weigh 4
+    for top_p, drawn in ((1.0, 3), (0.999, 2)):
+        limits = torch.tensor([[0.0, top_p, 1e-9]], dtype=torch.float64)
+        points = torch.tensor([[0.99]], dtype=torch.float64)
+        assert _pick(log_weights, ids, short, limits, points)[0].tolist() == [drawn]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_point_at_either_end_of_a_chunk_draws_a_token_that_has_weight(seed: int) -> None:
+    """A chunk's sum is rounded: what is left of the point must not lead out of the chunk, nor onto a weight of 0."""
+    weights = random_logits(1, 64 * CHUNK, seed).exp()
+    weights[0, CHUNK - 1 :: CHUNK] = 0.0  # the last of each chunk cannot be drawn
+    weights[0, ::CHUNK] = 0.0  # nor the first
+    sums = weights.view(1, -1, CHUNK).sum(-1).cumsum(1, dtype=torch.float64)[0]
+    ends = [float(end / sums[-1]) for end in sums[:-1]]
+    points = [point for end in ends for point in (math.nextafter(end, 0.0), end, math.nextafter(end, 1.0))]
+    points += [0.0, 1.0 - 2.0**-53]
+    drawn = _invert_whole(weights.expand(len(points), -1), torch.tensor(points, dtype=torch.float64)[:, None])
+    assert bool((weights[0, drawn] > 0.0).all())
