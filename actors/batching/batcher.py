@@ -365,7 +365,10 @@ class Batcher(GenServer):
     def _rest(self) -> None:
         """There is nothing to evaluate."""
         if not self.requests:
-            self.ctx.kv.check_integrity()
+            kv = self.ctx.kv
+            held = kv.held_only_by([held.seq_id for held in self.held if held.seq_id is not None])
+            used = tuple(kv.counts(group).used for group in range(len(held)))
+            assert used == held, f"{used} blocks are used with nobody there, held prompts have {held}"
         self._await_deadline()
 
     def _await_deadline(self) -> None:

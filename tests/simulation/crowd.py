@@ -46,9 +46,15 @@ WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (8,), (8, None)
 
 
 class Reckless(RequestScheduler):
-    """A user's scheduler that plans everything at once and never asks what fits."""
+    """A user's scheduler that plans everything at once, never asks what fits, and now and then raises."""
+
+    def __init__(self) -> None:
+        self._num_plans = 0
 
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Any) -> PlainPlan:
+        self._num_plans += 1
+        if self._num_plans % 7 == 0:
+            raise ValueError("the user's own fault")
         ready = [one for one in active_requests if one.request_id not in inflight_request_ids]
         contexts = [one for one in ready if one.phase in (Phase.PENDING, Phase.PREFILLING)]
         return contexts, [one for one in ready if one.phase is Phase.DECODING], []
@@ -97,6 +103,10 @@ class Crowd:
             # Pools of their own sizes, that nobody has made for each other.
             self.memory["num_blocks"] = [rng.randint(6, 40) for _ in groups]
         self.asked = [self._draw(rng) for _ in range(rng.randint(2, 9))]
+
+    @property
+    def _is_reckless(self) -> bool:
+        return isinstance(self.options.scheduler, Reckless)
 
     def check(self) -> None:
         """Raises AssertionError unless every promise holds."""
@@ -211,6 +221,8 @@ class Crowd:
                 async with trio.open_nursery() as asking:
                     for index, one in enumerate(crowd):
                         asking.start_soon(ask, index, one)
+                if self.options.scheduler_policy is SchedulerPolicy.GUARANTEED_NO_EVICT and not self._is_reckless:
+                    assert batcher.stats.preemptions == 0, "nobody may be paused"
                 if not any(isinstance(answer, Unavailable) for answer in answers):
                     check_rest(batcher)  # else the reason for which it has stopped is on its way
                 nursery.cancel_scope.cancel()

@@ -15,6 +15,7 @@ from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.scheduler import RequestList, RequestScheduler
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.proto.messages import GenerateRequest, Message, Result
@@ -161,6 +162,29 @@ def test_a_lone_request_beside_a_noticed_prompt_gets_the_whole_pool(model: Model
 def test_a_scheduler_that_ignores_memory_serves_everyone(model: Model) -> None:
     burst = [asks(40, 60, number) for number in range(6)]
     serve(model, [burst], memory={"num_blocks": [12]}, scheduler=Reckless(), n_parallel=4)
+
+
+class Broken(RequestScheduler):
+    """Never gives a plan."""
+
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Any) -> Any:
+        raise ValueError("the user's own fault")
+
+
+class Idle(RequestScheduler):
+    """Always gives an empty one."""
+
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Any) -> Any:
+        return [], [], []
+
+
+@pytest.mark.parametrize("scheduler", [Broken, Idle])
+def test_s04_a_users_scheduler_that_fails_is_told_of_once_and_everyone_is_served(
+    model: Model, scheduler: type[RequestScheduler], caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(model, [[asks(40, 20, number) for number in range(4)]], memory={"num_blocks": [12]}, scheduler=scheduler())
+    [line] = [record.getMessage() for record in caplog.records if "the scheduler" in record.getMessage()]
+    assert scheduler.__name__ in line and "fifo plans in its place" in line
 
 
 # Refused though it fits

@@ -19,7 +19,7 @@ from genbatch.actors.batching.batcher_messages import GetModels
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.batching.step_faults import EngineFault
 from genbatch.actors.engine.engine_process import EngineSession
-from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, EngineConnection, LinkFrame, LinkUp, RemoteBatcher
+from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, EngineConnection, EngineFrame, EngineUp, RemoteBatcher
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
@@ -242,7 +242,7 @@ class World:
                 models = await ref.call(GetModels(), timeout=None)
                 connection = EngineConnection(gateway_end, self._hear)
                 self._nursery.start_soon(connection.run)
-                self._ref.info(LinkUp(connection, models), control=True)
+                self._ref.info(EngineUp(connection, models), control=True)
                 self._batcher, self._life = batcher, life
                 await EngineSession(ref, self._engine_end).run()
                 life.cancel_scope.cancel()
@@ -274,7 +274,7 @@ class World:
         if messages is None:
             self.num_deaths += 1
         with suppress(ActorDown):  # the world is ending
-            self._ref.info(LinkFrame(connection, messages), control=True)
+            self._ref.info(EngineFrame(connection, messages), control=True)
         kinds = [type(one).__name__ for one in messages or ()]
         if kinds != ["Beat"]:
             self.trace("link", ", ".join(kinds) or "closed")
