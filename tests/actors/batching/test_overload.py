@@ -189,6 +189,7 @@ async def test_what_is_with_the_tokenizer_counts_in_sequences(served: Callable[.
         nursery.start_soon(lambda: bench.ask("first", client="a", prompt=prompts["long"], token_ids=None, n=8))
         await wait_all_tasks_blocked()
         try:
+            assert bench.actor.requests.waiting_of() == {"a": 8}
             for kind, prompt in prompts.items():
                 with pytest.raises(QueueFull, match="8 requests are waiting, 10 may"):
                     await bench.ask(kind, client="a", prompt=prompt, token_ids=None, n=8)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -22,6 +23,8 @@ from genbatch.actors.security.errors import InsecureBind
 from genbatch.actors.security.key_files import TokenFile, server_context
 from genbatch.actors.security.security import Security
 from genbatch.nif.errors import OptionError
+from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
+from genbatch.proto.messages import Choice, Result, Usage
 from genbatch.proto.service_messages import Health
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
@@ -488,3 +491,18 @@ def test_a_missing_extra_is_named_with_what_installs_it(monkeypatch: pytest.Monk
     )
     with pytest.raises(OptionError, match=r"hypercorn; run pip install 'genbatch\[http\]'"):
         check_http(":8000", Security())
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [("deadline", DeadlineExceeded), ("cancelled", Unavailable), ("error", EngineError)],
+)
+def test_an_answer_that_the_service_cut_short_is_an_error(reason: Any, error: type[GenbatchError]) -> None:
+    """OpenAI's clients know "stop" and "length": a 200 with another reason would be taken for a whole answer."""
+    usage = Usage(prompt_tokens=1, completion_tokens=1)
+    whole = Choice(text="a", token_ids=[1], finish_reason="stop")
+    cut = Choice(text="a", token_ids=[1], finish_reason=reason)
+    result = Result(text="a", token_ids=[1], finish_reason="stop", usage=usage, choices=(whole, cut))
+    with pytest.raises(error):
+        generating._finished(result)
+    assert generating._finished(msgspec.structs.replace(result, choices=(whole, whole)))
