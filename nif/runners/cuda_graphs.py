@@ -145,11 +145,15 @@ class GraphCache:
         if graph is None:
             # Room first: the new graph can then reuse the old one's memory.
             while len(self._graphs) >= self._max_cached_graphs:
-                _, oldest = self._graphs.popitem(last=False)
-                oldest.finish()
+                self._drop_oldest()
             graph = self._graphs[key] = self._capture(key)
         self._graphs.move_to_end(key)
         return graph
+
+    def _drop_oldest(self) -> None:
+        # Its own function: no name may hold the graph any longer when the next one is captured.
+        _, oldest = self._graphs.popitem(last=False)
+        oldest.finish()
 
 
 class DecodeGraphs:

@@ -64,9 +64,11 @@ class Launches:
         if captured is not None:
             graph, step = captured
         size = packed_size(step)
-        inputs = pair.inputs_of(size)
         try:
             with self._copies.open():
+                # Allocated on the stream that writes it: memory of the computing stream may be what the step under
+                # way has given back and still uses.
+                inputs = pair.inputs_of(size)
                 arrived = self._upload.upload_step(step, into=inputs)
             self._copies.hold_up_compute()
             if graph is not None:
@@ -80,6 +82,10 @@ class Launches:
         self._latest = pair.holds = LaunchedStep(self._drawn[:rows], pair.tokens[:rows])
         self._turn = (self._turn + 1) % _NUM_PAIRS
         return self._latest
+
+    def finish(self) -> None:
+        """Waits for every step that has begun: the buffers are in use until then."""
+        self._copies.finish()
 
 
 class LaunchedStep:
@@ -118,7 +124,7 @@ class _BufferPair:
         self._inputs = torch.empty(0, dtype=torch.uint8, device=device)
 
     def inputs_of(self, size: int) -> torch.Tensor:
-        """[at least `size`] bytes on the device."""
+        """[at least `size`] bytes on the device; a larger buffer belongs to the current stream."""
         if len(self._inputs) < size:
             self._inputs = torch.empty(2 * size, dtype=torch.uint8, device=self._inputs.device)
         return self._inputs

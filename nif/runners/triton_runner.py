@@ -193,6 +193,8 @@ class TritonRunner:
 
     def close(self) -> None:
         """Releases the KV pool and the graphs that refer to it."""
+        if self._launches is not None:
+            self._launches.finish()
         self._launches = None
         self._graphs = None
         self._pools = []

@@ -25,6 +25,9 @@ from statistics import median
 DRY_RUN = "--dry-run" in sys.argv
 if DRY_RUN:
     os.environ["TRITON_INTERPRET"] = "1"
+ROOT = Path(__file__).parents[2]
+# The checkout's own code, whether or not anything is installed.
+sys.path[:0] = [str(ROOT / ".ns"), str(Path(__file__).parent)]
 
 import torch
 from gpu_loads import (
@@ -80,11 +83,10 @@ def measured_bandwidth(device: torch.device) -> float:
 
 def run_tests() -> str:
     """Every kernel test on the GPU and the tests marked gpu; what pytest says last."""
-    root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "tests/nif/kernels", "tests/nif/test_gpu.py"],
-        cwd=root,
-        env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"},
+        [sys.executable, "-m", "pytest", "-q", "tests/nif/kernels", "tests/nif/test_gpu.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT / ".ns")},
         capture_output=True,
         text=True,
         check=False,

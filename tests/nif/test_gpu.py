@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.nif.without_waiting import without_waiting
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -88,11 +90,8 @@ def test_a_step_never_waits_for_the_device(gpu_model: Any, graphed: bool) -> Non
     runner = runner_for(model, graphs=GraphOptions(max_batch_size=8) if graphed else None)
     batch = decode_batch(1, 5, 3)
     runner.forward(batch)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         runner.forward(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("tier", ["lean", "general"])
@@ -181,12 +180,9 @@ def test_h15_a_launch_never_waits_for_the_device(gpu_model: Any, graphed: bool) 
     runner = runner_for(gpu_model("llama"), graphs=GraphOptions(max_batch_size=8) if graphed else None)
     for _ in range(2):  # both pairs of buffers get their size, and kernels compile
         runner.launch(decode_batch(1, 5, 3), draws_of(5, 3), None).wait()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         first = runner.launch(decode_batch(1, 5, 3), draws_of(5, 3), None)
         second = runner.launch(decode_batch(1, 5, 4), draws_of(5, 4), first)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(first.wait()) == len(second.wait()) == 5
 
 
@@ -309,11 +305,8 @@ def test_h16_copies_of_blocks_never_wait_for_the_device(gpu_model: Any) -> None:
     runner.write_blocks(0, [5, 6], runner.read_blocks(0, [3, 4]))  # its memory is allocated
     runner.finish_copies()
     torch.cuda._sleep(50_000_000)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         content = runner.read_blocks(0, [3, 4])
         runner.write_blocks(0, [5, 6], content)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not torch.cuda.current_stream().query(), "the copies were waited for"
     runner.finish_copies()

@@ -1,5 +1,6 @@
 """TritonRunner.launch under Triton's interpreter: steps that feed one another, eagerly and through padded graphs."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from genbatch.nif.runners.launches import Launches
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
+from tests.nif.without_waiting import without_waiting
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="these models are on the CPU, where only the interpreter runs kernels"
@@ -234,3 +236,20 @@ def test_a_launch_that_failed_leaves_its_buffers_to_the_next(tiny_model: Any, mo
             runner.launch(decodes(9), GREEDY, None)
         monkeypatch.setattr(runner, "_run", run)
         assert runner.launch(decodes(9), GREEDY, None).wait() == expected
+
+
+def test_asking_that_nothing_waits_for_the_device_is_no_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with without_waiting():
+            assert modes == ["error"]
+            modes.append("within")
+            warnings.simplefilter("ignore")
+    assert modes == ["error", "within", "default"]
