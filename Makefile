@@ -104,5 +104,10 @@ $(VENV)/.test: $(VENV)/.demo
 	@$(PIP) install -e ".$(EXTRAS)"
 	@touch $@
 
+# Every GPU kernel for every kind of GPU, without one: registers, shared memory, instructions; minutes at first.
+.PHONY: gpu-compile
+gpu-compile: $(VENV)/.test
+	$(BIN)/python -m tests.nif.kernels.compile_kernels
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from genbatch.nif.models.quiet_transformers import Progress
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
-from genbatch.nif.runner import Runner
+from genbatch.nif.runner import HoldsMemory, Runner
 from genbatch.nif.runners.tensor_parallel import TensorParallelRunner, open_ranks
 from genbatch.nif.runners.torch_runner import TorchRunner
 
@@ -26,7 +27,7 @@ log = logging.getLogger("genbatch")
 class Engine:
     """A model in memory; `open_context` gives each new Batcher a fresh KV pool."""
 
-    def __init__(self, model: Model, options: EngineOptions, new_runner: Callable[[], Runner] | None = None) -> None:
+    def __init__(self, model: Model, options: EngineOptions, new_runner: Callable[[int], Runner] | None = None) -> None:
         self.model = model
         self.options = options
         self._new_runner = new_runner or choose_runner(model, options)
@@ -45,8 +46,8 @@ class Engine:
         options = self.options
         if n_parallel < 1:
             raise OptionError("n_parallel", f"must be at least 1, not {n_parallel}")
-        runner = self._new_runner()
-        size = self._cache_size(runner, n_parallel + n_held, n_batch)
+        runner = self._new_runner(n_parallel)
+        size = self._cache_size(runner, n_parallel, n_held, n_batch)
         if size.limited_by not in ("n_ctx", "num_blocks"):
             log.warning("the KV pool is limited by %s to %d blocks", size.limited_by, max(size.num_blocks))
         return Context(
@@ -61,8 +62,11 @@ class Engine:
             allow_block_sharing=options.allow_block_sharing,
         )
 
-    def _cache_size(self, runner: Runner, num_sequences: int, n_batch: int) -> CacheSize:
+    def _cache_size(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int) -> CacheSize:
         options = self.options
+        own = runner.own_bytes(n_parallel, options.block_size) if isinstance(runner, HoldsMemory) else 0
+        fused = not isinstance(runner, TorchRunner | TensorParallelRunner)
+        step = self._step_shape(n_parallel + n_held, n_batch, fused=fused)
         limits = CacheLimits(
             max_memory_percent=options.max_memory_percent,
             max_tokens=options.max_tokens_in_cache,
@@ -71,7 +75,7 @@ class Engine:
         )
         groups = range(len(runner.groups))
         return cache_size(
-            self._step_shape(num_sequences, n_batch, fused=not isinstance(runner, TorchRunner | TensorParallelRunner)),
+            replace(step, runner_bytes=own),
             runner.groups,
             [runner.bytes_per_block(group, options.block_size) for group in groups],
             block_size=options.block_size,
@@ -110,7 +114,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
         # Each rank keeps its share only, so the whole is never on a GPU.
         load = partial(load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
         shard, new_runner = open_ranks(options, load)
-        return Engine(shard, options, new_runner)
+        return Engine(shard, options, lambda _: new_runner())
     on_cpu = options.n_gpu_layers == 0 or not torch.cuda.is_available()
     if on_cpu and options.runner in ("auto", "native"):
         model = describe_model(options.model_path, dtype=options.dtype, progress=progress)
@@ -123,8 +127,8 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
     return Engine(model, options)
 
 
-def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
-    """What makes the runner of a new context; weights are packed once, here.
+def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+    """What makes the runner of a new context, given how many sequences decode at most; weights are packed once, here.
 
     Raises:
         OptionError: the runner or the quantisation asked for cannot run this model here.
@@ -143,7 +147,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
         return _triton(model, options)
     if options.runner == "torch" or on_gpu:
         _refuse_quantize(options, "the torch runner computes in the model's dtype")
-        return lambda: TorchRunner(model)
+        return lambda _: TorchRunner(model)
     try:
         weights = ModelWeights(model, _quantize(options))
     except NativeUnavailable as unavailable:
@@ -153,14 +157,15 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[], Runner]:
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
         _refuse_quantize(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
         log.info("%s runs in torch: %s", model.name, unavailable.reason)
-        return lambda: TorchRunner(model)
-    return lambda: NativeRunner(weights, n_threads=options.n_threads or None)
+        return lambda _: TorchRunner(model)
+    return lambda _: NativeRunner(weights, n_threads=options.n_threads or None)
 
 
-def _triton(model: Model, options: EngineOptions) -> Callable[[], Runner]:
+def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
     if model.device.type != "cuda":
         raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
     try:
+        from genbatch.nif.runners.lean_llama import why_not_lean
         from genbatch.nif.runners.triton_runner import TritonRunner, check_model
 
         check_model(model)
@@ -169,8 +174,17 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[], Runner]:
         if options.runner == "triton" or options.use_cuda_graph:
             raise OptionError("runner", f"triton cannot run {model.name}: {reason}") from error
         log.info("%s runs in torch: %s", model.name, reason)
-        return lambda: TorchRunner(model)
-    return lambda: TritonRunner(model, graphs=options.graphs())
+        return lambda _: TorchRunner(model)
+    captures = why_not_lean(model) is None if options.use_cuda_graph is None else options.use_cuda_graph
+    # Of whole blocks, as the pool is.
+    in_pool = -(-options.n_ctx // options.block_size) * options.block_size
+    longest = min(model.max_position, in_pool if options.num_blocks is None else model.max_position)
+    return lambda n_parallel: TritonRunner(
+        model,
+        graphs=options.graphs(n_parallel) if captures else None,
+        longest=longest,
+        batch_invariant=options.batch_invariant,
+    )
 
 
 def _quantize(options: EngineOptions) -> str:

@@ -25,7 +25,10 @@ class EngineOptions:
         n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
         tensor_parallel: processes that share the model, each with a part of every layer, one a GPU where there are
             any; 1: this one alone. Needs a model of the Llama family, and computes in torch.
-        use_cuda_graph: whether decode steps are captured and replayed; needs a GPU and a model of the Llama family.
+        use_cuda_graph: whether decode steps are captured at the start and replayed; needs a GPU and a model of the
+            Llama family. None does it where it can be done.
+        batch_invariant: whether, on a GPU, a request's logits are the same bit for bit whatever else is in the batch;
+            slower. Without it the last bits may differ. On a CPU they never do.
         q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: see GraphOptions.
         n_ctx: positions in the KV pool, all sequences together.
         num_blocks: blocks of the KV pool, where that is to be pinned instead.
@@ -43,7 +46,8 @@ class EngineOptions:
     quantize: str = "none"
     n_threads: int = 0
     tensor_parallel: int = 1
-    use_cuda_graph: bool = False
+    use_cuda_graph: bool | None = None
+    batch_invariant: bool = False
     q_padding_interval_size: int = 0
     kv_padding_interval_size: int = 0
     max_cached_graphs: int = 64
@@ -68,20 +72,20 @@ class EngineOptions:
                 raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
         if self.n_threads < 0:
             raise OptionError("n_threads", f"must be at least 0, not {self.n_threads}")
-        self.graphs()
+        self.graphs(1)
 
-    def graphs(self) -> GraphOptions | None:
-        """How decode steps are captured; None where they are not.
+    def graphs(self, num_sequences: int) -> GraphOptions:
+        """How decode steps of at most so many sequences are captured.
 
         Raises:
             OptionError: a padding or a count is out of range.
         """
-        options = GraphOptions(
+        return GraphOptions(
             q_padding_interval_size=self.q_padding_interval_size,
             kv_padding_interval_size=self.kv_padding_interval_size,
             max_cached_graphs=self.max_cached_graphs,
+            max_batch_size=num_sequences,
         )
-        return options if self.use_cuda_graph else None
 
 
 def is_torchrun() -> bool:

@@ -92,6 +92,15 @@ class LaunchingRunner(Runner, Protocol):
 
 
 @runtime_checkable
+class HoldsMemory(Protocol):
+    """A runner that takes memory of its own beside the pool and a step's activations."""
+
+    def own_bytes(self, num_sequences: int, block_size: int) -> int:
+        """How many bytes, for steps of at most so many decodes."""
+        ...
+
+
+@runtime_checkable
 class BackgroundCopies(Protocol):
     """A runner whose `read_blocks` returns before the content has arrived; `write_blocks` may be given it at once."""
 

@@ -32,7 +32,7 @@ class DecodeFloor:
 
         Each row's likeliest token is found as well, which is all that greedy decoding needs.
         """
-        runner = self._new_runner()
+        runner = self._new_runner(sequences)
         blocks = -(-context // self._options.block_size)
         runner.allocate([sequences * blocks] * len(runner.groups), self._options.block_size)
         try:

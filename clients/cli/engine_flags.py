@@ -97,8 +97,20 @@ class PoolFlags:
     ] = False
 
     use_cuda_graph: Annotated[
+        bool | None,
+        typer.Option(
+            "--use-cuda-graph/--no-cuda-graph",
+            help="Capture decode steps on the GPU at the start and replay them; by default where it can be done.",
+            rich_help_panel=_GRAPHS,
+        ),
+    ] = None
+    batch_invariant: Annotated[
         bool,
-        typer.Option("--use-cuda-graph", help="Capture and replay decode steps on the GPU.", rich_help_panel=_GRAPHS),
+        typer.Option(
+            "--batch-invariant",
+            help="On a GPU: the same logits to the last bit whatever else is in the batch; slower.",
+            rich_help_panel=_GRAPHS,
+        ),
     ] = False
     q_padding_interval_size: Annotated[
         int,
@@ -109,11 +121,12 @@ class PoolFlags:
     kv_padding_interval_size: Annotated[
         int,
         typer.Option(
-            help="The longest sequence's length is padded to a multiple of it; 0: 1024.", rich_help_panel=_GRAPHS
+            help="The longest sequence's length is padded to a multiple of it; 0: graphs serve every length.",
+            rich_help_panel=_GRAPHS,
         ),
     ] = 0
     max_cached_graphs: Annotated[
-        int, typer.Option(help="Graphs kept; the least recently used is dropped.", rich_help_panel=_GRAPHS)
+        int, typer.Option(help="Graphs kept; with fewer, steps are padded further.", rich_help_panel=_GRAPHS)
     ] = 64
 
     def by_name(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The inner loop that both attention kernels share: online softmax over one sequence's blocks."""
+"""The inner loop that the attention kernels share: online softmax over one sequence's blocks."""
 
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -12,10 +12,46 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _key_offsets(
+    table_ptr,
+    start,
+    end_key,
+    block_stride,
+    num_blocks,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+):
+    """Where a tile's keys lie in the pool, [KEYS] int64, and which of them may be read."""
+    positions = start + tl.arange(0, KEYS)
+    if BY_BLOCK:
+        # A block id is loaded once for all its positions; `start` is the first position of a block.
+        WIDE: tl.constexpr = KEYS // BLOCK_SIZE
+        columns = tl.arange(0, WIDE)
+        inside = start + columns * BLOCK_SIZE < end_key
+        blocks = tl.load(table_ptr + start // BLOCK_SIZE + columns, mask=inside, other=-1)
+        known = (blocks >= 0) & (blocks < num_blocks)
+        # A pool outgrows 2**31 elements: widen before multiplying.
+        firsts = blocks.to(tl.int64) * block_stride
+        within = tl.arange(0, BLOCK_SIZE) * HEAD
+        offsets = tl.where(
+            known[:, None], firsts[:, None] + within[None, :], -16
+        )  # what is added stays a multiple of 16
+        offsets = tl.reshape(offsets, [KEYS])
+        readable = (offsets >= 0) & (positions < end_key)
+    else:
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
+        readable = (blocks >= 0) & (blocks < num_blocks)
+        offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
+    return positions, offsets, readable
+
+
+@triton.jit
 def attend_keys(
     query,  # [ROWS, HEAD_PAD]
     query_positions,  # [ROWS], negative where the row is padding
-    first_key,
+    first_key,  # a multiple of KEYS
     end_key,
     table_ptr,
     key_ptr,
@@ -30,6 +66,7 @@ def attend_keys(
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -40,12 +77,13 @@ def attend_keys(
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     for start in range(first_key, end_key, KEYS):
-        positions = start + tl.arange(0, KEYS)
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
-        # The planner has refused bad tables; this keeps even a table damaged later from reading outside the pool.
-        readable = (blocks >= 0) & (blocks < num_blocks)
-        # A pool outgrows 2**31 elements: widen before multiplying.
-        offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
+        # The planner has refused bad tables; `readable` keeps even one damaged later from reading outside the pool.
+        positions, offsets, readable = _key_offsets(
+            table_ptr, start, end_key, block_stride, num_blocks, KEYS, BLOCK_SIZE, HEAD, BY_BLOCK
+        )
+        if HEAD % 16 == 0:
+            # What `reshape` makes the compiler forget: rows begin at multiples of 16 elements, so loads are wide.
+            offsets = tl.multiple_of(offsets, 16)
         key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_SOFTCAP:
@@ -69,3 +107,26 @@ def attend_keys(
         output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         maximum = new_maximum
     return output, maximum, total
+
+
+@triton.jit
+def join_softmax(output, maximum, total, more_output, more_maximum, more_total):
+    """Two shares of the keys as one: weighted sums [ROWS, HEAD_PAD], their maxima and totals [ROWS]."""
+    new_maximum = tl.maximum(maximum, more_maximum)
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    old = tl.exp2(maximum - shift)
+    new = tl.exp2(more_maximum - shift)
+    return output * old[:, None] + more_output * new[:, None], new_maximum, total * old + more_total * new
+
+
+@triton.jit
+def finish_softmax(output, maximum, total, heads, used, sinks_ptr, HAS_SINKS: tl.constexpr):
+    """The attention output [ROWS, HEAD_PAD]; a row without a single valid key (padding) gives zeros, not 0 / 0."""
+    if HAS_SINKS:
+        # A sink is one more score of the head: it takes weight and gives no value.
+        sink = tl.load(sinks_ptr + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
+        new_maximum = tl.maximum(maximum, sink)
+        correction = tl.exp2(maximum - new_maximum)
+        output = output * correction[:, None]
+        total = total * correction + tl.exp2(sink - new_maximum)
+    return output / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -1,10 +1,22 @@
 """Tile sizes of the attention kernels: fixed tables, since a captured graph forbids trying variants."""
 
+from dataclasses import dataclass
+
 import triton
 
 _MIN_DOT_ROWS = 16  # the smallest extent that tl.dot takes
-_MAX_SPLITS = 64
-_MIN_KEYS_PER_SPLIT = 128  # below this the reduction costs more than the parallelism brings
+_MAX_SHARES = 64  # of one sequence's keys
+_MIN_SHARE = 256  # keys; with fewer, joining costs more than the parallelism brings
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program holds at a time."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
 
 
 def head_pad(head_size: int) -> int:
@@ -12,19 +24,27 @@ def head_pad(head_size: int) -> int:
     return max(_MIN_DOT_ROWS, int(triton.next_power_of_2(head_size)))
 
 
-def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool) -> tuple[int, int, int, int]:
-    """(rows, keys, num_warps, num_stages) of an attention tile."""
+def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool) -> Tile:
+    """The tile for `group` query heads a KV head, whose elements take `element_size` bytes."""
     needed = max(_MIN_DOT_ROWS, triton.next_power_of_2(group))
     if element_size > 2:
-        return needed, 16, 4, 1  # float32 has no fast dot product: larger tiles only spill registers
+        return Tile(needed, 16, 4, 1)  # float32 has no fast dot product: larger tiles only spill registers
     wide = head_size > 128  # such tiles must stay small to fit shared memory
     if decode:
-        return needed, 32 if wide else 64, 4, 2 if wide else 3
-    return max(needed, 32 if wide else 64), 32 if wide else 64, 4, 2
+        # The block ids, which addresses wait for, take stages too: what is left doubles the keys' and values' buffers.
+        return Tile(needed, 32 if wide else 64, 4, 5)
+    return Tile(max(needed, 32 if wide else 64), 32 if wide else 64, 8 if head_size > 64 else 4, 2)
 
 
-def choose_num_splits(num_sequences: int, num_kv_heads: int, max_kv_len: int, num_processors: int) -> int:
-    """Into how many shares to cut each decode's keys so that every multiprocessor has work; a power of two."""
-    programs = max(1, num_sequences * num_kv_heads)
-    wanted = min(2 * num_processors // programs, max_kv_len // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+def share_size(max_positions: int) -> int:
+    """Keys that one program takes of a decode; a power of two.
+
+    It depends on how long sequences may be and on nothing of the batch, so that what is summed with what, and so every
+    rounding, is a matter of the sequence alone.
+    """
+    return max(_MIN_SHARE, int(triton.next_power_of_2(-(-max_positions // _MAX_SHARES))))
+
+
+def max_shares(num_sequences: int, max_kv_len: int, share: int) -> int:
+    """Most shares that decodes of so many sequences have; none has fewer than one."""
+    return num_sequences * max(1, -(-max_kv_len // share))

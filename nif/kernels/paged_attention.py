@@ -1,24 +1,82 @@
-"""Attention over a paged KV cache: ragged prefill chunks and decodes in one launch, and split-KV decode.
+"""Attention over a paged KV cache: decodes cut into shares of keys, and ragged prefill chunks beside them.
+
+A decode's keys are cut at fixed positions, every `share` of them. A plan, made once a step on the device, lists the
+shares of all sequences. A fixed number of programs works through the list: one long sequence is spread over the whole
+GPU whatever the others are, and nothing about the launch depends on lengths. A second kernel joins the shares.
 
 K and V are [num_blocks, num_kv_heads, block_size, head_size]; a block may lie anywhere in a larger tensor as long as
-its last three dimensions are contiguous. The plain-torch twin is `reference.paged_attention`.
+its last three dimensions are contiguous. The twins are `reference.paged_attention` and `reference.plan_shares`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from genbatch.nif.kernels.attend_keys import LOG2_E, attend_keys
-from genbatch.nif.kernels.attention_tiles import head_pad, tile_shape
+from genbatch.nif.kernels.attend_keys import attend_keys, finish_softmax, join_softmax
+from genbatch.nif.kernels.attention_tiles import Tile, head_pad, max_shares, tile_shape
+
+_PLAN_CHUNK = 128  # sequences that the plan looks at together
+_SHARES_AT_ONCE = 16  # that are joined together
+_PROGRAMS_PER_PROCESSOR = 4
 
 
-@triton.jit(
-    do_not_specialize=["num_sequences", "table_width", "num_blocks", "window"],
-)
-def _ragged_attention_kernel(
+@triton.jit
+def _shares_of(
+    sequences,
+    num_sequences,
+    query_starts_ptr,
+    kv_lens_ptr,
+    longest,
+    window,
+    SHARE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """How many shares each sequence has: at least one where it decodes, none where it does not."""
+    known = sequences < num_sequences
+    begin = tl.load(query_starts_ptr + sequences, mask=known, other=0)
+    end = tl.load(query_starts_ptr + sequences + 1, mask=known, other=0)
+    kv_len = tl.minimum(tl.load(kv_lens_ptr + sequences, mask=known, other=0), longest)
+    first = tl.zeros_like(kv_len)
+    if HAS_WINDOW:
+        first = tl.maximum(kv_len - window, 0) // SHARE
+    return tl.where(end - begin == 1, tl.maximum(tl.cdiv(kv_len, SHARE) - first, 1), 0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "longest", "window"])
+def _plan_kernel(
+    owners_ptr,  # [most shares] int32, the sequence that each share is of
+    firsts_ptr,  # [B + 1] int32, each sequence's first share
+    query_starts_ptr,  # [B + 1] int32
+    kv_lens_ptr,  # [B] int32
+    num_sequences,
+    longest,
+    window,
+    SHARE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program: one sequence, or behind the last one the end."""
+    sequence = tl.program_id(0)
+    before = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, sequence, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        shares = _shares_of(others, num_sequences, query_starts_ptr, kv_lens_ptr, longest, window, SHARE, HAS_WINDOW)
+        before += tl.where(others < sequence, shares, 0)
+    first = tl.sum(before, 0)
+    tl.store(firsts_ptr + sequence, first)
+    own = _shares_of(sequence, num_sequences, query_starts_ptr, kv_lens_ptr, longest, window, SHARE, HAS_WINDOW)
+    for start in range(0, own, CHUNK):
+        shares = start + tl.arange(0, CHUNK)
+        tl.store(owners_ptr + first + shares, tl.zeros_like(shares) + sequence, mask=shares < own)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "table_width", "num_blocks", "window"])
+def _chunk_attention_kernel(
     out_ptr,  # [T, query_heads, HEAD]
     query_ptr,  # [T, query_heads, HEAD] with strides
     key_ptr,
@@ -39,9 +97,11 @@ def _ragged_attention_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    SHARE: tl.constexpr,  # 0 goes through the keys in one go
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -64,8 +124,8 @@ def _ragged_attention_kernel(
     query_start = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
     first_token = (tile - (query_start // TOKENS + sequence)) * TOKENS
-    if first_token >= query_len:
-        return
+    if (first_token >= query_len) | (query_len == 1):
+        return  # a decode is the other kernel's
     kv_len = tl.load(kv_lens_ptr + sequence)
 
     rows = tl.arange(0, ROWS)
@@ -84,49 +144,81 @@ def _ragged_attention_kernel(
     if HAS_WINDOW:
         # Whole tiles before the first query's window hold nothing that any row sees.
         first_key = tl.maximum(kv_len - query_len + first_token - window + 1, 0) // KEYS * KEYS
-    output, maximum, total = attend_keys(
-        query,
-        query_positions,
-        first_key,
-        end_key,
-        table_ptr + tl.cast(sequence, tl.int64) * table_width,
-        key_ptr + kv_head * BLOCK_SIZE * HEAD,
-        value_ptr + kv_head * BLOCK_SIZE * HEAD,
-        block_stride,
-        num_blocks,
-        scale,
-        softcap,
-        window,
-        ROWS,
-        KEYS,
-        BLOCK_SIZE,
-        HEAD,
-        HEAD_PAD,
-        HAS_SOFTCAP,
-        HAS_WINDOW,
-    )
-    if HAS_SINKS:
-        # A sink is one more score of the head: it takes weight and gives no value.
-        sink = tl.load(sinks_ptr + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
-        new_maximum = tl.maximum(maximum, sink)
-        correction = tl.exp2(maximum - new_maximum)
-        output = output * correction[:, None]
-        total = total * correction + tl.exp2(sink - new_maximum)
-    # A row without a single valid key (padding) gives zeros, not 0 / 0.
-    output = output / tl.where(total > 0.0, total, 1.0)[:, None]
+    table_ptr += tl.cast(sequence, tl.int64) * table_width
+    key_ptr += kv_head * BLOCK_SIZE * HEAD
+    value_ptr += kv_head * BLOCK_SIZE * HEAD
+    if SHARE == 0:
+        output, maximum, total = attend_keys(
+            query,
+            query_positions,
+            first_key,
+            end_key,
+            table_ptr,
+            key_ptr,
+            value_ptr,
+            block_stride,
+            num_blocks,
+            scale,
+            softcap,
+            window,
+            ROWS,
+            KEYS,
+            BLOCK_SIZE,
+            HEAD,
+            HEAD_PAD,
+            BY_BLOCK,
+            HAS_SOFTCAP,
+            HAS_WINDOW,
+        )
+    else:
+        # As a decode of each of these tokens would go: share by share, then joined in order.
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        for share in range(first_key // SHARE, tl.cdiv(end_key, SHARE)):
+            more_output, more_maximum, more_total = attend_keys(
+                query,
+                query_positions,
+                tl.maximum(share * SHARE, first_key),
+                tl.minimum((share + 1) * SHARE, end_key),
+                table_ptr,
+                key_ptr,
+                value_ptr,
+                block_stride,
+                num_blocks,
+                scale,
+                softcap,
+                window,
+                ROWS,
+                KEYS,
+                BLOCK_SIZE,
+                HEAD,
+                HEAD_PAD,
+                BY_BLOCK,
+                HAS_SOFTCAP,
+                HAS_WINDOW,
+            )
+            output, maximum, total = join_softmax(output, maximum, total, more_output, more_maximum, more_total)
+    output = finish_softmax(output, maximum, total, heads, used, sinks_ptr, HAS_SINKS)
     out_offsets = ((query_start + tokens).to(tl.int64) * tl.num_programs(1) * GROUP + heads) * HEAD
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_width", "num_blocks", "window"])
-def _split_attention_kernel(
-    partial_ptr,  # [B, query_heads, splits, HEAD] float32, each split's own softmax
-    lse_ptr,  # [B, query_heads, splits] float32, log2 of each split's sum of exponentials
-    query_ptr,  # [B, query_heads, HEAD] with strides
+@triton.jit(do_not_specialize=["num_sequences", "table_width", "num_blocks", "window"])
+def _decode_attention_kernel(
+    out_ptr,  # [T, query_heads, HEAD]
+    partial_ptr,  # [most shares, query_heads, HEAD] float32, each share's weighted sum
+    stats_ptr,  # [most shares, query_heads, 2] float32, its maximum and its total
+    query_ptr,  # [T, query_heads, HEAD] with strides
     key_ptr,
     value_ptr,
-    table_ptr,
+    table_ptr,  # [B, table_width] int32
+    query_starts_ptr,
     kv_lens_ptr,
+    owners_ptr,
+    firsts_ptr,
+    sinks_ptr,
+    num_sequences,
     table_width,
     num_blocks,
     query_token_stride,
@@ -135,86 +227,192 @@ def _split_attention_kernel(
     scale,
     softcap,
     window,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """One program: one decoding token, the query heads of one KV head, and one share of its keys."""
-    sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
-    kv_len = tl.minimum(tl.load(kv_lens_ptr + sequence), table_width * BLOCK_SIZE)
-    oldest = 0
-    if HAS_WINDOW:
-        oldest = tl.maximum(kv_len - window, 0) // KEYS * KEYS
-    tiles = tl.cdiv(tl.cdiv(kv_len - oldest, KEYS), num_splits)
-    first_key = oldest + split * tiles * KEYS
-    end_key = tl.minimum(first_key + tiles * KEYS, kv_len)
-
+    """One program: every so many shares of the plan, each for the query heads of one KV head."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_PAD)
-    heads = kv_head * GROUP + rows
     used = rows < GROUP
     mask = used[:, None] & (dims < HEAD)[None, :]
-    row_offsets = sequence.to(tl.int64) * query_token_stride + heads * query_head_stride
-    query = tl.load(query_ptr + row_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-    output, maximum, total = attend_keys(
-        query,
-        tl.where(used, kv_len - 1, -1),
-        first_key,
-        end_key,
-        table_ptr + tl.cast(sequence, tl.int64) * table_width,
-        key_ptr + kv_head * BLOCK_SIZE * HEAD,
-        value_ptr + kv_head * BLOCK_SIZE * HEAD,
-        block_stride,
-        num_blocks,
-        scale,
-        softcap,
-        window,
-        ROWS,
-        KEYS,
-        BLOCK_SIZE,
-        HEAD,
-        HEAD_PAD,
-        HAS_SOFTCAP,
-        HAS_WINDOW,
-    )
-    seen = total > 0.0
-    safe_total = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, maximum + tl.log2(safe_total), float("-inf"))
-    cells = (sequence.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * num_splits + split
-    tl.store(lse_ptr + cells, lse, mask=used)
-    tl.store(partial_ptr + cells[:, None] * HEAD + dims[None, :], output / safe_total[:, None], mask=mask)
+    num_items = tl.load(firsts_ptr + num_sequences) * KV_HEADS
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        listed = item // KV_HEADS
+        kv_head = item % KV_HEADS
+        sequence = tl.load(owners_ptr + listed)
+        first_listed = tl.load(firsts_ptr + sequence)
+        is_whole = tl.load(firsts_ptr + sequence + 1) - first_listed == 1
+        token = tl.load(query_starts_ptr + sequence)
+        kv_len = tl.minimum(tl.load(kv_lens_ptr + sequence), table_width * BLOCK_SIZE)
+        oldest = 0
+        if HAS_WINDOW:
+            oldest = tl.maximum(kv_len - window, 0)
+        share = oldest // SHARE + listed - first_listed
+        heads = kv_head * GROUP + rows
+        row_offsets = token.to(tl.int64) * query_token_stride + heads * query_head_stride
+        query = tl.load(query_ptr + row_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+        output, maximum, total = attend_keys(
+            query,
+            tl.where(used, kv_len - 1, -1),
+            tl.maximum(share * SHARE, oldest // KEYS * KEYS),
+            tl.minimum((share + 1) * SHARE, kv_len),
+            table_ptr + tl.cast(sequence, tl.int64) * table_width,
+            key_ptr + kv_head * BLOCK_SIZE * HEAD,
+            value_ptr + kv_head * BLOCK_SIZE * HEAD,
+            block_stride,
+            num_blocks,
+            scale,
+            softcap,
+            window,
+            ROWS,
+            KEYS,
+            BLOCK_SIZE,
+            HEAD,
+            HEAD_PAD,
+            BY_BLOCK,
+            HAS_SOFTCAP,
+            HAS_WINDOW,
+        )
+        if is_whole:
+            output = finish_softmax(output, maximum, total, heads, used, sinks_ptr, HAS_SINKS)
+            cells = (token.to(tl.int64) * KV_HEADS * GROUP + heads) * HEAD
+            tl.store(out_ptr + cells[:, None] + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            cells = listed.to(tl.int64) * KV_HEADS * GROUP + heads
+            tl.store(partial_ptr + cells[:, None] * HEAD + dims[None, :], output, mask=mask)
+            tl.store(stats_ptr + cells * 2, maximum, mask=used)
+            tl.store(stats_ptr + cells * 2 + 1, total, mask=used)
 
 
 @triton.jit
-def _reduce_splits_kernel(
-    out_ptr,  # [B * query_heads, HEAD]
-    partial_ptr,  # [B * query_heads, splits, HEAD] float32
-    lse_ptr,  # [B * query_heads, splits] float32
-    SPLITS: tl.constexpr,  # a power of two
+def _join_shares_kernel(
+    out_ptr,  # [T, query_heads, HEAD]
+    partial_ptr,
+    stats_ptr,
+    query_starts_ptr,
+    firsts_ptr,
+    sinks_ptr,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,  # shares joined together; one after another keeps the order of `_chunk_attention_kernel`
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Joins one head's partial outputs, each weighted by its share of the softmax."""
-    row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, SPLITS)
+    """One program: one query head of one sequence that decodes in more than one share."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(firsts_ptr + sequence)
+    end = tl.load(firsts_ptr + sequence + 1)
+    if end - first < 2:
+        return
     dims = tl.arange(0, HEAD_PAD)
     in_head = dims < HEAD
-    lse = tl.load(lse_ptr + row * SPLITS + splits)
-    maximum = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
-    total = tl.sum(weights, 0)
-    cells = (row * SPLITS + splits)[:, None] * HEAD + dims[None, :]
-    partial = tl.load(partial_ptr + cells, mask=in_head[None, :], other=0.0)
-    output = tl.sum(partial * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + row * HEAD + dims, output.to(out_ptr.dtype.element_ty), mask=in_head)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    output = tl.zeros([1, HEAD_PAD], tl.float32)
+    for start in range(first, end, CHUNK):
+        shares = start + tl.arange(0, CHUNK)
+        known = shares < end
+        cells = shares.to(tl.int64) * HEADS + head
+        maxima = tl.load(stats_ptr + cells * 2, mask=known, other=float("-inf"))
+        totals = tl.load(stats_ptr + cells * 2 + 1, mask=known, other=0.0)
+        sums = tl.load(
+            partial_ptr + cells[:, None] * HEAD + dims[None, :], mask=known[:, None] & in_head[None, :], other=0.0
+        )
+        if CHUNK == 1:
+            output, maximum, total = join_softmax(output, maximum, total, sums, maxima, totals)
+        else:
+            largest = tl.max(maxima, 0)
+            weights = tl.exp2(maxima - tl.where(largest == float("-inf"), 0.0, largest))
+            output, maximum, total = join_softmax(
+                output,
+                maximum,
+                total,
+                tl.sum(sums * weights[:, None], 0)[None, :],
+                tl.zeros([1], tl.float32) + largest,
+                tl.zeros([1], tl.float32) + tl.sum(totals * weights, 0),
+            )
+    heads = tl.zeros([1], tl.int32) + head
+    output = finish_softmax(output, maximum, total, heads, heads >= 0, sinks_ptr, HAS_SINKS)
+    token = tl.load(query_starts_ptr + sequence)
+    cells = (token.to(tl.int64) * HEADS + heads) * HEAD
+    tl.store(
+        out_ptr + cells[:, None] + dims[None, :],
+        output.to(out_ptr.dtype.element_ty),
+        mask=in_head[None, :] & (heads >= 0)[:, None],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSetting:
+    """What is the same for all attention of a runner.
+
+    Args:
+        num_processors: multiprocessors of the GPU, which decide how many programs work through a plan.
+        share: keys a share, a power of two; see `attention_tiles.share_size`.
+        in_order: whether a token's output is to be the same whether it comes in a chunk or alone; slower.
+    """
+
+    num_processors: int
+    share: int
+    in_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SharePlan:
+    """The shares of a step's decodes in the order of the entries, for all layers of a group."""
+
+    owners: torch.Tensor  # [most shares] int32, the entry that each is of; as many as `firsts` says
+    firsts: torch.Tensor  # [B + 1] int32, each entry's first share
+    most_per_entry: int  # shares; 1 means that nothing has to be joined
+    setting: AttentionSetting
+
+
+def plan_shares(
+    query_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    setting: AttentionSetting,
+    *,
+    max_kv_len: int,
+    window: int | None = None,
+) -> SharePlan:
+    """Lists the shares of all entries of one token.
+
+    Args:
+        query_starts: [B + 1] int32, prefix sums of the query lengths.
+        kv_lens: [B] int32.
+        setting: the runner's.
+        max_kv_len: none is longer.
+        window: positions a token attends to; None for all.
+    """
+    num_sequences = len(kv_lens)
+    most = max_shares(num_sequences, max_kv_len, setting.share)
+    owners = torch.empty(most, dtype=torch.int32, device=kv_lens.device)
+    firsts = torch.empty(num_sequences + 1, dtype=torch.int32, device=kv_lens.device)
+    _plan_kernel[(num_sequences + 1,)](
+        owners,
+        firsts,
+        query_starts,
+        kv_lens,
+        num_sequences,
+        max_kv_len,
+        window or 0,
+        SHARE=setting.share,
+        HAS_WINDOW=window is not None,
+        CHUNK=_PLAN_CHUNK,
+        num_warps=4,
+    )
+    return SharePlan(owners, firsts, most // num_sequences, setting)
 
 
 def paged_attention(
@@ -224,13 +422,13 @@ def paged_attention(
     block_table: torch.Tensor,
     query_starts: torch.Tensor,
     kv_lens: torch.Tensor,
+    plan: SharePlan,
     *,
     scale: float,
     max_query_len: int,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    num_splits: int = 1,
 ) -> torch.Tensor:
     """Causal attention of ragged queries over their sequences' blocks; the queries' own keys are already written.
 
@@ -240,13 +438,11 @@ def paged_attention(
         block_table: [B, max_blocks] int32, contiguous.
         query_starts: [B + 1] int32, prefix sums of the query lengths.
         kv_lens: [B] int32, positions held, the queries' own included; 0 marks a padding row, which yields zeros.
-        max_query_len: longest query; 1 allows the split kernel.
+        plan: of these entries, made with this window.
+        max_query_len: longest query.
         window: positions a token attends to, itself included; None for all.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [num_heads], one more score a head that takes weight and gives no value.
-        num_splits: shares of a decode's keys worked on in parallel, a power of two; see
-            `attention_tiles.choose_num_splits`. Taken
-            as 1 where a query is longer than 1 or there are sinks.
 
     Returns:
         [T, num_heads, head_size] in the query's type.
@@ -255,22 +451,28 @@ def paged_attention(
     num_blocks, num_kv_heads, block_size, _ = key_cache.shape
     num_sequences, table_width = block_table.shape
     group = num_heads // num_kv_heads
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    splitting = num_splits > 1 and max_query_len == 1 and sinks is None
-    rows, keys, num_warps, num_stages = tile_shape(group, head_size, query.element_size(), decode=max_query_len == 1)
-    shape = {
-        "GROUP": group,
-        "ROWS": rows,
-        "KEYS": keys,
-        "BLOCK_SIZE": block_size,
-        "HEAD": head_size,
-        "HEAD_PAD": head_pad(head_size),
-        "HAS_SOFTCAP": bool(softcap),
-        "HAS_WINDOW": window is not None,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
+    setting, device = plan.setting, query.device
+    out = torch.empty(query.shape, dtype=query.dtype, device=device)
+
+    def shape(tile: Tile) -> dict[str, object]:
+        by_block = tile.keys % block_size == 0 and block_size & (block_size - 1) == 0
+        return {
+            "GROUP": group,
+            "ROWS": tile.rows,
+            "KEYS": tile.keys,
+            "BLOCK_SIZE": block_size,
+            "HEAD": head_size,
+            "HEAD_PAD": head_pad(head_size),
+            "BY_BLOCK": by_block,
+            "HAS_SOFTCAP": bool(softcap),
+            "HAS_WINDOW": window is not None,
+            "HAS_SINKS": sinks is not None,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
     numbers = (
+        num_sequences,
         table_width,
         num_blocks,
         query.stride(0),
@@ -280,9 +482,10 @@ def paged_attention(
         softcap or 0.0,
         window or 0,
     )
-    if not splitting:
-        num_tiles = num_tokens // (rows // group) + num_sequences
-        _ragged_attention_kernel[(num_tiles, num_kv_heads)](
+    if max_query_len > 1:
+        tile = tile_shape(group, head_size, query.element_size(), decode=setting.in_order)
+        num_tiles = num_tokens // (tile.rows // group) + num_sequences
+        _chunk_attention_kernel[(num_tiles, num_kv_heads)](
             out,
             query,
             key_cache,
@@ -291,18 +494,47 @@ def paged_attention(
             query_starts,
             kv_lens,
             sinks,
-            num_sequences,
             *numbers,
-            **shape,
-            HAS_SINKS=sinks is not None,
+            SHARE=setting.share if setting.in_order else 0,
+            **shape(tile),
         )
-        return out
-    partial = torch.empty((num_tokens, num_heads, num_splits, head_size), dtype=torch.float32, device=query.device)
-    lse = torch.empty((num_tokens, num_heads, num_splits), dtype=torch.float32, device=query.device)
-    _split_attention_kernel[(num_tokens, num_kv_heads, num_splits)](
-        partial, lse, query, key_cache, value_cache, block_table, kv_lens, *numbers, **shape
+    most_shares = len(plan.owners)
+    joins = plan.most_per_entry > 1
+    partial_shape = (most_shares if joins else 1, num_heads)
+    partial = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=device)
+    stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=device)
+    num_programs = min(most_shares * num_kv_heads, _PROGRAMS_PER_PROCESSOR * setting.num_processors)
+    _decode_attention_kernel[(num_programs,)](
+        out,
+        partial,
+        stats,
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_starts,
+        kv_lens,
+        plan.owners,
+        plan.firsts,
+        sinks,
+        *numbers,
+        KV_HEADS=num_kv_heads,
+        SHARE=setting.share,
+        **shape(tile_shape(group, head_size, query.element_size(), decode=True)),
     )
-    _reduce_splits_kernel[(num_tokens * num_heads,)](
-        out, partial, lse, SPLITS=num_splits, HEAD=head_size, HEAD_PAD=head_pad(head_size)
-    )
+    if joins:
+        _join_shares_kernel[(num_sequences, num_heads)](
+            out,
+            partial,
+            stats,
+            query_starts,
+            plan.firsts,
+            sinks,
+            HEADS=num_heads,
+            CHUNK=1 if setting.in_order else _SHARES_AT_ONCE,
+            HEAD=head_size,
+            HEAD_PAD=head_pad(head_size),
+            HAS_SINKS=sinks is not None,
+            num_warps=2,
+        )
     return out

@@ -51,6 +51,20 @@ def paged_attention(
     return out
 
 
+def plan_shares(
+    query_starts: torch.Tensor, kv_lens: torch.Tensor, *, max_kv_len: int, share: int, window: int | None = None
+) -> tuple[list[int], list[int]]:
+    """The owners of all shares, and each entry's first; arguments as in `paged_attention.plan_shares`."""
+    owners: list[int] = []
+    firsts = [0]
+    for entry, kv_len in enumerate(kv_lens.clamp(max=max_kv_len).tolist()):
+        if int(query_starts[entry + 1] - query_starts[entry]) == 1:
+            oldest = 0 if window is None else max(0, kv_len - window)
+            owners += [entry] * max(1, -(-kv_len // share) - oldest // share)
+        firsts.append(len(owners))
+    return owners, firsts
+
+
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:

@@ -83,6 +83,7 @@ class StepShape:
         logit_rows: most rows of logits of one forward.
         max_positions: longest sequence the model allows.
         score_bytes: held at once per (head, query, key); 0 for kernels that never write scores or masks.
+        runner_bytes: what the runner takes for itself: captured graphs and their logits, shares of attention.
     """
 
     hidden_size: int
@@ -97,6 +98,7 @@ class StepShape:
     logit_rows: int
     max_positions: int
     score_bytes: int = 16  # scores, softcapped scores and weights in float32, and the mask as float32
+    runner_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,11 @@ class Footprint:
     activations: int
     logits: int
     bookkeeping: int
+    runner: int = 0
 
     @property
     def total(self) -> int:
-        return self.kv + self.activations + self.logits + self.bookkeeping
+        return self.kv + self.activations + self.logits + self.bookkeeping + self.runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +223,5 @@ def _footprint(
         activations=step.max_batch_tokens * per_token + (gathered + scores if step.score_bytes else 0),
         logits=logits,
         bookkeeping=tables + slots + sum(counts) * _HOST_BYTES_PER_BLOCK,
+        runner=step.runner_bytes,
     )

@@ -1,12 +1,13 @@
-"""Decode steps as CUDA graphs: sizes are padded to buckets, each bucket's step is captured once and replayed.
+"""Decode steps as CUDA graphs: a step is padded to one of a few numbers of rows, each captured once and replayed.
 
 All of a step is in its graph: where its tokens come from, the forward, the head, the draws. Padding rows have slot -1
 and length 0: they write nothing and attend to nothing, and what is drawn in them is read by nobody.
 """
 
+import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,43 +16,22 @@ from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.batch_check import BatchLimits
 from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
 from genbatch.nif.runners.decode_step import DecodeStep
-from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.runners.graph_options import GraphKey, GraphOptions
 from genbatch.nif.sampling.draw_table import NUM_PARAMS
 
-_DEFAULT_KV_INTERVAL = 1024  # positions; the length decides how decodes are split, so steps of one graph share it
+log = logging.getLogger("genbatch")
+
 _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GraphKey:
-    """The padded size of a step.
-
-    Args:
-        num_tokens: rows, one token each.
-        kv_len: positions that every row's block table covers.
-    """
-
-    num_tokens: int
-    kv_len: int
-
-
-def token_buckets(options: GraphOptions) -> list[int]:
-    """The padded numbers of tokens, ascending."""
-    limit, interval = options.max_batch_size, options.q_padding_interval_size
-    sizes = list(range(interval, limit, interval)) if interval else [1, 2, 4, *range(8, limit, 8)]
-    return [size for size in sizes if size < limit] + [limit]
-
-
-def graph_key(batch: RaggedBatch, options: GraphOptions, max_position: int) -> GraphKey | None:
+def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphKey | None:
     """The graph that serves a batch; None where the step is not one token a row, each with its logits."""
     num_tokens = len(batch.input_ids)
-    if batch.max_query_len != 1 or num_tokens > options.max_batch_size:
+    if batch.max_query_len != 1 or len(batch.logit_rows) != num_tokens:
         return None
-    if len(batch.logit_rows) != num_tokens or not torch.equal(batch.logit_rows, torch.arange(num_tokens)):
+    if not torch.equal(batch.logit_rows, torch.arange(num_tokens)):
         return None
-    padded = next(size for size in token_buckets(options) if size >= num_tokens)
-    interval = options.kv_padding_interval_size or _DEFAULT_KV_INTERVAL
-    return GraphKey(padded, min(-(-batch.max_kv_len // interval) * interval, max_position))
+    return options.key(num_tokens, batch.max_kv_len, longest)
 
 
 def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBatch:
@@ -187,12 +167,13 @@ class DecodeGraphs:
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
 
     def warm_up(self) -> None:
-        """Captures the sizes that come first, the largest first: smaller graphs then fit into its memory."""
-        interval = self._options.kv_padding_interval_size or _DEFAULT_KV_INTERVAL
-        kv_len = min(interval, self._limits.max_position)
-        largest = sorted(token_buckets(self._options), reverse=True)
-        for num_tokens in largest[: self._options.max_cached_graphs]:
-            self.cache.get(GraphKey(num_tokens, kv_len))
+        """Captures what may come, so that nothing is captured while requests wait."""
+        keys = self._options.captured_keys(self._limits.max_position)
+        started = time.monotonic()
+        for key in keys:
+            self.cache.get(key)
+            log.debug("captured decode steps of %d rows", key.num_tokens)
+        log.info("captured decode steps of %d sizes in %.1f s", len(keys), time.monotonic() - started)
 
     def find(self, step: DecodeStep) -> tuple[Replayable, DecodeStep] | None:
         """The graph of a step on the CPU, and the step padded to it; None where none applies."""

@@ -1,6 +1,13 @@
 """The layer loop of the Llama family over transformers' parameters: merged projections, fused kernels.
 
-Rounds where the model's own modules round, so that both take the same tokens.
+There are two ways through a layer. Both round where the model's own modules round, so that they take the same tokens.
+Steps of few rows go through our own products, six launches a layer: such a step is as fast as its weights are read, and
+each launch costs it something. Steps of many rows go through the library's products, which are faster there.
+
+    few rows    [norm, qkv, rotate, write] [attend] [join] [out, add] [norm, gate and up, silu] [down, add]
+    many rows   [add, norm] [qkv] [rotate, write] [attend] [join] [out] [add, norm] [gate and up] [silu] [down]
+
+Packed weights, and outputs that must not depend on the other rows, go the first way always.
 """
 
 from dataclasses import dataclass
@@ -10,8 +17,10 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.kernels.attention_tiles import choose_num_splits
-from genbatch.nif.kernels.paged_attention import paged_attention
+from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile
+from genbatch.nif.kernels.next_tokens import next_tokens
+from genbatch.nif.kernels.packed_weight import PackedWeight, pack
+from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.rms_norm import add_rms_norm
 from genbatch.nif.kernels.rope_cache import rope_and_write
 from genbatch.nif.kernels.silu_mul import silu_mul
@@ -23,22 +32,32 @@ if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_FEW_ROWS = 64  # beyond, a weight that is read once serves so many rows that the library's products win
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_size, hidden]
-    qkv_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None  # [head_size]
-    key_norm: torch.Tensor | None
-    attention_out: torch.nn.Linear
+    qkv: PackedWeight  # to (heads + 2 * kv_heads) * head_size
+    shape: HeadShape
+    attention_out: PackedWeight
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
-    mlp_out: torch.nn.Linear
+    gate_up: PackedWeight  # to 2 * intermediate
+    mlp_out: PackedWeight
     group: int
-    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeanStep:
+    """What one step is made of; tensors on the device."""
+
+    batch: RaggedBatch
+    pools: "Sequence[LayerPool]"  # one a layer
+    wants_every_row: bool  # whether `logit_rows` are all of the step's tokens in their order
+    drawn: torch.Tensor | None = (
+        None  # [T or more] int64, the token of each row whose input id is below 0; None: no row
+    )
+    out: torch.Tensor | None = None  # [R, vocab_size] float32, where the logits go; None makes a new one
 
 
 def why_not_lean(model: "Model") -> str | None:
@@ -59,68 +78,114 @@ class LeanLlama:
     """A model of the Llama family, ready to step.
 
     Merging replaces the module's separate projections by views of the merged ones, so the weights exist once and the
-    module keeps working.
+    module keeps working. Packed weights stand beside the module's.
 
     Args:
         model: one for which `why_not_lean` is None.
-        num_processors: multiprocessors of the GPU, which decide how decodes are split.
+        setting: of attention; `in_order` asks for rows that do not depend on the others in every part.
+        quantize: what the projections are packed to, one of `packed_weight.KINDS`; embedding and head stay whole.
     """
 
-    def __init__(self, model: "Model", num_processors: int) -> None:
+    def __init__(self, model: "Model", setting: AttentionSetting, quantize: str = "none") -> None:
         config, decoder = model.config, model.hf.model
-        self._num_processors = num_processors
-        self._num_heads: int = config.num_attention_heads
-        self._num_kv_heads = model.layers[0].num_kv_heads
-        self._head_size = model.layers[0].key_dim
+        self._setting = setting
+        self._dtype = model.dtype
         self._eps: float = config.rms_norm_eps
+        self._bits = {"none": 0, "int4": 4}.get(quantize, 8)
+        self._is_own_always = setting.in_order or quantize != "none"
         self._embedding: torch.Tensor = decoder.embed_tokens.weight
         self._final_norm: torch.Tensor = decoder.norm.weight
-        self._head: torch.nn.Linear = model.hf.lm_head
+        self._head = PackedWeight(model.hf.lm_head.weight, 0, config.hidden_size, bias=model.hf.lm_head.bias)
+        self._windows = [group.window for group in model.groups]
         group_of = {layer: index for index, group in enumerate(model.groups) for layer in group.layers}
+        shape = model.layers[0]
         self._layers = [
-            _layer(module, group_of[index], model.groups[group_of[index]].window)
+            _layer(module, config.num_attention_heads, shape.num_kv_heads, shape.key_dim, group_of[index], quantize)
             for index, module in enumerate(decoder.layers)
         ]
         positions = torch.arange(model.max_position, device=model.device)[None]
         with torch.inference_mode():
             like = torch.empty(1, dtype=torch.float32, device=model.device)
             cos, sin = decoder.rotary_emb(like, positions)
-        half = self._head_size // 2
+        half = shape.key_dim // 2
         self._cos, self._sin = (table[0, :, :half].contiguous() for table in (cos, sin))  # [max_position, D / 2]
 
-    def forward(self, batch: RaggedBatch, pools: "Sequence[LayerPool]") -> torch.Tensor:
-        """One step; `batch` lies on the device, `pools` are one a layer. Returns logits [R, vocab_size] float32."""
-        residual = embedding(batch.input_ids, self._embedding)  # [T, hidden]
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that packed weights take beside the module's."""
+        if not self._bits:
+            return 0
+        parts = [(layer.qkv, layer.attention_out, layer.gate_up, layer.mlp_out) for layer in self._layers]
+        return sum(part.nbytes for layer in parts for part in layer)
+
+    def forward(self, step: LeanStep) -> torch.Tensor:
+        """One step; returns its logits [R, vocab_size] float32."""
+        batch = step.batch
+        plans = plan_groups(batch, self._windows, self._setting)
+        out = step.out
+        if out is None:
+            shape = (len(batch.logit_rows), self._head.num_outputs)
+            out = torch.empty(shape, dtype=torch.float32, device=batch.input_ids.device)
+        if (len(batch.input_ids) <= _FEW_ROWS and batch.max_query_len == 1) or self._is_own_always:
+            self._few_rows(step, plans, out)
+        else:
+            self._many_rows(step, plans, out)
+        return out
+
+    def _few_rows(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
+        """Through our own products."""
+        batch = step.batch
+        tile = linear_tile(len(batch.input_ids), self._dtype, bits=self._bits, fixed=self._setting.in_order)
+        products = TileLinear(tile)
+        residual = products.embed(self._embedding, batch.input_ids, step.drawn, self._eps)
+        for layer, pool in zip(self._layers, step.pools, strict=True):
+            rotation = Rotation(pool.keys, pool.values, batch.slots[layer.group], batch.positions, self._cos, self._sin)
+            query = products.heads(residual, layer.input_norm, layer.qkv, layer.shape, rotation)
+            attended = self._attend(layer, query, batch, pool, plans[layer.group])
+            products.add_to(residual, attended, layer.attention_out)
+            gated = products.gated(residual, layer.mlp_norm, layer.gate_up)
+            products.add_to(residual, gated, layer.mlp_out)
+        if not step.wants_every_row:
+            rows = batch.logit_rows
+            residual = Residual(residual.hidden[rows], residual.sums[rows], self._eps)
+        if len(out):
+            products.logits(residual, self._final_norm, self._head, out)
+
+    def _many_rows(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
+        """Through the library's products."""
+        batch = step.batch
+        ids = batch.input_ids if step.drawn is None else next_tokens(batch.input_ids, step.drawn)
+        residual = embedding(ids, self._embedding)  # [T, hidden]
         delta: torch.Tensor | None = None
-        for layer, pool in zip(self._layers, pools, strict=True):
+        for layer, pool in zip(self._layers, step.pools, strict=True):
             hidden = add_rms_norm(residual, delta, layer.input_norm, self._eps)
-            attended = self._attend(layer, hidden, batch, pool)
-            delta = linear(attended, layer.attention_out.weight, layer.attention_out.bias)
+            query = rope_and_write(
+                linear(hidden, layer.qkv.data, layer.qkv.bias),
+                pool.keys,
+                pool.values,
+                batch.slots[layer.group],
+                batch.positions,
+                self._cos,
+                self._sin,
+                num_heads=layer.shape.num_heads,
+                query_norm=layer.shape.query_norm,
+                key_norm=layer.shape.key_norm,
+                eps=self._eps,
+            )
+            attended = self._attend(layer, query, batch, pool, plans[layer.group])
+            delta = linear(attended, layer.attention_out.data, layer.attention_out.bias)
             hidden = add_rms_norm(residual, delta, layer.mlp_norm, self._eps)
-            gated = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
-            delta = linear(gated, layer.mlp_out.weight, layer.mlp_out.bias)
+            gated = silu_mul(linear(hidden, layer.gate_up.data, layer.gate_up.bias))
+            delta = linear(gated, layer.mlp_out.data, layer.mlp_out.bias)
         assert delta is not None
-        rows = batch.logit_rows
-        hidden = add_rms_norm(residual[rows], delta[rows], self._final_norm, self._eps)
-        return linear(hidden, self._head.weight, self._head.bias).float()
+        if not step.wants_every_row:
+            residual, delta = residual[batch.logit_rows], delta[batch.logit_rows]
+        hidden = add_rms_norm(residual, delta, self._final_norm, self._eps)
+        out.copy_(linear(hidden, self._head.data, self._head.bias))
 
     def _attend(
-        self, layer: _Layer, hidden: torch.Tensor, batch: RaggedBatch, pool: LayerPool
+        self, layer: _Layer, query: torch.Tensor, batch: RaggedBatch, pool: LayerPool, plan: SharePlan
     ) -> torch.Tensor:  # [T, heads * head_size]
-        query = rope_and_write(
-            linear(hidden, layer.qkv, layer.qkv_bias),
-            pool.keys,
-            pool.values,
-            batch.slots[layer.group],
-            batch.positions,
-            self._cos,
-            self._sin,
-            num_heads=self._num_heads,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            eps=self._eps,
-        )
-        num_sequences = len(batch.kv_lens)
         out = paged_attention(
             query,
             pool.keys,
@@ -128,31 +193,39 @@ class LeanLlama:
             batch.block_tables[layer.group],
             batch.query_starts,
             batch.kv_lens,
-            scale=self._head_size**-0.5,
+            plan,
+            scale=layer.shape.head_size**-0.5,
             max_query_len=batch.max_query_len,
-            window=layer.window,
-            num_splits=choose_num_splits(num_sequences, self._num_kv_heads, batch.max_kv_len, self._num_processors),
+            window=self._windows[layer.group],
         )
         return out.flatten(1)
 
 
-def _layer(module: Any, group: int, window: int | None) -> _Layer:
+def plan_groups(batch: RaggedBatch, windows: "Sequence[int | None]", setting: AttentionSetting) -> list[SharePlan]:
+    """Per layer group the shares of the step's decodes."""
+    return [
+        plan_shares(batch.query_starts, batch.kv_lens, setting, max_kv_len=batch.max_kv_len, window=window)
+        for window in windows
+    ]
+
+
+def _layer(module: Any, num_heads: int, num_kv_heads: int, head_size: int, group: int, quantize: str) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
-    qkv, qkv_bias = _merge([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, gate_up_bias = _merge([mlp.gate_proj, mlp.up_proj])
     return _Layer(
         input_norm=module.input_layernorm.weight,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        attention_out=attention.o_proj,
+        qkv=pack(*_merge([attention.q_proj, attention.k_proj, attention.v_proj]), quantize),
+        shape=HeadShape(
+            num_heads,
+            num_kv_heads,
+            head_size,
+            attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+            attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+        ),
+        attention_out=pack(attention.o_proj.weight, attention.o_proj.bias, quantize),
         mlp_norm=module.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        mlp_out=mlp.down_proj,
+        gate_up=pack(*_merge([mlp.gate_proj, mlp.up_proj]), quantize),
+        mlp_out=pack(mlp.down_proj.weight, mlp.down_proj.bias, quantize),
         group=group,
-        window=window,
     )
 
 

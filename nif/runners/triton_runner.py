@@ -11,21 +11,21 @@ import triton
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.batch_check import BatchLimits, check_batch
 from genbatch.nif.errors import BatchError, ModelError, OptionError
-from genbatch.nif.kernels.attention_tiles import choose_num_splits
+from genbatch.nif.kernels.attention_tiles import max_shares, share_size
 from genbatch.nif.kernels.block_copy import copy_blocks
 from genbatch.nif.kernels.next_tokens import next_tokens
-from genbatch.nif.kernels.paged_attention import paged_attention
+from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention
 from genbatch.nif.kernels.rope_cache import write_kv
 from genbatch.nif.kernels.sample import draw_tokens
 from genbatch.nif.runner import Launched
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
-from genbatch.nif.runners.batch_upload import BatchUpload
+from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
 from genbatch.nif.runners.block_transfer import BlockTransfer
-from genbatch.nif.runners.cuda_graphs import DecodeGraphs
+from genbatch.nif.runners.cuda_graphs import DecodeGraphs, empty_step
 from genbatch.nif.runners.decode_step import DecodeStep
 from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.nif.runners.launches import Launches
-from genbatch.nif.runners.lean_llama import LeanLlama, why_not_lean
+from genbatch.nif.runners.lean_llama import LeanLlama, LeanStep, plan_groups, why_not_lean
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 Tier: TypeAlias = Literal["auto", "general", "lean"]
 
 _MAX_HEAD_SIZE = 256
-_INTERPRETED_PROCESSORS = 4  # stands for the GPU's multiprocessors, so that tests split decodes too
+_INTERPRETED_PROCESSORS = 1  # stands for the GPU's multiprocessors; each program takes several shares then
+_BYTES_PER_GRAPH = 2 * 2**20  # of driver memory, some 200 kernels with their arguments
 
 
 class TritonRunner:
@@ -47,13 +48,25 @@ class TritonRunner:
         tier: "lean" is our own layer loop for the Llama family, "general" the model's own modules with our
             attention; "auto" takes the first that can.
         graphs: how decode steps are captured as CUDA graphs; None runs every step eagerly.
+        longest: positions that one sequence may have at most; None takes what the model allows.
+        batch_invariant: whether a row's logits are to be the same, bit for bit, whatever else is in the batch.
+        quantize: what the weights are packed to on the device, one of `packed_weight.KINDS`.
 
     Raises:
         ModelError: the kernels cannot serve the model.
-        OptionError: the tier, the graphs or the device do not fit.
+        OptionError: the tier, the graphs, the packing or the device do not fit.
     """
 
-    def __init__(self, model: "Model", *, tier: Tier = "auto", graphs: GraphOptions | None = None) -> None:
+    def __init__(
+        self,
+        model: "Model",
+        *,
+        tier: Tier = "auto",
+        graphs: GraphOptions | None = None,
+        longest: int | None = None,
+        batch_invariant: bool = False,
+        quantize: str = "none",
+    ) -> None:
         check_model(model)
         unfit = why_not_lean(model)
         if tier == "lean" and unfit is not None:
@@ -61,27 +74,37 @@ class TritonRunner:
         if graphs is not None and model.device.type != "cuda":
             raise OptionError("graphs", f"CUDA graphs need a CUDA device, and {model.name} is on {model.device}")
         lean = tier == "lean" or (tier == "auto" and unfit is None)
+        reason = unfit or "the general tier was asked for"
         if graphs is not None and not lean:
             # The model's own modules may wait for the device or allocate differently from step to step.
-            raise OptionError("graphs", "only the lean tier can be captured")
-        self.quantize = "none"
+            raise OptionError("graphs", f"only the lean tier can be captured: {reason}")
+        if batch_invariant and not lean:
+            raise OptionError("batch_invariant", f"only the lean tier's rows are independent: {reason}")
+        if quantize != "none" and not lean:
+            raise OptionError("quantize", f"only the lean tier reads packed weights: {reason}")
+        self.quantize = quantize
         self.name = "triton, lean loop" if lean else "triton, general"
+        if quantize != "none":
+            self.name += f", {quantize} weights"
         self.device = torch.device("cpu")
         self.vocab_size = model.vocab_size
         self.groups = model.groups
         self._model = model
-        self._num_processors = (
+        self._longest = min(model.max_position, longest or model.max_position)
+        num_processors = (
             torch.cuda.get_device_properties(model.device).multi_processor_count
             if model.device.type == "cuda"
             else _INTERPRETED_PROCESSORS
         )
-        self._lean = LeanLlama(model, self._num_processors) if lean else None
+        self._setting = AttentionSetting(num_processors, share_size(self._longest), in_order=batch_invariant)
+        self._lean = LeanLlama(model, self._setting, quantize) if lean else None
         self._upload = BatchUpload(model.device)
         self._transfer = BlockTransfer(model.device)
         self._graph_options = graphs
         self._graphs: DecodeGraphs | None = None
         self._launches: Launches | None = None
         self._drawn = torch.empty(0, dtype=torch.int64)  # [most rows] on the device, the last decode step's tokens
+        self._logits: torch.Tensor | None = None  # [most captured rows, vocab_size] float32, of whichever step is last
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
         self._limits: BatchLimits | None = None
         self._storages: list[torch.Tensor] = []  # per group [num_blocks, elements of a block]
@@ -92,6 +115,25 @@ class TritonRunner:
         shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         return elements * block_size * self._model.dtype.itemsize
+
+    def own_bytes(self, num_sequences: int, block_size: int) -> int:
+        """Bytes that this takes on the device beside the pool and a step's activations.
+
+        Args:
+            num_sequences: most that decode in one step.
+        """
+        num_heads: int = self._model.config.num_attention_heads
+        shares = max_shares(num_sequences, self._longest, self._setting.share)
+        largest_head = max(shape.key_dim for shape in self._model.layers)
+        # Each share's weighted sum, its maximum and its total, in float32; one layer's at a time.
+        shared = shares * num_heads * (largest_head + 2) * 4
+        if self._graph_options is None:
+            return shared
+        keys = self._graph_options.captured_keys(self._longest)
+        step = empty_step(max(keys), len(self.groups), block_size)
+        logits = max(keys).num_tokens * self.vocab_size * (4 + self._model.dtype.itemsize)
+        # Two pairs of buffers beside each graph's own input; what the driver keeps of a graph is an estimate.
+        return shared + logits + (len(keys) + 2) * packed_size(step) + len(keys) * _BYTES_PER_GRAPH
 
     @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
@@ -113,12 +155,13 @@ class TritonRunner:
                 pools[layer] = LayerPool(keys, values)
                 begin += 2 * length
         self._pools = [pools[layer] for layer in range(len(pools))]
-        self._limits = BatchLimits(tuple(num_blocks), block_size, self.vocab_size, self._model.max_position)
+        self._limits = BatchLimits(tuple(num_blocks), block_size, self.vocab_size, self._longest)
         device = self._model.device
         # Each sequence that decodes has a block of its own to write to; graphs pad beyond that.
-        most_rows = max(min(num_blocks), self._graph_options.max_batch_size if self._graph_options else 0)
-        self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        captured_rows = self._graph_options.max_batch_size if self._graph_options else 0
+        self._drawn = torch.zeros(max(min(num_blocks), captured_rows), dtype=torch.int64, device=device)
         if self._graph_options is not None:
+            self._logits = torch.empty((captured_rows, self.vocab_size), dtype=torch.float32, device=device)
             self._graphs = DecodeGraphs(
                 self._graph_options, self._decode, self._drawn, self._upload, self._limits, device
             )
@@ -138,7 +181,8 @@ class TritonRunner:
             logits = self._graphs.run(batch)
             if logits is not None:
                 return logits
-        return self._run(self._upload.upload(batch))
+        every_row = torch.equal(batch.logit_rows, torch.arange(len(batch.input_ids)))
+        return self._run(self._upload.upload(batch), every_row)
 
     @torch.inference_mode()
     def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> Launched:
@@ -202,21 +246,27 @@ class TritonRunner:
 
     def _decode(self, step: DecodeStep) -> torch.Tensor:
         """One decode step on the device; returns its logits and leaves its tokens there for the next step."""
-        ids = next_tokens(step.batch.input_ids, self._drawn)
-        logits = self._run(dataclasses.replace(step.batch, input_ids=ids))
+        rows = len(step.draws)
+        if self._lean is not None:
+            # All graphs and the steps between them have one buffer: the draws are behind the logits in the same stream.
+            out = None if self._logits is None or rows > len(self._logits) else self._logits[:rows]
+            logits = self._lean.forward(LeanStep(step.batch, self._pools, True, self._drawn, out))
+        else:
+            ids = next_tokens(step.batch.input_ids, self._drawn)
+            logits = self._run(dataclasses.replace(step.batch, input_ids=ids), True)
         draw_tokens(logits, step.draws, out=self._drawn)
         return logits
 
-    def _run(self, batch: RaggedBatch) -> torch.Tensor:
+    def _run(self, batch: RaggedBatch, every_row: bool) -> torch.Tensor:
         """One step over a batch on the device."""
         if self._lean is not None:
-            return self._lean.forward(batch, self._pools)
+            return self._lean.forward(LeanStep(batch, self._pools, every_row))
         wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
         output = self._model.hf(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            genbatch_step=TritonStep(self._model, batch, self._pools, self._num_processors),
+            genbatch_step=TritonStep(self._model, batch, self._pools, self._setting),
             **wanted,
         )
         logits: torch.Tensor = output.logits[0]
@@ -232,13 +282,15 @@ class TritonRunner:
 class TritonStep:
     """One step of the general tier: what transformers' modules call for attention. Implements `AttentionStep`."""
 
-    def __init__(self, model: "Model", batch: RaggedBatch, pools: Sequence[LayerPool], num_processors: int) -> None:
+    def __init__(
+        self, model: "Model", batch: RaggedBatch, pools: Sequence[LayerPool], setting: AttentionSetting
+    ) -> None:
         self._batch = batch
         self._pools = pools
         self._groups = {
             layer: (index, group.window) for index, group in enumerate(model.groups) for layer in group.layers
         }
-        self._num_processors = num_processors
+        self._plans = plan_groups(batch, [group.window for group in model.groups], setting)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Writes the layer's keys and values, then attends over its blocks; returns [T, H, D]."""
@@ -253,14 +305,12 @@ class TritonStep:
             batch.block_tables[group],
             batch.query_starts,
             batch.kv_lens,
+            self._plans[group],
             scale=call.scaling,
             max_query_len=batch.max_query_len,
             window=window,
             softcap=call.softcap,
             sinks=call.sinks,
-            num_splits=choose_num_splits(
-                len(batch.kv_lens), pool.keys.shape[1], batch.max_kv_len, self._num_processors
-            ),
         )
         return out.to(query.dtype)
 

@@ -72,12 +72,11 @@ def open_context(model: Model, plan: Plan, num_sequences: int, positions: int, q
     if model.device.type == "cuda":
         graphs = GraphOptions(
             q_padding_interval_size=q_interval,
-            kv_padding_interval_size=2048,  # no sequence outgrows it: one graph a batch size
             max_batch_size=num_sequences,
         )
     return Context(
         model,
-        TritonRunner(model, graphs=graphs),
+        TritonRunner(model, graphs=graphs, longest=positions + plan.block_size),
         n_ctx=num_sequences * (positions + plan.block_size),
         n_parallel=num_sequences,
         block_size=plan.block_size,

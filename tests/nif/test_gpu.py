@@ -76,10 +76,12 @@ def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
     from genbatch.nif.runners.graph_options import GraphOptions
 
     model = gpu_model("llama")
-    runner = runner_for(model, graphs=GraphOptions(max_batch_size=16, max_cached_graphs=2))
-    for num_tokens in (1, 2, 4, 8, 16, 1):
-        runner.forward(decode_batch(1, num_tokens, 3))
-        assert len(runner._graphs.cache) == 2
+    options = GraphOptions(max_batch_size=16, max_cached_graphs=2, kv_padding_interval_size=8)
+    runner = runner_for(model, graphs=options)
+    for length in (3, 11, 19, 27, 3):
+        for num_tokens in (1, 16):
+            runner.forward(decode_batch(1, num_tokens, length))
+            assert len(runner._graphs.cache) == 2
 
 
 @pytest.mark.parametrize("graphed", [True, False])
@@ -119,10 +121,10 @@ def on(batch: Any, device: torch.device) -> Any:
     return dataclasses.replace(batch, **moved)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_attention_in_bfloat16_equals_its_twin(num_splits: int) -> None:
+@pytest.mark.parametrize("share", [64, 512])
+def test_attention_in_bfloat16_equals_its_twin(share: int) -> None:
     from genbatch.nif.kernels import reference
-    from genbatch.nif.kernels.paged_attention import paged_attention
+    from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 
     generator = torch.Generator().manual_seed(0)
     cache_shape = (40, 8, 16, 128)
@@ -133,7 +135,8 @@ def test_attention_in_bfloat16_equals_its_twin(num_splits: int) -> None:
     kv_lens = torch.tensor([1, 17, 0, 300, 512], dtype=torch.int32).cuda()
     arguments = (query, keys, values, table, starts, kv_lens)
     expected = reference.paged_attention(*arguments, scale=0.09)
-    actual = paged_attention(*arguments, scale=0.09, max_query_len=1, num_splits=num_splits)
+    plan = plan_shares(starts, kv_lens, AttentionSetting(num_processors=4, share=share), max_kv_len=512)
+    actual = paged_attention(*arguments, plan, scale=0.09, max_query_len=1)
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 

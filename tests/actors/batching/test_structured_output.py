@@ -96,7 +96,7 @@ async def batcher(model: Model, *, num_blocks: int = 256, **changed: Any) -> Asy
     def open_context() -> Context:
         return Context(
             model,
-            choose_runner(model, options)(),
+            choose_runner(model, options)(4),
             num_blocks=[num_blocks],
             n_parallel=chosen.n_parallel,
             n_held=4,

@@ -84,6 +84,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         q_padding_interval_size=4,
         kv_padding_interval_size=128,
         max_cached_graphs=9,
+        batch_invariant=True,
         n_ctx=100,
         num_blocks=7,
         max_tokens_in_cache=90,

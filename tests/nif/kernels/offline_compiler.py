@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # bytes that one program may use on compute capability 9.0
+SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB that one program may use, by compute capability."""
 
 _TYPES = {
     torch.float64: "fp64",
@@ -30,18 +30,27 @@ _TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
     torch.bool: "i1",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 _OPTIONS = ("num_warps", "num_stages")
 
 
+_WIDE_LOAD = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*,\s*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64")
+_MATRIX_PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as the GPU would get it: bytes of shared memory, registers a thread, bytes of them spilled."""
+    """A kernel as the GPU would get it."""
 
     name: str
-    shared: int
-    registers: int
-    spilled: int
+    variant: str  # what it was specialised for: types, constants, what divides by 16, warps and stages
+    shared: int  # bytes
+    registers: int  # a thread
+    spilled: int  # bytes of them
+    loads_wide: bool  # whether any load takes 16 bytes
+    products: str  # which instruction multiplies matrices, "" where none does
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -56,8 +65,13 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def record() -> Iterator[list[Compiled]]:
-    """While open, every kernel launch is compiled (once per signature) and appended instead of run."""
+def record(capability: int, *, compiles: bool = True) -> Iterator[list[Compiled]]:
+    """While open, every kernel launch is compiled (once per variant) and appended instead of run.
+
+    Args:
+        capability: of the GPU, 90 for 9.0.
+        compiles: False only tells which variants there would be.
+    """
     compiled: list[Compiled] = []
     seen: set[str] = set()
     launch = JITFunction.run
@@ -82,14 +96,20 @@ def record() -> Iterator[list[Compiled]]:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
                 if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        key = f"{self.__name__} {signature} {constants} {options}"
+        key = f"{self.__name__} {signature} {constants} {attributes} {options}"
         if key in seen:
             return
         seen.add(key)
+        if not compiles:
+            compiled.append(Compiled(self.__name__, key, 0, 0, 0, False, ""))
+            return
         source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
-        binary = triton.compile(source, target=HOPPER, options=options)
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         registers, spilled = _resources(binary.asm["cubin"])
-        compiled.append(Compiled(self.__name__, binary.metadata.shared, registers, spilled))
+        ptx = binary.asm["ptx"]
+        products = next((name for name, text in _MATRIX_PRODUCTS.items() if text in ptx), "")
+        wide = _WIDE_LOAD.search(ptx) is not None
+        compiled.append(Compiled(self.__name__, key, binary.metadata.shared, registers, spilled, wide, products))
 
     JITFunction.run = compile_only
     try:

@@ -7,9 +7,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from genbatch.nif.kernels import paged_attention as paged_attention_module
 from genbatch.nif.kernels import reference
-from genbatch.nif.kernels.attention_tiles import choose_num_splits, tile_shape
-from genbatch.nif.kernels.paged_attention import paged_attention
+from genbatch.nif.kernels.attention_tiles import max_shares, share_size, tile_shape
+from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 
 # Shrinking a failure under the interpreter takes minutes and hardly helps.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -53,9 +54,22 @@ def make_case(lengths, *, kv_heads, group, head_size, block_size, dtype, device,
     )
 
 
-def check(case, *, max_query_len, num_splits=1, **options):
+WHOLE, SHARED = 256, 32  # keys a share: above every length here, and below many
+
+
+def attend(case, *, share=WHOLE, in_order=False, processors=1, **options):
+    query_lens = case.query_starts.diff().tolist()
+    setting = AttentionSetting(num_processors=processors, share=share, in_order=in_order)
+    longest = case.block_table.shape[1] * case.key_cache.shape[2]
+    plan = plan_shares(
+        case.query_starts, case.kv_lens, setting, max_kv_len=max(1, longest), window=options.get("window")
+    )
+    return paged_attention(*case.tensors(), plan, max_query_len=max(query_lens), **options)
+
+
+def check(case, *, share=WHOLE, in_order=False, **options):
     expected = reference.paged_attention(*case.tensors(), **options)
-    actual = paged_attention(*case.tensors(), max_query_len=max_query_len, num_splits=num_splits, **options)
+    actual = attend(case, share=share, in_order=in_order, **options)
     tolerance = TOLERANCE[case.query.dtype]
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
@@ -85,19 +99,83 @@ scores = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES)
+@settings(max_examples=20, deadline=None, phases=PHASES)
 @given(st.lists(st.one_of(chunks(), st.just((1, 0))), min_size=1, max_size=4), heads, scores, st.booleans())
-def test_chunks_decodes_and_padding_in_one_launch_equal_the_twin(device, lengths, heads, scores, with_sinks):
+def test_chunks_decodes_and_padding_together_equal_the_twin(device, lengths, heads, scores, with_sinks):
     case = make_case(lengths, device=device, **heads)
     sinks = torch.linspace(-2.0, 2.0, case.query.shape[1], device=device) if with_sinks else None
-    check(case, max_query_len=max(n for n, _ in lengths), sinks=sinks, **scores)
+    check(case, share=SHARED, sinks=sinks, **scores)
 
 
-@settings(max_examples=20, deadline=None, phases=PHASES)
-@given(st.lists(st.integers(0, 150), min_size=1, max_size=3), heads, scores, st.sampled_from([2, 4]))
-def test_split_decodes_equal_the_twin(device, kv_lens, heads, scores, num_splits):
+@settings(max_examples=15, deadline=None, phases=PHASES)
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=3), heads, scores, st.booleans(), st.booleans())
+def test_decodes_in_shares_equal_the_twin(device, kv_lens, heads, scores, with_sinks, in_order):
     case = make_case([(1, kv_len) for kv_len in kv_lens], device=device, **heads)
-    check(case, max_query_len=1, num_splits=num_splits, **scores)
+    sinks = torch.linspace(-2.0, 2.0, case.query.shape[1], device=device) if with_sinks else None
+    check(case, share=SHARED, in_order=in_order, sinks=sinks, **scores)
+
+
+def test_one_long_sequence_among_short_ones_in_a_mixed_step_equals_the_twin(device):
+    case = make_case(
+        [(1, 700), (9, 30), (1, 2), (1, 0), (1, 33)],
+        kv_heads=2,
+        group=2,
+        head_size=16,
+        block_size=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    check(case, share=SHARED, scale=0.25)
+    check(case, share=SHARED, scale=0.25, window=40)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 99)), min_size=1, max_size=9),
+    st.sampled_from([None, 1, 8, 20]),
+    st.sampled_from([8, 16]),
+)
+def test_the_plan_lists_every_share_of_every_decode_once(device, entries, window, share):
+    starts = torch.tensor([0] + [n for n, _ in entries]).cumsum(0).int().to(device)
+    kv_lens = torch.tensor([n - 1 + held for n, held in entries], dtype=torch.int32, device=device)
+    setting = AttentionSetting(num_processors=1, share=share)
+    plan = plan_shares(starts, kv_lens, setting, max_kv_len=100, window=window)
+    owners, firsts = reference.plan_shares(starts, kv_lens, max_kv_len=100, share=share, window=window)
+    assert plan.firsts.tolist() == firsts
+    assert plan.owners[: len(owners)].tolist() == owners
+    assert len(owners) <= len(plan.owners) == max_shares(len(entries), 100, share)
+
+
+def test_a_plan_of_more_sequences_than_are_looked_at_together(device, monkeypatch):
+    monkeypatch.setattr(paged_attention_module, "_PLAN_CHUNK", 4)
+    starts = torch.arange(12, dtype=torch.int32, device=device)
+    kv_lens = torch.arange(0, 110, 10, dtype=torch.int32, device=device)
+    plan = plan_shares(starts, kv_lens, AttentionSetting(num_processors=1, share=16), max_kv_len=112)
+    owners, firsts = reference.plan_shares(starts, kv_lens, max_kv_len=112, share=16)
+    assert plan.firsts.tolist() == firsts
+    assert plan.owners[: len(owners)].tolist() == owners
+
+
+@settings(max_examples=8, deadline=None, phases=PHASES)
+@given(st.integers(1, 90), st.integers(0, 60), st.sampled_from([None, 33]), st.integers(0, 2**16))
+def test_in_order_a_token_is_the_same_to_the_bit_in_a_chunk_alone_and_among_others(
+    device, exact_interpreter, held, more, window, seed
+):
+    """The last position of a sequence: as a decode, and as the last of a chunk of several tokens, beside another."""
+    whole = {"kv_heads": 1, "group": 2, "head_size": 16, "block_size": 16, "dtype": torch.float32, "device": device}
+    chunk = min(held, 5)
+    case = make_case([(chunk, held), (1, 3 + more)], seed=seed, **whole)
+    alone = Case(
+        case.query[chunk - 1 : chunk],
+        case.key_cache,
+        case.value_cache,
+        case.block_table[:1],
+        torch.tensor([0, 1], dtype=torch.int32, device=device),
+        case.kv_lens[:1],
+    )
+    options = {"scale": 0.25, "share": SHARED, "in_order": True, "window": window}
+    together = attend(case, processors=2, **options)
+    assert together[chunk - 1].equal(attend(alone, **options)[0])
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
@@ -111,53 +189,52 @@ def test_every_head_size_is_served(device, head_size):
         dtype=torch.float16,
         device=device,
     )
-    check(case, max_query_len=7, scale=head_size**-0.5)
+    check(case, share=SHARED, scale=head_size**-0.5)
 
 
 def test_a_chunk_longer_than_a_tile_sees_all_earlier_positions(device):
     case = make_case(
         [(70, 90), (1, 3)], kv_heads=1, group=2, head_size=16, block_size=4, dtype=torch.float16, device=device
     )
-    check(case, max_query_len=70, scale=0.25)
-    check(case, max_query_len=70, scale=0.25, window=9)
+    for in_order in (False, True):
+        check(case, share=SHARED, in_order=in_order, scale=0.25)
+        check(case, share=SHARED, in_order=in_order, scale=0.25, window=9)
 
 
 def test_a_padding_row_yields_zeros(device):
     case = make_case(
         [(1, 5), (1, 0)], kv_heads=1, group=2, head_size=16, block_size=4, dtype=torch.float32, device=device
     )
-    for num_splits in (1, 2):
-        out = paged_attention(*case.tensors(), scale=1.0, max_query_len=1, num_splits=num_splits)
-        assert out[1].eq(0).all()
+    for share in (4, WHOLE):
+        assert attend(case, scale=1.0, share=max(16, share))[1].eq(0).all()
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("share", [16, WHOLE])
 @pytest.mark.parametrize("bad", [-1, 11, 2**31 - 1])
-def test_an_id_outside_the_pool_is_not_read(device, bad, num_splits):
+def test_an_id_outside_the_pool_is_not_read(device, bad, share):
     case = make_case([(1, 10)], kv_heads=1, group=1, head_size=16, block_size=4, dtype=torch.float32, device=device)
     hidden = Case(*(tensor.clone() for tensor in case.tensors()))
     case.block_table[0, 0] = bad
-    out = paged_attention(*case.tensors(), scale=1.0, max_query_len=1, num_splits=num_splits)
+    out = attend(case, scale=1.0, share=share)
     # What is left are the positions of the other blocks: a window that ends where the bad block begins.
     expected = reference.paged_attention(*hidden.tensors(), scale=1.0, window=6)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_a_table_shorter_than_the_length_is_not_overrun(device, num_splits):
+@pytest.mark.parametrize("share", [16, WHOLE])
+def test_a_table_shorter_than_the_length_is_not_overrun(device, share):
     case = make_case(
         [(1, 8), (1, 8)], kv_heads=1, group=1, head_size=16, block_size=4, dtype=torch.float32, device=device
     )
     expected = reference.paged_attention(*case.tensors(), scale=1.0)
     case.kv_lens[0] = 16  # what follows its two entries are the other row's
-    out = paged_attention(*case.tensors(), scale=1.0, max_query_len=1, num_splits=num_splits)
-    if num_splits == 1:  # the query lies past the table and sees all of it
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    out = attend(case, scale=1.0, share=share)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_offsets_beyond_2_to_the_31_elements_do_not_wrap(device, num_splits):
+@pytest.mark.parametrize("share", [16, WHOLE])
+def test_offsets_beyond_2_to_the_31_elements_do_not_wrap(device, share):
     stride = 2**30  # itself an int32, unlike twice as much
     pool = torch.empty(2 * stride + 64, dtype=torch.float16, device=device)  # the pages between stay untouched
     cache = pool.as_strided((3, 1, 4, 16), (stride, 64, 16, 1))
@@ -165,20 +242,21 @@ def test_offsets_beyond_2_to_the_31_elements_do_not_wrap(device, num_splits):
     case = make_case([(1, 4)], kv_heads=1, group=1, head_size=16, block_size=4, dtype=torch.float16, device=device)
     case.key_cache = case.value_cache = cache
     case.block_table = torch.tensor([[2]], dtype=torch.int32, device=device)
-    check(case, max_query_len=1, num_splits=num_splits, scale=1.0)
+    check(case, share=share, scale=1.0)
 
 
 def test_tiles_hold_the_whole_group():
     for group in (1, 3, 8, 16, 71):
         for decode in (True, False):
-            rows, keys, _, _ = tile_shape(group, 128, 2, decode=decode)
-            assert rows >= group
-            assert rows & (rows - 1) == keys & (keys - 1) == 0
+            tile = tile_shape(group, 128, 2, decode=decode)
+            assert tile.rows >= group
+            assert tile.rows & (tile.rows - 1) == tile.keys & (tile.keys - 1) == 0
 
 
-@given(st.integers(0, 300), st.integers(1, 16), st.integers(0, 10**6), st.integers(1, 200))
-def test_the_number_of_splits_is_a_power_of_two_that_the_keys_can_fill(rows, kv_heads, max_kv_len, processors):
-    splits = choose_num_splits(rows, kv_heads, max_kv_len, processors)
-    assert splits & (splits - 1) == 0
-    assert 1 <= splits <= max(1, max_kv_len // 128)
-    assert splits == 1 or splits * rows * kv_heads <= 2 * processors or rows == 0
+@given(st.integers(1, 2**20))
+def test_shares_are_whole_tiles_and_a_sequence_has_few(longest):
+    share = share_size(longest)
+    assert share & (share - 1) == 0
+    assert share >= 256
+    assert max_shares(1, longest, share) <= 64
+    assert all(share % tile_shape(4, head, size, decode=True).keys == 0 for head in (64, 256) for size in (2, 4))

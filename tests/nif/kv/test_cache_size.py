@@ -1,5 +1,6 @@
 """The pool is as large as the smallest of memory and pins, and never takes more than predicted."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,6 +56,13 @@ def test_h08_memory_alone_fills_the_fraction_asked_for() -> None:
 def test_h08_the_default_fraction_is_nine_tenths() -> None:
     assert CacheLimits().max_memory_percent == 0.9
     assert _size() == _size(max_memory_percent=0.9)
+
+
+def test_h08_what_the_runner_takes_for_itself_is_no_blocks() -> None:
+    plain, taking = _size(), _size(step=dataclasses.replace(_STEP, runner_bytes=1 << 29))
+    assert taking.footprint.runner == 1 << 29
+    assert taking.footprint.total <= (1 << 30) * 0.9
+    assert plain.footprint.kv - taking.footprint.kv > (1 << 29) * 0.8
 
 
 def test_h08_pins_are_honoured() -> None:

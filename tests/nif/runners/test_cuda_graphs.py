@@ -9,17 +9,9 @@ from hypothesis import strategies as st
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import OptionError
-from genbatch.nif.runners.cuda_graphs import (
-    GraphCache,
-    GraphKey,
-    GraphOptions,
-    empty_step,
-    graph_key,
-    pad_decodes,
-    pad_step,
-    token_buckets,
-)
+from genbatch.nif.runners.cuda_graphs import GraphCache, empty_step, graph_key, pad_decodes, pad_step
 from genbatch.nif.runners.decode_step import DecodeStep
+from genbatch.nif.runners.graph_options import GraphKey, GraphOptions
 
 MAX_POSITION = 5000
 
@@ -39,13 +31,13 @@ def decodes(num_tokens: int, max_kv_len: int = 40, width: int = 4) -> RaggedBatc
 
 
 def test_h14_buckets_are_1_2_4_8_and_then_multiples_of_8() -> None:
-    buckets = token_buckets(GraphOptions())
+    buckets = GraphOptions().row_sizes()
     assert buckets[:6] == [1, 2, 4, 8, 16, 24]
     assert buckets[-2:] == [248, 256]
 
 
 def test_h14_an_interval_replaces_the_buckets() -> None:
-    assert token_buckets(GraphOptions(q_padding_interval_size=64, max_batch_size=200)) == [64, 128, 192, 200]
+    assert GraphOptions(q_padding_interval_size=64, max_batch_size=200).row_sizes() == [64, 128, 192, 200]
 
 
 @given(
@@ -59,7 +51,10 @@ def test_h14_a_step_is_padded_up_by_less_than_an_interval(
     q_interval: int, kv_interval: int, largest: int, num_tokens: int, max_kv_len: int
 ) -> None:
     options = GraphOptions(
-        q_padding_interval_size=q_interval, kv_padding_interval_size=kv_interval, max_batch_size=largest
+        q_padding_interval_size=q_interval,
+        kv_padding_interval_size=kv_interval,
+        max_batch_size=largest,
+        max_cached_graphs=300,
     )
     key = graph_key(decodes(num_tokens, max_kv_len), options, MAX_POSITION)
     if num_tokens > largest:
@@ -69,7 +64,23 @@ def test_h14_a_step_is_padded_up_by_less_than_an_interval(
     assert num_tokens <= key.num_tokens <= largest
     assert key.num_tokens - num_tokens < (q_interval or 8)
     assert max_kv_len <= key.kv_len <= MAX_POSITION
-    assert key.kv_len - max_kv_len < (kv_interval or 1024)
+    assert key.kv_len == MAX_POSITION if kv_interval == 0 else key.kv_len - max_kv_len < kv_interval
+
+
+@given(st.integers(0, 40), st.integers(1, 300), st.integers(1, 9), st.integers(1, 300), st.integers(1, MAX_POSITION))
+def test_h14_every_step_that_may_come_is_captured_at_the_start(
+    q_interval: int, largest: int, most_graphs: int, num_tokens: int, max_kv_len: int
+) -> None:
+    options = GraphOptions(q_padding_interval_size=q_interval, max_cached_graphs=most_graphs, max_batch_size=largest)
+    captured = options.captured_keys(MAX_POSITION)
+    assert len(captured) <= most_graphs
+    assert captured == sorted(captured, reverse=True)
+    key = graph_key(decodes(num_tokens, max_kv_len), options, MAX_POSITION)
+    assert key in captured if num_tokens <= largest else key is None
+
+
+def test_h14_no_graph_is_larger_than_what_can_decode_at_once() -> None:
+    assert [key.num_tokens for key in GraphOptions(max_batch_size=12).captured_keys(100)] == [12, 8, 4, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +145,16 @@ def test_h14_the_least_recently_used_graph_is_dropped(limit: int, sizes: list[in
         def finish(self) -> None:
             finished.append(self.size)
 
-    cache = GraphCache(Graph, limit)
+        def __del__(self) -> None:
+            alive.discard(self.size)
+
+    def capture(key: GraphKey) -> Graph:
+        assert len(alive) < limit, "the one that was dropped is alive while the next is captured"
+        alive.add(key.num_tokens)
+        return Graph(key)
+
+    alive: set[int] = set()
+    cache = GraphCache(capture, limit)
     recent: list[int] = []  # a plain model of it, most recent last
     expected: list[int] = []
     for size in sizes:

@@ -133,7 +133,7 @@ def test_h15_launched_steps_draw_what_single_steps_draw(tier: Any, family: str, 
 def test_h14_h15_steps_launched_through_padded_graphs_draw_the_same(
     tiny_model: Any, eager_graphs: Any, plain: Any
 ) -> None:
-    """Graphs of 4 rows for 2 sequences, and of 8 positions, so that one is captured while a step is under way."""
+    """Graphs of 4 rows for 2 sequences, of 8 positions, so that one is captured while a step is under way."""
     model, (expected, plain_context) = tiny_model("llama"), plain("lean", "llama")
     runner = TritonRunner(model)
     context, entries, states = begun(model, runner)

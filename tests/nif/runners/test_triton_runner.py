@@ -93,6 +93,28 @@ def test_a_mix_of_chunks_and_decodes_equals_the_torch_runner(tier: Any, family: 
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_batch_invariant_rows_are_the_same_to_the_bit_alone_among_others_and_in_chunks(
+    tiny_model: Any, exact_interpreter: None, family: str
+) -> None:
+    model = tiny_model(family)
+    runner = allocated(TritonRunner(model, batch_invariant=True))
+    groups = len(model.groups)
+    prompt = [(7 * token) % 300 + 3 for token in range(11)]
+    whole = runner.forward(layout(groups, [(0, prompt, 0)]))
+    for first in (1, 10):
+        again = [runner.forward(layout(groups, [(0, prompt[:first], 0)]))]
+        again.append(runner.forward(layout(groups, [(1, [9] * 6, 0), (0, prompt[first:], first)]))[6:])
+        assert torch.cat(again).equal(whole)
+
+
+def test_batch_invariance_and_packed_weights_are_refused_where_they_cannot_be_had(tiny_model: Any) -> None:
+    with pytest.raises(OptionError, match=r"batch_invariant.*Gemma2ForCausalLM"):
+        TritonRunner(tiny_model("gemma2"), batch_invariant=True)
+    with pytest.raises(OptionError, match=r"quantize.*general tier was asked for"):
+        TritonRunner(tiny_model("llama"), tier="general", quantize="int8")
+
+
 def test_only_the_wanted_rows_come_back(tiny_model: Any) -> None:
     model = tiny_model("llama")
     batch = layout(1, [(0, [1, 2, 3], 0)])

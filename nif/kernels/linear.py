@@ -1,0 +1,484 @@
+"""Our own matrix product, for steps of few rows: x @ weight.T and what comes before and after it in one launch.
+
+Before it, RMSNorm of the residual. After it one of: nothing, the gated activation, the rotation of heads together with
+the cache writes, or the addition to the residual. A layer of a decode step is then six launches, attention's two
+included. Weights may be packed to 8 or 4 bits (weights only): reading them is most of what a decode step does.
+
+How a row is computed depends on the weight's shape and on the tile alone: with one tile for all steps, a row is the
+same whatever the other rows are. The plain-torch twins are the functions of `TileLinear`'s names in `reference`.
+"""
+# A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-incomplete-defs=False
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from genbatch.nif.kernels.packed_weight import GROUP, PackedWeight
+
+_PLAIN = tl.constexpr(0)
+_RESIDUAL = tl.constexpr(1)
+_SILU = tl.constexpr(2)  # from here on a program computes pairs of outputs
+_ROPE = tl.constexpr(3)
+
+
+@triton.jit
+def _normalised(x, factor, weight_ptr, columns, inside, HAS_NORM: tl.constexpr):
+    """A tile of the input [ROWS, KS], after the norm if there is one; rounds where the models round."""
+    if HAS_NORM:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+        x = (x.to(tl.float32) * factor[:, None]).to(x.dtype) * weight[None, :]
+    return x
+
+
+@triton.jit
+def _loaded(x_ptr, rows, columns, known, inside, x_stride):
+    return tl.load(
+        x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :],
+        mask=known[:, None] & inside[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _times_full(acc, x, weight_ptr, outputs, used, columns, inside, K: tl.constexpr):
+    """Adds the tile's product with weights of the model's type, [outputs, K]."""
+    weight = tl.load(
+        weight_ptr + outputs.to(tl.int64)[None, :] * K + columns[:, None],
+        mask=used[None, :] & inside[:, None],
+        other=0.0,
+    )
+    return acc + tl.dot(x, weight.to(x.dtype), input_precision="ieee")
+
+
+@triton.jit
+def _times_nibbles(acc, x, nibbles, scale_ptr, zero_ptr, outputs, used, group, NUM_GROUPS: tl.constexpr):
+    """Adds the tile's product with one group of 4-bit weights, [KS, outputs], of its own scale and zero."""
+    cells = outputs.to(tl.int64) * NUM_GROUPS + group
+    zero = tl.load(zero_ptr + cells, mask=used, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + cells, mask=used, other=0.0)
+    # Small whole numbers are exact in every type; the scale is applied in float32.
+    weight = (nibbles.to(tl.int32) - zero[None, :]).to(x.dtype)
+    return acc + tl.dot(x, weight, input_precision="ieee") * scale[None, :]
+
+
+@triton.jit
+def _rotated(first, second, norm_ptr, dims, in_half, cos, sin, eps, HEAD: tl.constexpr, HAS_NORM: tl.constexpr):
+    """The halves of a head [ROWS, HALF] after the optional per-head RMSNorm and the rotation, in float32."""
+    kind = first.dtype
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    if HAS_NORM:
+        factor = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD + eps)
+        first_weight = tl.load(norm_ptr + dims, mask=in_half, other=0.0)
+        second_weight = tl.load(norm_ptr + HEAD // 2 + dims, mask=in_half, other=0.0)
+        first = ((first * factor[:, None]).to(kind) * first_weight[None, :]).to(tl.float32)
+        second = ((second * factor[:, None]).to(kind) * second_weight[None, :]).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_slots", "num_positions"])
+def _linear_kernel(
+    out_ptr,  # [num_rows, out_stride]; for _ROPE the queries, for _RESIDUAL the residual that is added to
+    x_ptr,  # [num_rows, K] with stride; the residual where HAS_NORM
+    weight_ptr,  # [N, K], or packed
+    scale_ptr,  # [N] float32, or [N, NUM_GROUPS]; None for weights of the model's type
+    zero_ptr,  # [N, NUM_GROUPS] uint8 or None
+    bias_ptr,  # [N] or None
+    sums_ptr,  # [num_rows, PARTS] float32: the input's squares where HAS_NORM
+    norm_ptr,  # [K] or None
+    out_sums_ptr,  # [num_rows, tiles along N] float32: the new residual's squares, for _RESIDUAL
+    slots_ptr,  # from here on for _ROPE: see `rope_cache`
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    key_ptr,
+    value_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    num_rows,
+    num_slots,
+    num_positions,
+    x_stride,
+    out_stride,
+    block_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KS: tl.constexpr,
+    BITS: tl.constexpr,  # of a packed weight: 4, 8, or 0 for the model's type
+    NUM_GROUPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    AFTER: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_HEAD_NORM: tl.constexpr,
+):
+    """One program: ROWS rows and COLUMNS outputs, or as many pairs of outputs (gate and up, or a head's two halves)."""
+    PAIRS: tl.constexpr = AFTER >= _SILU
+    tile = tl.program_id(0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    known = rows < num_rows
+    lanes = tl.arange(0, COLUMNS)
+    if AFTER == _ROPE:
+        HALF: tl.constexpr = HEAD // 2
+        used = lanes < HALF
+        outputs = tile * HEAD + lanes
+        others = outputs + HALF
+    else:
+        outputs = tile * COLUMNS + lanes
+        used = outputs < (N // 2 if AFTER == _SILU else N)
+        others = outputs + N // 2
+    factor = tl.zeros([ROWS], tl.float32)
+    if HAS_NORM:
+        parts = tl.arange(0, PARTS_PAD)
+        sums = tl.load(
+            sums_ptr + rows[:, None] * PARTS + parts[None, :], mask=known[:, None] & (parts < PARTS)[None, :], other=0.0
+        )
+        factor = 1.0 / tl.sqrt(tl.sum(sums, 1) / K + eps)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    more = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if BITS == 4:
+        # A byte holds weights KS apart, so that neither half has to be interleaved with the other.
+        for block in range(tl.cdiv(K, 2 * KS)):
+            bytes_at = block * KS + tl.arange(0, KS)
+            packed = tl.load(
+                weight_ptr + outputs.to(tl.int64)[None, :] * (NUM_GROUPS * KS // 2) + bytes_at[:, None],
+                mask=used[None, :],
+                other=0,
+            )
+            for half in tl.static_range(2):
+                columns = (2 * block + half) * KS + tl.arange(0, KS)
+                inside = columns < K
+                x = _normalised(
+                    _loaded(x_ptr, rows, columns, known, inside, x_stride), factor, norm_ptr, columns, inside, HAS_NORM
+                )
+                group = 2 * block + half
+                nibbles = (packed >> (4 * half)) & 0xF
+                acc = _times_nibbles(acc, x, nibbles, scale_ptr, zero_ptr, outputs, used, group, NUM_GROUPS)
+                if PAIRS:
+                    packed_more = tl.load(
+                        weight_ptr + others.to(tl.int64)[None, :] * (NUM_GROUPS * KS // 2) + bytes_at[:, None],
+                        mask=used[None, :],
+                        other=0,
+                    )
+                    nibbles_more = (packed_more >> (4 * half)) & 0xF
+                    more = _times_nibbles(more, x, nibbles_more, scale_ptr, zero_ptr, others, used, group, NUM_GROUPS)
+    else:
+        for start in range(0, K, KS):
+            columns = start + tl.arange(0, KS)
+            inside = columns < K
+            x = _normalised(
+                _loaded(x_ptr, rows, columns, known, inside, x_stride), factor, norm_ptr, columns, inside, HAS_NORM
+            )
+            acc = _times_full(acc, x, weight_ptr, outputs, used, columns, inside, K)
+            if PAIRS:
+                more = _times_full(more, x, weight_ptr, others, used, columns, inside, K)
+    if BITS == 8:
+        acc = acc * tl.load(scale_ptr + outputs, mask=used, other=0.0)[None, :]
+        if PAIRS:
+            more = more * tl.load(scale_ptr + others, mask=used, other=0.0)[None, :]
+    kind = x_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        acc = acc + tl.load(bias_ptr + outputs, mask=used, other=0.0).to(tl.float32)[None, :]
+        if PAIRS:
+            more = more + tl.load(bias_ptr + others, mask=used, other=0.0).to(tl.float32)[None, :]
+    mask = known[:, None] & used[None, :]
+    cells = rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
+    if AFTER == _PLAIN:
+        tl.store(out_ptr + cells, acc.to(kind).to(out_ptr.dtype.element_ty), mask=mask)
+    if AFTER == _SILU:
+        gate = acc.to(kind).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(kind)
+        tl.store(out_ptr + cells, silu * more.to(kind), mask=mask)
+    if AFTER == _RESIDUAL:
+        residual = tl.load(out_ptr + cells, mask=mask, other=0.0)
+        # Summed in float32, then rounded: the sum that the next layer adds to is the one whose squares are taken.
+        residual = (residual.to(tl.float32) + acc.to(kind).to(tl.float32)).to(kind)
+        tl.store(out_ptr + cells, residual, mask=mask)
+        wide = residual.to(tl.float32)
+        tl.store(out_sums_ptr + rows * tl.num_programs(0) + tile, tl.sum(wide * wide, 1), mask=known)
+    if AFTER == _ROPE:
+        first = acc.to(kind)
+        second = more.to(kind)
+        if tile < QUERY_HEADS + KV_HEADS:
+            positions = tl.load(positions_ptr + rows, mask=known, other=-1)
+            turned = ((positions >= 0) & (positions < num_positions))[:, None] & used[None, :]
+            angles = positions[:, None] * (HEAD // 2) + lanes[None, :]
+            cos = tl.load(cos_ptr + angles, mask=turned, other=0.0)
+            sin = tl.load(sin_ptr + angles, mask=turned, other=0.0)
+            if tile < QUERY_HEADS:
+                low, high = _rotated(first, second, query_norm_ptr, lanes, used, cos, sin, eps, HEAD, HAS_HEAD_NORM)
+                tl.store(out_ptr + cells, low.to(kind), mask=mask)
+                tl.store(out_ptr + cells + HEAD // 2, high.to(kind), mask=mask)
+            else:
+                low, high = _rotated(first, second, key_norm_ptr, lanes, used, cos, sin, eps, HEAD, HAS_HEAD_NORM)
+                _store_in_cache(
+                    key_ptr, low, high, slots_ptr, rows, known, lanes, used, tile - QUERY_HEADS, num_slots,
+                    block_stride, HEAD, BLOCK_SIZE,
+                )  # fmt: skip
+        else:
+            head = tile - QUERY_HEADS - KV_HEADS
+            _store_in_cache(
+                value_ptr, first, second, slots_ptr, rows, known, lanes, used, head, num_slots,
+                block_stride, HEAD, BLOCK_SIZE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_in_cache(
+    cache_ptr,
+    first,
+    second,
+    slots_ptr,
+    rows,
+    known,
+    lanes,
+    used,
+    head,
+    num_slots,
+    block_stride,
+    HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Writes a head's halves [ROWS, HALF] to each row's slot; a slot outside the pool is skipped."""
+    slots = tl.load(slots_ptr + rows, mask=known, other=-1)
+    inside = (slots >= 0) & (slots < num_slots)
+    offsets = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD + head * BLOCK_SIZE * HEAD
+    mask = inside[:, None] & used[None, :]
+    cells = cache_ptr + offsets[:, None] + lanes[None, :]
+    tl.store(cells, first.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(cells + HEAD // 2, second.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "vocab_size"])
+def _embed_kernel(
+    out_ptr,  # [R, WIDTH]
+    sums_ptr,  # [R, PARTS] float32
+    table_ptr,  # [vocab_size, WIDTH]
+    given_ptr,
+    drawn_ptr,
+    num_rows,
+    vocab_size,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(given_ptr + row)
+    if HAS_DRAWN:
+        token = tl.where(token < 0, tl.load(drawn_ptr + row), token)
+    # A row that could not be drawn from holds -1, which is no row of the embedding.
+    token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
+    columns = tl.arange(0, PAD)
+    mask = columns < WIDTH
+    hidden = tl.load(table_ptr + token * WIDTH + columns, mask=mask, other=0.0)
+    tl.store(out_ptr + row * WIDTH + columns, hidden, mask=mask)
+    wide = hidden.to(tl.float32)
+    parts = tl.arange(0, PARTS_PAD)
+    tl.store(sums_ptr + row * PARTS + parts, tl.where(parts == 0, tl.sum(wide * wide, 0), 0.0), mask=parts < PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """Rows and outputs that one program computes, and how many inputs at a time."""
+
+    rows: int
+    columns: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def linear_tile(num_rows: int, dtype: torch.dtype, *, bits: int = 0, fixed: bool = False) -> LinearTile:
+    """The tile for so many rows of the weights' `bits`; with `fixed` one and the same for every number of rows.
+
+    Few outputs a program, so that there are programs enough, and many inputs at a time, so that enough is under way.
+    """
+    if dtype == torch.float32:
+        return LinearTile(16, 32, 32, 4, 2)
+    rows = 64 if fixed or num_rows > 32 else 32 if num_rows > 16 else 16
+    if bits == 4:
+        return LinearTile(rows, 32, GROUP, 4, 4)
+    return LinearTile(rows, 32, 128, 4, 3) if rows == 64 else LinearTile(rows, 16, 256, 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The residual stream of a step, and its squares as the norms want them."""
+
+    hidden: torch.Tensor  # [R, width], contiguous, changed in place
+    sums: torch.Tensor  # [R, parts] float32, what each tile of columns adds to a row's sum of squares
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Where queries, keys and values of a step go; see `rope_cache.rope_and_write`."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What the merged projection of queries, keys and values is made of."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    query_norm: torch.Tensor | None  # [head_size] weights of a per-head RMSNorm, both or neither
+    key_norm: torch.Tensor | None
+
+
+class TileLinear:
+    """The products of one step, all with the same tile.
+
+    Args:
+        tile: see `linear_tile`.
+    """
+
+    def __init__(self, tile: LinearTile) -> None:
+        self.tile = tile
+
+    def embed(self, table: torch.Tensor, given: torch.Tensor, drawn: torch.Tensor | None, eps: float) -> Residual:
+        """The residual that a step begins with.
+
+        Args:
+            table: [vocab_size, width].
+            given: [R] int64; below 0 where the row goes on with what was drawn.
+            drawn: [R or more] int64, each row's token of the step before; None where all are given.
+        """
+        vocab_size, width = table.shape
+        parts = triton.cdiv(width, self.tile.columns)
+        hidden = torch.empty((len(given), width), dtype=table.dtype, device=table.device)
+        sums = torch.empty((len(given), parts), dtype=torch.float32, device=table.device)
+        _embed_kernel[(len(given),)](
+            hidden,
+            sums,
+            table,
+            given,
+            drawn,
+            len(given),
+            vocab_size,
+            WIDTH=width,
+            PAD=triton.next_power_of_2(width),
+            PARTS=parts,
+            PARTS_PAD=triton.next_power_of_2(parts),
+            HAS_DRAWN=drawn is not None,
+            num_warps=4,
+        )
+        return Residual(hidden, sums, eps)
+
+    def heads(
+        self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, shape: HeadShape, rotation: Rotation
+    ) -> torch.Tensor:
+        """Writes keys and values to their slots and returns the rotated queries [R, num_heads, head_size]."""
+        width = shape.num_heads * shape.head_size
+        rows = len(residual.hidden)
+        query = torch.empty((rows, width), dtype=residual.hidden.dtype, device=residual.hidden.device)
+        num_tiles = shape.num_heads + 2 * shape.num_kv_heads
+        columns = max(16, triton.next_power_of_2(shape.head_size // 2))
+        self._launch(query, residual, norm, weight, _ROPE, num_tiles, columns, heads=(shape, rotation))
+        return query.view(rows, shape.num_heads, shape.head_size)
+
+    def gated(self, residual: Residual, norm: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """silu(gate) * up of the merged projection [2 * width, hidden]; returns [R, width]."""
+        width = weight.num_outputs // 2
+        out = torch.empty((len(residual.hidden), width), dtype=residual.hidden.dtype, device=residual.hidden.device)
+        columns = self.tile.columns
+        self._launch(out, residual, norm, weight, _SILU, triton.cdiv(width, columns), columns)
+        return out
+
+    def add_to(self, residual: Residual, x: torch.Tensor, weight: PackedWeight) -> None:
+        """residual += x @ weight.T, for x [R, K] whose last dimension is contiguous."""
+        num_tiles = residual.sums.shape[1]
+        self._launch(residual.hidden, x, None, weight, _RESIDUAL, num_tiles, self.tile.columns, sums=residual.sums)
+
+    def logits(self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
+        """The norm of the residual times the head [vocab_size, hidden], into `out` [R, vocab_size] float32."""
+        columns = self.tile.columns
+        self._launch(out, residual, norm, weight, _PLAIN, triton.cdiv(weight.num_outputs, columns), columns)
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        source: Residual | torch.Tensor,
+        norm: torch.Tensor | None,
+        weight: PackedWeight,
+        after: tl.constexpr,
+        num_tiles: int,
+        columns: int,
+        *,
+        heads: tuple[HeadShape, Rotation] | None = None,
+        sums: torch.Tensor | None = None,
+    ) -> None:
+        x = source.hidden if isinstance(source, Residual) else source
+        in_sums = source.sums if isinstance(source, Residual) else None
+        shape, rotation = heads if heads is not None else (None, None)
+        cache = rotation.key_cache if rotation is not None else None
+        parts = 1 if in_sums is None else in_sums.shape[1]
+        tile = self.tile
+        inputs = GROUP if weight.bits == 4 else tile.inputs
+        # Whole heads make wide tiles; all stages together have to fit shared memory.
+        inputs = min(inputs, GROUP) if columns > 32 else inputs
+        _linear_kernel[(num_tiles, triton.cdiv(len(x), tile.rows))](
+            out,
+            x,
+            weight.data,
+            weight.scales,
+            weight.zeros,
+            weight.bias,
+            in_sums,
+            norm,
+            sums,
+            None if rotation is None else rotation.slots,
+            None if rotation is None else rotation.positions,
+            None if rotation is None else rotation.cos,
+            None if rotation is None else rotation.sin,
+            cache,
+            None if rotation is None else rotation.value_cache,
+            None if shape is None else shape.query_norm,
+            None if shape is None else shape.key_norm,
+            len(x),
+            0 if cache is None else cache.shape[0] * cache.shape[2],
+            0 if rotation is None else rotation.cos.shape[0],
+            x.stride(0),
+            out.stride(0),
+            0 if cache is None else cache.stride(0),
+            source.eps if isinstance(source, Residual) else 0.0,
+            N=weight.num_outputs,
+            K=weight.num_inputs,
+            PARTS=parts,
+            PARTS_PAD=triton.next_power_of_2(parts),
+            ROWS=tile.rows,
+            COLUMNS=columns,
+            KS=inputs,
+            BITS=weight.bits,
+            NUM_GROUPS=weight.num_groups,
+            HAS_NORM=norm is not None,
+            AFTER=after,
+            QUERY_HEADS=0 if shape is None else shape.num_heads,
+            KV_HEADS=0 if shape is None else shape.num_kv_heads,
+            HEAD=2 if shape is None else shape.head_size,
+            BLOCK_SIZE=1 if cache is None else cache.shape[2],
+            HAS_HEAD_NORM=shape is not None and shape.query_norm is not None,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )

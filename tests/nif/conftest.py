@@ -1,0 +1,37 @@
+"""What tests of kernels and of the runners on top of them share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def exact_interpreter() -> Iterator[None]:
+    """An interpreter whose results depend on no lane: numpy rounds an element by where it lies in its array.
+
+    What it computes in float64 and rounds once is the same wherever it lies, so that a difference is the kernel's own.
+    """
+    triton = pytest.importorskip("triton")
+    from triton.runtime import interpreter
+
+    patch = pytest.MonkeyPatch()
+    if triton.knobs.runtime.interpret:
+        builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+        def exp2(self: Any, arg: Any) -> Any:
+            return self.unary_op(arg, lambda data: np.exp2(data.astype(np.float64)).astype(data.dtype))
+
+        def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+            product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+            return handle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+        def exp(self: Any, arg: Any) -> Any:
+            return self.unary_op(arg, lambda data: np.exp(data.astype(np.float64)).astype(data.dtype))
+
+        patch.setattr(builder, "create_exp", exp)
+        patch.setattr(builder, "create_exp2", exp2)
+        patch.setattr(builder, "create_dot", dot)
+    yield
+    patch.undo()
