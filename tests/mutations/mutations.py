@@ -1,6 +1,7 @@
 """The list of all mutations."""
 
 from tests.mutations.engine_guards import ENGINE_GUARDS
+from tests.mutations.gpu_guards import GPU_GUARDS
 from tests.mutations.memory_guards import MEMORY_GUARDS
 from tests.mutations.mutation import Mutation
 from tests.mutations.overload_guards import OVERLOAD_GUARDS
@@ -12,5 +13,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *SECURITY_GUARDS,
     *OVERLOAD_GUARDS,
     *MEMORY_GUARDS,
+    *GPU_GUARDS,
     *ENGINE_GUARDS,
 )

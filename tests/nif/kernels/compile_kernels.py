@@ -1,11 +1,11 @@
-"""Compiles every kernel for GPUs that are not there, prints what each takes, and fails where it is not what we build on.
+"""Compiles every kernel for GPUs that are not there, prints what each takes, and fails where that is not what we want.
 
     python -m tests.nif.kernels.compile_kernels                       # all kernels for all GPUs: some minutes at first
     python -m tests.nif.kernels.compile_kernels --capabilities 90 --slice
 
-What holds for each: no register is spilled, shared memory is within the GPU's limit, a kernel that streams keys, values
-or weights loads 16 bytes at a time, prefill multiplies with the GPU's own matrix instructions, and a step of another size
-needs no other variant. Triton keeps what it compiled, so a second run takes seconds.
+What holds for each: no register is spilled, shared memory is within the GPU's limit, a kernel that streams keys,
+values or weights loads 16 bytes at a time, prefill multiplies with the GPU's own matrix instructions, and a step of
+another size needs no other variant. Triton keeps what it compiled, so a second run takes seconds.
 """
 
 import argparse

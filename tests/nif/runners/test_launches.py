@@ -19,6 +19,7 @@ from genbatch.nif.runners.cuda_graphs import DecodeGraphs
 from genbatch.nif.runners.decode_step import DecodeStep
 from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.nif.runners.launches import Launches
+from genbatch.nif.runners.lean_llama import LeanStep
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
@@ -191,10 +192,11 @@ def test_a_row_that_cannot_be_drawn_from_feeds_token_0_to_the_next_step(
     zero.launch(decodes(5, 1), GREEDY, None).wait()
     zero.launch(decodes(0), GREEDY, None).wait()
     runner = allocated(model)
-    run = runner._run
-    monkeypatch.setattr(runner, "_run", lambda batch: run(batch).fill_(float("nan")))
+    assert runner._lean is not None
+    forward = runner._lean.forward
+    monkeypatch.setattr(runner._lean, "forward", lambda step: forward(step).fill_(float("nan")))
     first = runner.launch(decodes(5, 1), GREEDY, None)
-    monkeypatch.setattr(runner, "_run", run)
+    monkeypatch.setattr(runner._lean, "forward", forward)
     second = runner.launch(decodes(123), GREEDY, first)
     assert first.wait() == [None]
     second.wait()
@@ -225,16 +227,17 @@ def test_no_more_than_two_steps_are_under_way(tiny_model: Any) -> None:
 def test_a_launch_that_failed_leaves_its_buffers_to_the_next(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = allocated(tiny_model("llama"))
     expected = runner.launch(decodes(9), GREEDY, None).wait()
-    run = runner._run
+    assert runner._lean is not None
+    forward = runner._lean.forward
 
-    def fail(batch: RaggedBatch) -> torch.Tensor:
+    def fail(step: LeanStep) -> torch.Tensor:
         raise MemoryError
 
     for _ in range(3):
-        monkeypatch.setattr(runner, "_run", fail)
+        monkeypatch.setattr(runner._lean, "forward", fail)
         with pytest.raises(MemoryError):
             runner.launch(decodes(9), GREEDY, None)
-        monkeypatch.setattr(runner, "_run", run)
+        monkeypatch.setattr(runner._lean, "forward", forward)
         assert runner.launch(decodes(9), GREEDY, None).wait() == expected
 
 

@@ -1,0 +1,180 @@
+"""The runners' own code over a GPU that knows who waits for whom: no two uses of the same memory without an order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from genbatch.nif.batch import Entry, Logits
+from genbatch.nif.context import Context
+from genbatch.nif.overlapped_run import OverlappedRun
+from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.runners.side_stream import SideStream
+from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from tests.nif.runners.fake_gpu import CUDA, FakeGpu, Race, WaitsForDevice
+
+CONFIG = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=320,
+    max_position_embeddings=512,
+)
+BLOCK_SIZE = 4
+
+
+def begun(gpu: FakeGpu, rows: int, **options: Any) -> tuple[Context, list[Entry], list[SamplerState]]:
+    model = gpu.model(CONFIG)
+    context = Context(
+        model, TritonRunner(model, **options), n_ctx=1024, n_parallel=rows, block_size=BLOCK_SIZE, n_batch=64
+    )
+    entries = []
+    for seq_id in range(rows):
+        context.eval([Entry(seq_id, [5] * (3 + seq_id), 0, Logits.LAST)])
+        entries.append(Entry(seq_id, [7], 3 + seq_id))
+    return context, entries, [SamplerState(SamplingParams(seed=0), ())] * rows
+
+
+def decode(context: Context, entries: Sequence[Entry], states: Sequence[SamplerState], steps: int) -> None:
+    run = context.decode_run(entries, states, max_steps=steps)
+    assert isinstance(run, OverlappedRun)
+    for _ in range(steps - 1):
+        run.step()
+    run.close()  # with a step under way
+
+
+GRAPHS = [
+    pytest.param(None, id="eager"),
+    pytest.param(GraphOptions(max_batch_size=4), id="graphs"),
+    pytest.param(
+        GraphOptions(max_batch_size=4, kv_padding_interval_size=8, max_cached_graphs=2), id="captured in flight"
+    ),
+]
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_h15_overlapped_steps_whose_tables_grow_are_ordered(graphs: GraphOptions | None) -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        context, entries, states = begun(gpu, 2, graphs=graphs)
+        decode(context, entries, states, 150)  # tables of 1 block, and in the end of 39: every buffer grows
+        decode(context, [Entry(e.seq_id, e.tokens, context.kv.length(e.seq_id)) for e in entries], states, 5)
+        context.close()
+    replayed = any(operation.name.startswith("replayed") for operation in gpu.operations)
+    assert replayed == (graphs is not None)
+
+
+@pytest.mark.parametrize("graphs", GRAPHS[:2])
+def test_h16_blocks_swapped_beside_running_steps_are_ordered(graphs: GraphOptions | None) -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        context, entries, states = begun(gpu, 3, graphs=graphs)
+        run = context.decode_run(entries[:2], states[:2], max_steps=30)
+        kept: list[torch.Tensor] = []
+        for step in range(20):
+            run.step()
+            blocks = list(context.kv.block_table(0, 2))
+            if step % 3 == 1:
+                kept.append(context.runner.read_blocks(0, blocks))
+            if step % 3 == 2:
+                context.runner.write_blocks(0, blocks, kept.pop())  # which may not have arrived yet
+        run.close()
+        context.runner.finish_copies()  # type: ignore[attr-defined]
+        context.close()
+
+
+def test_h16_a_step_that_writes_over_what_leaves_is_ordered() -> None:
+    """The blocks that are read go to whoever decodes next, whose step is launched at once."""
+    gpu = FakeGpu()
+    with gpu.active():
+        context, _, states = begun(gpu, 2)
+        contents = []
+        for _ in range(4):
+            blocks = list(context.kv.block_table(0, 0))
+            contents.append(context.runner.read_blocks(0, blocks))
+            decode(context, [Entry(0, [7], context.kv.length(0))], states[:1], 4)
+            context.runner.write_blocks(0, blocks, contents[-1])
+            context.runner.copy_blocks(0, [(blocks[0], 200)])
+            decode(context, [Entry(0, [7], context.kv.length(0))], states[:1], 4)
+        context.close()
+
+
+def test_chunks_of_a_prompt_that_nobody_waits_for_are_ordered() -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        context, _, _ = begun(gpu, 1)
+        for start in range(3, 200, 20):
+            context.eval([Entry(0, [5] * 20, start, Logits.NONE)])
+        context.close()
+
+
+def test_a_launch_does_not_wait_for_the_device() -> None:
+    """The host's clock moves with the tokens that it reads, and with nothing else."""
+    gpu = FakeGpu()
+    with gpu.active():
+        context, entries, states = begun(gpu, 2)
+        run = context.decode_run(entries, states, max_steps=9)
+        for _ in range(4):
+            run.step()
+            newest = gpu.default.clock[gpu.default.number]
+            assert gpu.host.get(gpu.default.number, 0) < newest, "the step ahead was waited for"
+        run.close()
+
+
+# What the checker itself finds.
+
+
+def test_memory_of_a_running_step_is_not_to_be_written_on_another_stream() -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        side = SideStream(CUDA)
+        temporary = torch.zeros(64, device=CUDA)
+        _ = temporary + 1
+        del temporary, _
+        buffer = torch.empty(64, device=CUDA)  # the same memory: in its own stream all of that is over by then
+        buffer += 1
+        with side.open(), pytest.raises(Race, match="not ordered after"):
+            buffer.copy_(torch.zeros(64, pin_memory=True), non_blocking=True)
+
+
+def test_what_events_order_is_no_race() -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        side = SideStream(CUDA)
+        there = torch.zeros(64, device=CUDA)
+        side.wait_for_compute()
+        with side.open():
+            there += 1
+        side.hold_up_compute()
+        there += 1
+        host = torch.zeros(64, pin_memory=True)
+        host.copy_(there, non_blocking=True)
+        with pytest.raises(Race, match="tolist"):
+            host.tolist()
+        torch.cuda.current_stream().synchronize()
+        host.tolist()
+
+
+def test_a_number_of_a_tensor_on_the_gpu_is_waited_for_and_found() -> None:
+    gpu = FakeGpu()
+    with gpu.active(), pytest.raises(WaitsForDevice):
+        torch.zeros(3, device=CUDA).tolist()
+
+
+def test_h14_a_step_of_28_layers_is_less_than_200_launches() -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        model = gpu.model(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 28, "max_position_embeddings": 4096}))
+        context = Context(model, TritonRunner(model), n_ctx=1024, n_parallel=1, block_size=BLOCK_SIZE)
+        before = len(gpu.operations)
+        run = context.decode_run([Entry(0, [7], 0)], [SamplerState(SamplingParams(seed=0), ())], max_steps=1)
+        run.step(ahead=False)
+        run.close()
+    assert 28 * 5 < len(gpu.operations) - before < 200
