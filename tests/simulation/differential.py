@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,7 +73,7 @@ def load(family: str, directory: Path) -> tuple[Model, Callable[[], Runner] | No
     )
     if family == SIMULATED:
         return model, None
-    return model, choose_runner(model, EngineOptions(n_threads=1))
+    return model, partial(choose_runner(model, EngineOptions(n_threads=1)), 8)
 
 
 def judge(seed: int, model: Model, open_runner: Callable[[], Runner] | None) -> str:
