@@ -8,8 +8,9 @@ from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, Message, check_type
 from genbatch.proto.response_format import ResponseFormat
 from genbatch.proto.service_messages import TokenizeRequest
+from genbatch.proto.tools import Tool, ToolChoice
 
-MessageLike = Message | Mapping[str, str]
+MessageLike = Message | Mapping[str, object]
 
 
 class GenerateParams(TypedDict, total=False):
@@ -35,6 +36,13 @@ class GenerateParams(TypedDict, total=False):
     response_format: ResponseFormat | Mapping[str, object] | None
     grammar: str | None
     regex: str | None
+    tools: Sequence[Tool | Mapping[str, object]]
+    tool_choice: ToolChoice | Mapping[str, str]
+    parallel_tool_calls: bool
+    reasoning: bool
+    chat_template_kwargs: Mapping[str, object] | None
+    continue_final_message: bool
+    keep_stop: bool
     n: int
     priority: int
     deadline_s: float | None

@@ -11,7 +11,7 @@ from genbatch.proto.messages import GenerateRequest, check_type
 from genbatch.proto.request_limits import RequestLimits
 from genbatch.proto.response_format import ResponseFormat
 
-GrammarKind = Literal["json_schema", "grammar", "regex"]
+GrammarKind = Literal["json_schema", "grammar", "lark", "regex"]
 SCHEMA_FIELD = "response_format.schema"
 # What would leave an answer that does not match, or nothing that may come next.
 _EXCLUDED = ("min_tokens", "ignore_eos", "echo")
@@ -29,7 +29,7 @@ class Grammar:
 
     Args:
         kind: how to read `text`.
-        text: JSON Schema as JSON, a Lark or GBNF grammar, or a regular expression.
+        text: JSON Schema as JSON, a Lark or GBNF grammar, one that is Lark for certain, or a regular expression.
         field: the parameter it came from, for errors.
     """
 
@@ -84,6 +84,11 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
         raise InvalidRequest(
             given[1], f"give at most one of response_format, grammar and regex, not {' and '.join(given)}"
         )
+    if request.tools and request.tool_choice != "none":
+        if given:
+            raise InvalidRequest(given[0], "an answer that may be a tool call has no other shape; tool_choice none")
+        if holds_to_tools(request):
+            _check_excluded(request, "tools")
     grammar = grammar_of(request)
     if grammar is None:
         return
@@ -95,6 +100,17 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
         raise InvalidRequest(grammar.field, "is not valid Unicode: it has a lone surrogate") from None
     if size > limits.max_grammar_bytes:
         raise InvalidRequest(grammar.field, f"has {size} bytes, {limits.max_grammar_bytes} are allowed")
+    _check_excluded(request, given[0])
+
+
+def holds_to_tools(request: GenerateRequest) -> bool:
+    """Whether a grammar must hold the answer to the tools' schemas."""
+    if not request.tools or request.tool_choice == "none":
+        return False
+    return request.tool_choice != "auto" or any(tool.strict for tool in request.tools)
+
+
+def _check_excluded(request: GenerateRequest, given: str) -> None:
     for name in _EXCLUDED:
         if getattr(request, name):
-            raise InvalidRequest(name, f"cannot be combined with {given[0]}: the answer must match it, and end there")
+            raise InvalidRequest(name, f"cannot be combined with {given}: the answer must match it, and end there")

@@ -6,20 +6,29 @@ import msgspec
 
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.response_format import ResponseFormat
+from genbatch.proto.tools import Tool, ToolCall, ToolCallDelta, ToolChoice
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline", "error"]
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One turn of a conversation.
 
     Args:
-        role: who speaks: "system", "user", "assistant", or what else the model's chat template knows.
+        role: who speaks: "system", "user", "assistant", "tool", or what else the model's chat template knows.
         content: what was said; may be empty.
+        tool_calls: the calls that an assistant's turn asked for.
+        tool_call_id: which call a tool's turn answers.
+        name: the speaker's, or the tool's.
+        reasoning_content: what an assistant's turn thought first; templates that know it show it.
     """
 
     role: str
     content: str
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,6 +59,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         response_format: the shape of the answer; None is free text. At most one of this, `grammar` and `regex`.
         grammar: a Lark grammar, or one in llama.cpp's GBNF, that the whole answer matches.
         regex: a regular expression that the whole answer matches.
+        tools: functions that the model may ask for; only with `messages`.
+        tool_choice: "none" is free text, "auto" leaves it to the model, "required" at least one call and no text; a
+            tool's name is exactly one call of it.
+        parallel_tool_calls: whether an answer may have several calls.
+        reasoning: tell thinking apart from the text, for templates whose models think before they answer.
+        chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
+        continue_final_message: go on with the last message instead of a new one.
+        keep_stop: leave the stop string that ended the output in the text.
         n: how many answers; each has its own draws.
         priority: smaller is served first, -100 to 100.
         deadline_s: seconds from its arrival after which the request ends with what it has; > 0, None is none.
@@ -79,6 +96,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     regex: str | None = None
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: bool = False
+    # Their types are the template's.
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
+    keep_stop: bool = False
     n: int = 1
     priority: int = 0
     deadline_s: float | None = None
@@ -95,6 +120,8 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
         logprob: its natural log-probability, where `logprobs` was asked for.
         choice: which of the `n` answers it belongs to, from 0.
         top: the likeliest token ids in its place with their log-probs, likeliest first, as many as `logprobs` says.
+        reasoning: the thinking that became final with it, where that is told apart.
+        tool_calls: what became final of calls with it.
     """
 
     text: str
@@ -103,6 +130,8 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None = None
     choice: int = 0
     top: dict[int, float] = {}
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +169,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -148,11 +179,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Args:
         text: the output, without the stop string that ended it.
         token_ids: the tokens generated, the one that ended the output included.
-        finish_reason: "stop" (end of sequence or a stop string), "length", "deadline", "cancelled" or "error".
+        finish_reason: "stop" (end of sequence or a stop string), "tool_calls" (the same, with calls), "length",
+            "deadline", "cancelled" or "error".
         usage: tokens that it took.
         logprobs: one a token, where asked for.
         prompt_logprobs: one a token of the prompt, None for the first, where asked for. With finish reason "deadline"
             those that were evaluated by then.
+        reasoning: the thinking before the text, where that is told apart.
+        tool_calls: the calls that the model asks for.
         choices: all answers when `n` > 1, of which the first is also above; otherwise empty.
     """
 
@@ -162,6 +196,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     choices: tuple[Choice, ...] = ()
 
 

@@ -55,6 +55,9 @@ class ServerConnection:
         if token.logprob is not None or token.choice:
             extra: dict[str, object] = {"logprob": token.logprob, "choice": token.choice}
             array.append(extra | {"top": token.top} if token.top else extra)
+        if token.reasoning or token.tool_calls:
+            taken_apart = {"reasoning": token.reasoning, "tool_calls": token.tool_calls}
+            array[4:] = [dict(*array[4:]) | {name: value for name, value in taken_apart.items() if value}]
         return array
 
     def result(self, msgid: int, result: object) -> bytes:

@@ -1,6 +1,8 @@
 """The range checks that every entry point shares: what can be told of a request without the model."""
 
+import json
 import math
+import re
 
 import msgspec
 
@@ -9,6 +11,7 @@ from genbatch.proto.grammar import check_grammar
 from genbatch.proto.messages import GenerateRequest, Message, check_type
 from genbatch.proto.request_limits import RequestLimits
 from genbatch.proto.service_messages import DetokenizeRequest, DrainRequest, TokenizeRequest
+from genbatch.proto.tools import NamedTool, Tool
 
 # Counts beyond this are mistakes, and would not fit the integers of the native layer.
 MAX_COUNT = 2**31 - 1
@@ -20,6 +23,14 @@ MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
 MAX_NAME_LENGTH = 128  # characters of a role or a tenant
 MAX_DRAIN_S = 86400.0
+MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class _Offered(msgspec.Struct):
+    """Puts the right path in front of what is wrong within a tool."""
+
+    tools: list[Tool]
 
 
 def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
@@ -31,7 +42,10 @@ def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
         InvalidRequest: with the path of the first parameter at fault.
     """
     check_type(msgspec.structs.asdict(request), GenerateRequest)
+    if request.tools:
+        check_type({"tools": [msgspec.structs.asdict(tool) for tool in request.tools]}, _Offered)
     _check_prompt(request, limits)
+    _check_tools(request)
     _check_lengths(request, limits)
     _check_sampling(request, limits)
     _check_stopping(request, limits)
@@ -93,6 +107,59 @@ def _check_messages(messages: list[Message], limits: RequestLimits) -> None:
             raise InvalidRequest(f"messages[{index}].role", "is empty")
         _check_text(f"messages[{index}].role", message.role, MAX_NAME_LENGTH)
         _check_text(f"messages[{index}].content", message.content)
+        _check_text(f"messages[{index}].name", message.name or "", MAX_NAME_LENGTH)
+        _check_text(f"messages[{index}].tool_call_id", message.tool_call_id or "", MAX_NAME_LENGTH)
+        _check_text(f"messages[{index}].reasoning_content", message.reasoning_content or "")
+        _check_calls(message, f"messages[{index}]")
+
+
+def _check_calls(message: Message, path: str) -> None:
+    for number, call in enumerate(message.tool_calls):
+        place = f"{path}.tool_calls[{number}]"
+        if message.role != "assistant":
+            raise InvalidRequest(f"{path}.tool_calls", f"a turn of the role {message.role!r} has none")
+        for name in ("id", "name"):
+            _check_text(f"{place}.{name}", getattr(call, name), MAX_NAME_LENGTH)
+        _check_text(f"{place}.arguments", call.arguments)
+        try:
+            is_object = isinstance(json.loads(call.arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise InvalidRequest(f"{place}.arguments", "is not the JSON of an object")
+
+
+def _check_tools(request: GenerateRequest) -> None:
+    choice, tools = request.tool_choice, request.tools
+    names = [tool.name for tool in tools]
+    _check_count("tools", len(tools), MAX_TOOLS)
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if _TOOL_NAME.fullmatch(tool.name) is None:
+            shown = f"{tool.name[:64]!r}"
+            raise InvalidRequest(f"{path}.name", f'must be 1 to 64 letters, digits, "_", "-" and ".", not {shown}')
+        if tool.name in names[:index]:
+            raise InvalidRequest(f"{path}.name", f"there are two tools called {tool.name}")
+        _check_text(f"{path}.description", tool.description or "")
+        _check_json(f"{path}.parameters", tool.parameters)
+        if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
+            raise InvalidRequest(f"{path}.parameters", 'arguments are an object: its type must be "object"')
+    _check_json("chat_template_kwargs", request.chat_template_kwargs)
+    if isinstance(choice, NamedTool) and choice.name not in names:
+        offered = ", ".join(names) or "none"
+        raise InvalidRequest("tool_choice.name", f"{choice.name[:64]!r} is not offered; the tools are {offered}")
+    if choice == "required" and not tools:
+        raise InvalidRequest("tool_choice", "required needs tools")
+    for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+        if getattr(request, name) and not request.messages:
+            raise InvalidRequest(name, "goes with messages only: it is for the chat template")
+
+
+def _check_json(field: str, value: object) -> None:
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequest(field, "is not JSON, or nested too deeply") from None
 
 
 def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:

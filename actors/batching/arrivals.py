@@ -30,7 +30,6 @@ from genbatch.actors.recording.flight import Flight
 from genbatch.actors.runtime.actor import From, Monitor, reply_error
 from genbatch.actors.runtime.worker import Worker
 from genbatch.proto.errors import EngineError, GenbatchError
-from genbatch.proto.grammar import grammar_of
 
 # Prompts with more characters than this are tokenized off the event loop.
 INLINE_PROMPT_CHARS = 8192
@@ -104,6 +103,7 @@ class Arrivals:
             self._draining.check()
             self._intake.check(wanted)
             self._intake.check_beams(message.beam_width, wanted)
+            grammar = self._intake.grammar(wanted)
             deadline_s = self._admit(message)
         except GenbatchError as error:
             self._journal.refused(message, error)
@@ -122,7 +122,7 @@ class Arrivals:
             tag=message.tag,
             beam_width=message.beam_width,
             keep=message.keep,
-            grammar=grammar_of(wanted),
+            grammar=grammar,
             expires_at=None if deadline_s is None else now + deadline_s,
         )
         if not self._requests:

@@ -1,15 +1,20 @@
 """Intake: turns a caller's message into tokens, limits and sequences, or into a typed error naming the field."""
 
+import hashlib
+import json
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from threading import Lock
+from typing import Any
 
 from genbatch.actors.batching.beam_search import BeamSearch
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.batching.output import Output
+from genbatch.actors.batching.output import Output, Reading
 from genbatch.actors.batching.request import Request
 from genbatch.actors.batching.sequence import HeldPrompt, Sequence
 from genbatch.nif.kv.prefix_cache import prefix_key
@@ -17,19 +22,38 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.tokenizer import ChatTemplateError
+from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader, forced_format, tool_grammar
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
+from genbatch.proto.grammar import Grammar, grammar_of, holds_to_tools
 from genbatch.proto.messages import GenerateRequest, Message
 from genbatch.proto.service_messages import DetokenizeRequest, TokenizeRequest
+from genbatch.proto.tools import NamedTool, Tool
 from genbatch.proto.validation import validate_detokenize, validate_request, validate_tokenize
 
 MAX_SEED = 2**64
 # What changes or adds to the draws, which a beam search does not make.
 SAMPLING_PARAMETERS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "min_tokens", "stop", "n", "response_format", "grammar", "regex"),
+    *(
+        "logit_bias",
+        "min_tokens",
+        "stop",
+        "n",
+        "response_format",
+        "grammar",
+        "regex",
+        "tools",
+        "reasoning",
+        "keep_stop",
+    ),
 )
 # First messages whose tokens are remembered.
 MAX_PREFIXES = 64
+# What a tool takes in a prompt, for telling long prompts from short ones.
+MEAN_TOOL_CHARS = 512
+# Tokens at the end of a prompt that may open the thinking.
+TAIL_TOKENS = 8
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 # About as many conversations are rendered to find out what those with the same first message have in common.
 PREFIX_RENDERINGS = 7
 # What decoding a token takes, in characters to tokenize.
@@ -120,6 +144,8 @@ class Intake:
         if wanted.messages is None:
             return len(wanted.prompt or "")
         size = sum(len(message.content) for message in wanted.messages)
+        if isinstance(wanted, GenerateRequest):
+            size += MEAN_TOOL_CHARS * len(wanted.tools)
         if isinstance(wanted, GenerateRequest) and wanted.messages:
             first = wanted.messages[0]
             if (first.role, first.content) not in self._prefixes:
@@ -141,7 +167,10 @@ class Intake:
         if wanted.token_ids is not None:
             return list(wanted.token_ids)
         if wanted.messages is not None:
-            return self._render(wanted.messages)
+            tools = wanted.tools if wanted.tool_choice != "none" else []
+            return self._render(
+                wanted.messages, tools, wanted.chat_template_kwargs, goes_on=wanted.continue_final_message
+            )
         assert wanted.prompt is not None
         tokens = self._tokenizer.encode(wanted.prompt)
         if not tokens:
@@ -159,15 +188,90 @@ class Intake:
         """The text of token ids; safe to run on another thread."""
         return self._tokenizer.decode(wanted.token_ids)
 
-    def _render(self, messages: list[Message]) -> list[int]:
+    def _render(
+        self,
+        messages: list[Message],
+        tools: ListOf[Tool] = (),
+        variables: dict[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> list[int]:
         try:
-            turns = [{"role": message.role, "content": message.content} for message in messages]
-            return self._tokenizer.apply_chat_template(turns)
+            turns = [self._turn(message) for message in messages]
+            offered = [_offer(tool) for tool in tools]
+            return self._tokenizer.apply_chat_template(turns, offered, variables, goes_on=goes_on)
         except ChatTemplateError as error:
             raise InvalidRequest("messages", str(error)) from error
 
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """A message as templates take it."""
+        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        for name in ("name", "reasoning_content"):
+            if getattr(message, name) is not None:
+                turn[name] = getattr(message, name)
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = self._call_id(message.tool_call_id)
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": self._call_id(call.id),
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+                }
+                for call in message.tool_calls
+            ]
+        return turn
+
+    def _call_id(self, call_id: str) -> str:
+        """An id that the template takes: Mistral's insists on nine letters and digits."""
+        is_mistral = self._tokenizer.tool_format.name.startswith("mistral")
+        if not is_mistral or _MISTRAL_ID.fullmatch(call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+    def grammar(self, wanted: GenerateRequest) -> Grammar | None:
+        """What the answers must match: what the request says, or the calls that it insists on."""
+        if not holds_to_tools(wanted):
+            return grammar_of(wanted)
+        choice = wanted.tool_choice
+        offered = [tool for tool in wanted.tools if not isinstance(choice, NamedTool) or tool.name == choice.name]
+        text = tool_grammar(
+            forced_format(self._tokenizer.tool_format),
+            [{"name": tool.name, "parameters": tool.parameters, "strict": tool.strict} for tool in offered],
+            forced=choice != "auto",
+            several=wanted.parallel_tool_calls and not isinstance(choice, NamedTool),
+            token_id=self._tokenizer.special_id,
+        )
+        if len(text) > self._options.limits.max_grammar_bytes:
+            most = self._options.limits.max_grammar_bytes
+            raise InvalidRequest("tools", f"their schemas have {len(text)} bytes, {most} are allowed")
+        return Grammar("lark", text, "tools")
+
+    def reading(self, wanted: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
+        """How calls and thinking are told apart from the text; None where nothing of it was asked for."""
+        calls = bool(wanted.tools) and wanted.tool_choice != "none"
+        thinks = (calls or wanted.reasoning) and wanted.messages is not None and self._tokenizer.thinks
+        if not (calls or thinks):
+            return None
+        format = self._tokenizer.tool_format if calls else None
+        if format is not None and holds_to_tools(wanted):
+            format = forced_format(format)
+        marks = (*(format.marks if format is not None else ()), *((THINK_OPEN, THINK_CLOSE) if thinks else ()))
+        tail = self._tokenizer.decode(prompt_tokens[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        reader = partial(
+            AnswerReader,
+            format,
+            [_offer(tool) for tool in wanted.tools],
+            thinks=thinks,
+            starts_thinking=thinks and tail.endswith(THINK_OPEN),
+        )
+        shown = frozenset(found for mark in marks if (found := self._tokenizer.special_id(mark)) is not None)
+        return Reading(reader, shown)
+
     def _first_message(self, wanted: GenerateRequest) -> list[int]:
         assert wanted.messages
+        if wanted.tools or wanted.chat_template_kwargs:
+            return []  # what is in front of it depends on these
         first = wanted.messages[0]
         return self._prefix_of(first.role, first.content)
 
@@ -237,6 +341,7 @@ class Intake:
         if not wanted.ignore_eos:
             stop_ids |= self._model.eos_token_ids
         seed = secrets.randbelow(MAX_SEED) if wanted.seed is None else wanted.seed
+        reading = self.reading(wanted, request.prompt_tokens)
         made: list[Sequence] = []
         for choice in range(wanted.n):
             request_id = next(self._ids)
@@ -266,6 +371,8 @@ class Intake:
                     min_tokens=wanted.min_tokens,
                     echo=request.echo,
                     wants_logprobs=wanted.logprobs is not None,
+                    keep_stop=wanted.keep_stop,
+                    reading=reading,
                 ),
             )
             if request.beam_width > 1:
@@ -299,6 +406,13 @@ class Intake:
             min_tokens=wanted.min_tokens,
             suppress=stop_ids,
         )
+
+
+def _offer(tool: Tool) -> dict[str, Any]:
+    """A tool as templates take it."""
+    parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _scores_prompt(request: Request) -> bool:

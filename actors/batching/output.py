@@ -1,13 +1,40 @@
 """Output: what one sequence has generated, as token ids, final text and log-probs."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
 from genbatch.nif.sampling.sampler import Sampled
 from genbatch.nif.text.detokenizer import Detokenizer
 from genbatch.nif.text.stop_text import StopMatcher
+from genbatch.nif.text.tools import AnswerReader, Parts
 from genbatch.proto.messages import Choice, FinishReason, TokenLogprob
+from genbatch.proto.tools import ToolCall, ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """What became final beside the text: thinking, and pieces of calls."""
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+_NOTHING = Apart()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an output that is more than text is read.
+
+    Args:
+        reader: makes the reader of one answer.
+        shown: special tokens that are the format's marks.
+    """
+
+    reader: Callable[[], AnswerReader]
+    shown: frozenset[int]
 
 
 class Output:
@@ -22,10 +49,13 @@ class Output:
         min_tokens: tokens before which no stop string ends it.
         echo: what to put in front of the text.
         wants_logprobs: whether to keep each token's log-prob.
+        keep_stop: whether the stop string that ended the output is part of the text.
+        reading: how calls and thinking are told apart; None where all of it is text.
     """
 
-    __slots__ = ("_arguments", "_detokenizer", "_echo", "_max_tokens", "_min_tokens", "_stop", "_stop_ids",
-                 "_wants_logprobs", "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
+    __slots__ = ("_arguments", "_calls", "_detokenizer", "_echo", "_keep_stop", "_max_tokens", "_min_tokens", "_reader",
+                 "_reading", "_reasoning", "_stop", "_stop_ids", "_wants_logprobs", "apart", "finish_reason",
+                 "logprobs", "text_parts", "token_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -38,10 +68,19 @@ class Output:
         min_tokens: int = 0,
         echo: str = "",
         wants_logprobs: bool = False,
+        keep_stop: bool = False,
+        reading: Reading | None = None,
     ) -> None:
         self._arguments = (tokenizer, prompt_tokens, stop)
-        self._detokenizer = Detokenizer(tokenizer, prompt_tokens)
-        self._stop = StopMatcher(stop)
+        self._reading = reading
+        shown = reading.shown if reading is not None else frozenset()
+        self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
+        self._reader = reading.reader() if reading is not None else None
+        self._reasoning: list[str] = []
+        self._calls: list[list[str]] = []  # id, name and the pieces of the arguments
+        self._keep_stop = keep_stop
+        self._stop = StopMatcher(stop, keep=keep_stop)
+        self.apart = _NOTHING  # what the last token made final beside its text
         self._stop_ids = stop_ids
         self._max_tokens = max_tokens
         self._min_tokens = min_tokens
@@ -63,6 +102,8 @@ class Output:
             max_tokens=self._max_tokens,
             echo=self._echo,
             wants_logprobs=self._wants_logprobs,
+            keep_stop=self._keep_stop,
+            reading=self._reading,
         )
 
     def push(self, drawn: Sampled) -> str:
@@ -80,6 +121,8 @@ class Output:
             self.finish_reason = "length"
         if self.finish_reason and not stopped:
             piece += self._flush()
+        if self._reader is not None:
+            piece = self._take_apart(self._reader, piece)
         if len(self.token_ids) == 1:
             piece = self._echo + piece
         self.text_parts.append(piece)
@@ -87,6 +130,31 @@ class Output:
 
     def _match(self, text: str) -> tuple[str, bool]:
         return self._stop.push(text, may_end=len(self.token_ids) >= self._min_tokens)
+
+    def _take_apart(self, reader: AnswerReader, piece: str) -> str:
+        """The text in a piece; the rest of it is in `apart`."""
+        found = [reader.push(piece)]
+        if self.finish_reason is not None:
+            found.append(reader.finish())
+        self._keep(found)
+        return "".join(parts.text for parts in found)
+
+    def _keep(self, found: Sequence[Parts]) -> None:
+        reasoning = "".join(parts.reasoning for parts in found)
+        pieces = [piece for parts in found for piece in parts.calls]
+        if reasoning:
+            self._reasoning.append(reasoning)
+        for piece in pieces:
+            if piece.id is not None:
+                self._calls.append([piece.id, piece.name or ""])
+            self._calls[piece.index].append(piece.arguments)
+        self.apart = _NOTHING
+        if reasoning or pieces:
+            deltas = tuple(
+                ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
+                for piece in pieces
+            )
+            self.apart = Apart(reasoning, deltas)
 
     def _flush(self) -> str:
         """The text held back so far; the end may settle that a stop string was complete in it."""
@@ -104,10 +172,20 @@ class Output:
             finish_reason: why it ends here, if no token of its own has ended it: what was held back is text now.
         """
         if self.finish_reason is None:
-            self.text_parts.append(self._flush() if self.token_ids else self._echo)
+            rest = self._flush() if self.token_ids else self._echo
+            if self._reader is not None:
+                found = [self._reader.push(rest), self._reader.finish()]
+                self._keep(found)
+                rest = "".join(parts.text for parts in found)
+            self.text_parts.append(rest)
+        reason = self.finish_reason or finish_reason
         return Choice(
             text="".join(self.text_parts),
             token_ids=self.token_ids,
-            finish_reason=self.finish_reason or finish_reason,
+            finish_reason="tool_calls" if self._calls and reason == "stop" else reason,
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(
+                ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, *pieces in self._calls
+            ),
             logprobs=self.logprobs if self._wants_logprobs else None,
         )

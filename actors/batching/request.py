@@ -100,6 +100,8 @@ class Request:
                 cached_tokens=self.cached_tokens,
             ),
             logprobs=first.logprobs,
+            reasoning=first.reasoning,
+            tool_calls=first.tool_calls,
             prompt_logprobs=self.prompt_logprobs,
             choices=choices if len(choices) > 1 else (),
         )

@@ -110,6 +110,7 @@ class StepCommit:
         sequence.tokens.append(drawn.token_id)
         text = sequence.output.push(drawn)
         if request.on_token is not None:
+            apart = sequence.output.apart
             try:
                 request.on_token(
                     Token(
@@ -119,6 +120,8 @@ class StepCommit:
                         logprob=drawn.logprob,
                         choice=sequence.choice,
                         top=dict(drawn.top),
+                        reasoning=apart.reasoning,
+                        tool_calls=apart.tool_calls,
                     )
                 )
             except Exception as error:  # the caller's own function: its fault ends its request only

@@ -189,6 +189,8 @@ class AcceptedRequests:
                 logprob=row.logprob,
                 choice=row.choice,
                 top=row.top,
+                reasoning=row.reasoning,
+                tool_calls=row.tool_calls,
             )
             delivered.append((entry, token))
         return delivered

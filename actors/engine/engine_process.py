@@ -162,7 +162,10 @@ class EngineSession:
 
         def stream(token: Token) -> None:
             row = (id, token.choice, token.index, token.token_id, token.text, token.logprob)
-            rows.append((*row, token.top) if token.top else row)
+            if token.reasoning or token.tool_calls:
+                rows.append((*row, token.top, token.reasoning, token.tool_calls))
+            else:
+                rows.append((*row, token.top) if token.top else row)
             num_rows = len(rows)
             if num_rows == 1:
                 self._news.set()

@@ -19,6 +19,7 @@ from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetStat
 from genbatch.proto.errors import ErrorInfo
 from genbatch.proto.messages import GenerateRequest, Result
 from genbatch.proto.service_messages import Drained, Health, Text, TokenIds
+from genbatch.proto.tools import ToolCallDelta
 
 
 class LinkError(Exception):
@@ -72,6 +73,8 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     text: str
     logprob: float | None
     top: dict[int, float] = {}
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):

@@ -136,7 +136,10 @@ def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generat
             raise RuntimeError("the caller's function raised")
 
     plain = GenerateRequest()
-    dropped = ("stop", "echo", "logprobs", "logit_bias", "response_format", "grammar", "regex")
+    dropped = (
+        *("stop", "echo", "logprobs", "logit_bias", "response_format", "grammar", "regex", "tools", "tool_choice"),
+        *("reasoning", "chat_template_kwargs", "continue_final_message", "keep_stop"),
+    )
     wanted = {
         name: getattr(plain if name in dropped else arrived.wanted, name)
         for name in GenerateRequest.__struct_fields__

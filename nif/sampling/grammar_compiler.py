@@ -67,7 +67,7 @@ class GrammarCompiler:
         """Constraints for `number` sequences, prepared for their first token.
 
         Args:
-            kind: "json_schema", "grammar" (Lark or GBNF) or "regex".
+            kind: "json_schema", "grammar" (Lark or GBNF), "lark" (Lark for certain) or "regex".
             owner: whose grammar; what one owner compiled is not found, nor timed, by another.
 
         Raises:
@@ -120,6 +120,8 @@ def convert(kind: str, text: str) -> str:
     try:
         if kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+        if kind == "lark":
+            return grammar_from("lark", text)
         return grammar_from("gbnf" if kind == "grammar" else "regex", text)
     except ValueError as error:
         raise ValueError(one_line(str(error))) from None

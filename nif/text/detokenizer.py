@@ -23,12 +23,15 @@ class Detokenizer:
         tokenizer: the fast tokenizer's backend (`backend_tokenizer` of transformers' class).
         prompt_token_ids: what precedes the output. Tokenizers that drop the space before a text's first word
             keep it in an output that follows a prompt; without a prompt they drop it.
+        shown: special tokens whose text is shown all the same, such as the marks around a tool call.
     """
 
     __slots__ = ("_decoding",)
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
-        vocabulary = _vocabulary(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, shown: frozenset[int] = frozenset()
+    ) -> None:
+        vocabulary = _vocabulary(tokenizer, shown)
         self._decoding: _Decoding
         if isinstance(tokenizer.decoder, decoders.ByteLevel):
             self._decoding = _ByteDecoding(vocabulary)
@@ -52,13 +55,14 @@ class _Decoding(Protocol):
 class _Vocabulary:
     """The tokens that have a text."""
 
-    __slots__ = ("_special", "bytes", "tokenizer")
+    __slots__ = ("_special", "bytes", "shown", "tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
         self.tokenizer = tokenizer
+        self.shown = shown
         self.bytes = _TokenBytes(self)
         added = tokenizer.get_added_tokens_decoder()
-        self._special = {token_id for token_id, token in added.items() if token.special}
+        self._special = {token_id for token_id, token in added.items() if token.special} - shown
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None if it has no text."""
@@ -69,9 +73,9 @@ class _Vocabulary:
 
 
 @lru_cache(maxsize=4)
-def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
+def _vocabulary(tokenizer: Tokenizer, shown: frozenset[int]) -> _Vocabulary:
     """The tokenizer's one: to list its special tokens takes as long as to decode hundreds."""
-    return _Vocabulary(tokenizer)
+    return _Vocabulary(tokenizer, shown)
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -115,8 +119,11 @@ class _WindowDecoding:
         self._shown = len(self._window)  # tokens of the window whose text is out
 
     def push(self, token_id: int) -> str:
-        if self._vocabulary.token(token_id) is None:
+        token = self._vocabulary.token(token_id)
+        if token is None:
             return ""
+        if token_id in self._vocabulary.shown:
+            return self.flush() + token
         self._window.append(token_id)
         text = self._unshown()
         if not text or (text.endswith(_REPLACEMENT) and not text.endswith(_INVALID)):

@@ -18,9 +18,10 @@ class StopMatcher:
         ('', True)
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
         assert all(stop), "an empty stop string would end every text at once"
         self._stop = list(dict.fromkeys(stop))
+        self._keep = keep  # whether the stop string found is part of the text
         self._borders = [_borders(word) for word in self._stop]
         self._matched = [0] * len(self._stop)  # how much of each stop string the text now ends with
         self._held = ""  # text that is not out yet
@@ -90,6 +91,9 @@ class StopMatcher:
 
     def _finish(self) -> tuple[str, bool]:
         emit = self._held if self._found is None else self._held[: self._found]
+        if self._keep and self._found is not None:
+            rest = self._held[self._found :]
+            emit += max((word for word in self._stop if rest.startswith(word)), key=len)
         self._held = ""
         self._stopped = True
         return emit, True

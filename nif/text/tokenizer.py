@@ -1,12 +1,16 @@
 """Tokenizer: text and conversations to token ids and back, as the model's own files define it."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import jinja2
+import jinja2.meta
+import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 
 from genbatch.nif.errors import NativeError
+from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, ToolFormat, plain_conversation, tool_format
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -22,6 +26,10 @@ _CONTINUATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("assistant", "\n1"), ("user", "b")),
     (("assistant", "世"), ("user", " c")),
 )
+
+
+# What `apply_chat_template` takes beside a template's variables, and what the template gets from it.
+_RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages", "self"}
 
 
 class ChatTemplateError(NativeError):
@@ -41,6 +49,8 @@ class Tokenizer:
         # Limits are the context's business; a limit kept here would only warn.
         self.backend.no_truncation()
         self.backend.no_padding()
+        self._is_read = False
+        self._template_names: frozenset[str] = frozenset()
 
     @property
     def vocab_size(self) -> int:
@@ -76,16 +86,67 @@ class Tokenizer:
         """The text of a whole sequence of ids; parts of a character become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> list[int]:
         """The prompt for the model's next message.
 
         Args:
-            messages: {"role": …, "content": …} each, oldest first.
+            messages: {"role": …, "content": …} each, oldest first; calls as transformers' templates take them.
+            tools: {"type": "function", "function": {…}} each; where the template knows of no tools they are
+                written into the conversation in a format that the model may not have been trained for.
+            variables: further ones of the template.
+            goes_on: the last message is continued, and no new one begun.
 
         Raises:
             ChatTemplateError: no messages, no template, or the template refuses these.
         """
-        return list(self.backend.encode(self._render(messages), add_special_tokens=False).ids)
+        text = self._render(messages, tools, variables or {}, goes_on=goes_on)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template itself renders tools and calls."""
+        return "tools" in self._names()
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the chat template has the model write calls."""
+        return tool_format(self._template() if self.knows_tools else "")
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template knows answers that begin with thinking."""
+        return self.has_chat_template and THINK_OPEN in self._template() and THINK_CLOSE in self._template()
+
+    def special_id(self, mark: str) -> int | None:
+        """The id of a mark that is one special token."""
+        token_id = self.backend.token_to_id(mark)
+        return token_id if token_id in self.special_ids else None
+
+    def _template(self) -> str:
+        template = self.hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use", template.get("default", ""))
+        return template or ""
+
+    def _names(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        if not self._is_read:
+            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+            try:
+                # transformers' own block, which plain jinja does not know
+                source = self._template().replace("{% generation %}", "").replace("{% endgeneration %}", "")
+                self._template_names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            except jinja2.TemplateError:
+                self._template_names = frozenset(["tools"]) if "tools" in self._template() else frozenset()
+            self._is_read = True
+        return self._template_names
 
     def template_prefix(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens with which every conversation that begins with `messages[0]` begins.
@@ -107,17 +168,37 @@ class Tokenizer:
                 continue  # a template that wants other roles at this place
         return _common_prefix(rendered) if len(rendered) > 1 else []
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        goes_on: bool,
+    ) -> str:
         self._check(messages)
+        reserved = _RESERVED.intersection(variables)
+        if reserved:
+            raise ChatTemplateError(f"{min(reserved)!r} is no variable that a request may set")
         conversation = [dict(message) for message in messages]
+        if not self.knows_tools:
+            conversation = plain_conversation(conversation, tools)
+            tools = ()
         try:
-            text = self.hf.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as fault:
+            text = self.hf.apply_chat_template(
+                conversation,
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as fault:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {fault}") from fault
         assert isinstance(text, str)
         return text
 
-    def _check(self, messages: Sequence[Mapping[str, str]]) -> None:
+    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
         if not self.has_chat_template:
             raise ChatTemplateError("the model has no chat template; send a prompt instead of messages")
         if not messages:

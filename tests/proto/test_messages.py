@@ -84,7 +84,7 @@ def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_by_its_name(field:
         ({"token_ids": [1, 2, "3"]}, "token_ids[2]"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": 1, "content": "a"}]}, "messages[1].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "a", "nick": "b"}]}, "messages[0].nick"),
         ({"messages": [Message(role="", content="a")]}, "messages[0].role"),
         ({"messages": [Message(role="r" * 129, content="a")]}, "messages[0].role"),
         ({"messages": [Message(role="user", content="\ud800")]}, "messages[0].content"),

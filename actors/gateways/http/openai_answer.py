@@ -9,6 +9,7 @@ from genbatch.actors.gateways.http.bodies import to_json
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest
 from genbatch.actors.gateways.http.service_calls import TokenTexts
 from genbatch.proto.messages import Choice, Result, Token, TokenLogprob, Usage
+from genbatch.proto.tools import ToolCallDelta
 
 # JSON has no infinity; OpenAI's own value for "as good as never".
 LOWEST = -9999.0
@@ -134,7 +135,7 @@ class OpenAIAnswer:
                 logprobs = chat_logprobs(choice.logprobs, self._texts)
             else:
                 logprobs = (await self._table(choice.logprobs, result, params)).to_dict()
-        shown = {"message": {"role": "assistant", "content": choice.text}} if self._is_chat else {"text": choice.text}
+        shown = {"message": _message(choice)} if self._is_chat else {"text": choice.text}
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     async def _table(self, logprobs: list[TokenLogprob], result: Result, params: dict[str, Any]) -> LogprobTable:
@@ -153,13 +154,28 @@ class OpenAIAnswer:
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
         """An event with these tokens of the choice, if they have anything to show; a first one with its role."""
+        apart = b""
+        if any(token.reasoning or token.tool_calls for token in tokens):
+            apart = self._apart(index, tokens)
         text = tokens[0].text if len(tokens) == 1 else "".join(token.text for token in tokens)
         logprobs = b"null" if self._request.num_top is None else await self._encode_logprobs(index, tokens)
         opening = self.opening(index)
         if not text and logprobs == b"null":
-            return opening
+            return opening + apart
         body = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
-        return opening + self._event(index, body % to_json(text), logprobs, b"null")
+        return opening + apart + self._event(index, body % to_json(text), logprobs, b"null")
+
+    def _apart(self, index: int, tokens: Sequence[Token]) -> bytes:
+        """Events with thinking and pieces of calls, in the order they were written."""
+        events = []
+        for token in tokens:
+            if token.reasoning:
+                delta = {"reasoning_content": token.reasoning}
+                events.append(self._event(index, b'"delta":' + to_json(delta), b"null", b"null"))
+            for piece in token.tool_calls:
+                calls = {"tool_calls": [_call_piece(piece)]}
+                events.append(self._event(index, b'"delta":' + to_json(calls), b"null", b"null"))
+        return b"".join(events)
 
     def opening(self, index: int) -> bytes:
         """What comes before everything else of a choice."""
@@ -205,11 +221,36 @@ class OpenAIAnswer:
             await self._texts.learn((entry.token_id, *entry.top))
 
 
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
 def _choices(result: Result) -> Sequence[Choice]:
     if result.choices:
         return result.choices
     only = Choice(
-        text=result.text, token_ids=result.token_ids, finish_reason=result.finish_reason, logprobs=result.logprobs
+        text=result.text,
+        token_ids=result.token_ids,
+        finish_reason=result.finish_reason,
+        logprobs=result.logprobs,
+        reasoning=result.reasoning,
+        tool_calls=result.tool_calls,
     )
     return (only,)
 

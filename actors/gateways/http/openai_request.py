@@ -15,17 +15,15 @@ from genbatch.proto.messages import check_type
 # They name, file or bill a request, or hint at how to run it; no text is another for them.
 WITHOUT_MEANING = frozenset(
     (
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store", "user",
     )
 )  # fmt: skip
 # What a request must not have, unless it is one of these values, with the reason.
 _NOTHING: tuple[object, ...] = ([], {}, "none", "auto", False)
 REFUSED = {
-    "tools": "tool calls are not supported",
-    "tool_choice": "tool calls are not supported",
-    "functions": "tool calls are not supported",
-    "function_call": "tool calls are not supported",
+    "functions": "is the old name of tools",
+    "function_call": "is the old name of tool_choice",
     "audio": "only text can be generated",
     "prediction": "predicted outputs are not supported",
     "reasoning_effort": "the effort of reasoning cannot be set",
@@ -108,6 +106,15 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     """What /v1/chat/completions takes; `messages` are looked at one by one."""
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -150,7 +157,6 @@ _SAME_NAME = (
     *("ignore_eos", "min_tokens", "stop_token_ids", "priority", "deadline_s", "stop"),
     *("grammar", "regex"),
 )
-_CONTENT = ("role", "content")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +209,51 @@ def read_chat(body: dict[str, Any]) -> OpenAIRequest:
         names["logprobs"] = "top_logprobs"
     elif fields.top_logprobs is not None:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
+    names |= {f"tools[{index}]": f"tools[{index}].function" for index in range(len(fields.tools or ()))}
     params["messages"] = read_messages(fields.messages)
+    params |= _for_template(fields)
     return _request("chat", fields, [params], num_top, names)
+
+
+def _for_template(fields: ChatFields) -> dict[str, Any]:
+    """What the chat template is told beside the messages."""
+    params: dict[str, Any] = {}
+    if fields.tools:
+        params["tools"] = [read_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+        if fields.parallel_tool_calls is not None:
+            params["parallel_tool_calls"] = fields.parallel_tool_calls
+    if fields.tool_choice is not None:
+        params["tool_choice"] = _choice(fields.tool_choice)
+    if fields.chat_template_kwargs:
+        params["chat_template_kwargs"] = fields.chat_template_kwargs
+    goes_on = bool(fields.continue_final_message)
+    if goes_on:
+        params["continue_final_message"] = True
+    if fields.add_generation_prompt not in (None, not goes_on):
+        rule = "is the opposite of continue_final_message: an answer is one or the other"
+        raise InvalidRequest("add_generation_prompt", rule)
+    if fields.include_reasoning is not False and fields.separate_reasoning is not False:
+        params["reasoning"] = True
+    return params
+
+
+def read_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    """A tool in OpenAI's shape as one of ours; raises as `read_chat`."""
+    kind, function = tool.get("type"), tool.get("function")
+    if kind != "function":
+        raise InvalidRequest(f"{path}.type", f'must be "function", not {kind!r:.40}')
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{path}.function", "must be an object with a name")
+    return {name: value for name, value in function.items() if value is not None}
+
+
+def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    function = choice.get("function")
+    if choice.get("type") != "function" or not isinstance(function, dict):
+        raise InvalidRequest("tool_choice", 'must be "none", "auto", "required", or a function with its name')
+    return function
 
 
 def read_completion(body: dict[str, Any]) -> OpenAIRequest:
@@ -293,28 +342,61 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
     return [{name: each} for each in prompt]
 
 
-def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The turns of a conversation as roles and texts; raises as `read_chat`."""
+def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns of a conversation; raises as `read_chat`."""
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, str]:
-    """A turn as role and text. An answer may be sent back as it was received, with its empty fields."""
+def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    """A turn. An answer may be sent back as it was received, with its empty fields and its calls."""
     said = {name: value for name, value in message.items() if value is not None and value != []}
-    said.pop("name", None)  # tells speakers of one role apart, for which templates have no place
-    for name in said:
-        if name not in _CONTENT:
-            raise InvalidRequest(f"{path}.{name}", "is not supported: a message has a role and text")
-    for name in _CONTENT:
-        if name not in message:
-            raise InvalidRequest(f"{path}.{name}", "is missing")
-    role = said.get("role")
+    role = said.pop("role", None)
+    if role is None:
+        raise InvalidRequest(f"{path}.role", "is missing")
     if not isinstance(role, str):
         raise InvalidRequest(f"{path}.role", "must be a string")
-    if role in ("tool", "function"):
-        raise InvalidRequest(f"{path}.role", "tool calls are not supported")
+    if role == "function":
+        raise InvalidRequest(f"{path}.role", "is the old name of tool")
+    if "tool_calls" not in said and "content" not in message:
+        raise InvalidRequest(f"{path}.content", "is missing")
     # OpenAI's newer name for what templates call the system.
-    return {"role": "system" if role == "developer" else role, "content": _text(said.get("content"), path)}
+    turn: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    has_calls = "tool_calls" in said
+    turn["content"] = "" if has_calls and "content" not in said else _text(said.pop("content", None), path)
+    if has_calls:
+        calls = said.pop("tool_calls")
+        if not isinstance(calls, list):
+            raise InvalidRequest(f"{path}.tool_calls", "must be a list")
+        turn["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    for name in ("tool_call_id", "reasoning_content"):
+        if name in said:
+            turn[name] = _string(said.pop(name), f"{path}.{name}")
+    speaker = said.pop("name", None)
+    if role == "tool" and speaker is not None:
+        turn["name"] = _string(speaker, f"{path}.name")
+    if role == "tool" and "tool_call_id" not in turn:
+        raise InvalidRequest(f"{path}.tool_call_id", "is missing: which call does this answer?")
+    for name in said:
+        raise InvalidRequest(f"{path}.{name}", "is not supported: a message has a role, text and tool calls")
+    return turn
+
+
+def _call(call: object, path: str) -> dict[str, Any]:
+    """A call of an assistant's turn as it was received; streams leave their `index` in it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise InvalidRequest(path, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
+    return {
+        "id": _string(call.get("id"), f"{path}.id"),
+        "name": _string(function.get("name"), f"{path}.function.name"),
+        "arguments": _string(function.get("arguments"), f"{path}.function.arguments"),
+    }
+
+
+def _string(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(path, "must be a string")
+    return value
 
 
 def _text(content: object, path: str) -> str:

@@ -51,7 +51,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": USER, "n": 0}, "n", "invalid_request"),
         (CHAT, {"messages": USER, "temperature": "hot"}, "temperature", "invalid_request"),
         (CHAT, {"messages": USER, "temprature": 1}, "temprature", "invalid_request"),
-        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "invalid_request"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function", "invalid_request"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "invalid_request"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 99}, "top_logprobs", "invalid_request"),
         (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_request"),

@@ -80,13 +80,14 @@ def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "function", "content": "x"}, "messages[0].role"),
         ({"role": 1, "content": "x"}, "messages[0].role"),
         ({"content": "x"}, "messages[0].role"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0].type"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
     ],
 )
 def test_a_message_that_is_more_than_text_is_refused(message: dict[str, Any], field: str) -> None:

@@ -1,0 +1,675 @@
+"""Tool calls and thinking in a model's text: how each family of models writes them, and a reader that takes them apart.
+
+    format = tool_format(template)                  # by the marks that the chat template itself writes
+    reader = AnswerReader(format, tools, starts_thinking=False)
+    for piece in pieces:
+        parts = reader.push(piece)                  # text, reasoning and pieces of calls, in order
+    parts = reader.finish()
+
+    TEXT ── a mark that opens a call ──> CALL ── the mark that closes it ──> TEXT
+    THINKING ── </think> ──> TEXT
+
+What cannot be read as a call is text: nothing that a model writes is lost. Where a format's arguments are JSON they are
+handed on while they are written; the others are read once their call is complete.
+"""
+
+import ast
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+# Characters of a call that is not JSON; more is text. Bounds what Python's parser is given.
+MAX_HELD = 64 * 1024
+# Calls of one answer where a grammar holds it to calls: a small model might never stop by itself.
+MAX_FORCED_CALLS = 8
+_ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+class Shape(Enum):
+    """How a call's name and arguments are written."""
+
+    JSON = "json"  # {"name": …, "arguments": {…}}, or a list of them
+    NAMED_JSON = "named_json"  # name[ARGS]{…}
+    XML = "xml"  # <function=name><parameter=key>value</parameter></function>
+    PYTHONIC = "pythonic"  # [name(key=value), …]
+    CALLED = "called"  # call:name{key:<escape>text<escape>}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    Args:
+        name: for messages and tests.
+        shape: of one call.
+        opens: marks, any of which opens a call.
+        closes: the mark that closes it; "" is the end of the answer.
+        bare: the character with which an answer that is nothing but calls may begin, without a mark.
+        key: the name of the arguments in a JSON call.
+        detect: what a chat template that writes this format contains; all of it.
+    """
+
+    name: str
+    shape: Shape
+    opens: tuple[str, ...]
+    closes: str = ""
+    bare: str = ""
+    key: str = "arguments"
+    detect: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks that may be single special tokens, whose text must be shown to be read."""
+        inner = ("[ARGS]", "[CALL_ID]") if self.shape is Shape.NAMED_JSON else ()
+        return (*self.opens, *((self.closes,) if self.closes else ()), *inner)
+
+
+HERMES = ToolFormat("hermes", Shape.JSON, ("<tool_call>",), "</tool_call>", detect=("<tool_call>",))
+# The first that fits: the narrower ones come first.
+FORMATS = (
+    ToolFormat("qwen-xml", Shape.XML, ("<tool_call>",), "</tool_call>", detect=("<tool_call>", "<function=")),
+    HERMES,
+    ToolFormat("mistral-args", Shape.NAMED_JSON, ("[TOOL_CALLS]",), detect=("[TOOL_CALLS]", "[ARGS]")),
+    ToolFormat("mistral", Shape.JSON, ("[TOOL_CALLS]",), detect=("[TOOL_CALLS]",)),
+    ToolFormat(
+        "pythonic", Shape.PYTHONIC, ("<|tool_call_start|>",), "<|tool_call_end|>", "[", detect=("<|tool_call_start|>",)
+    ),
+    ToolFormat("pythonic", Shape.PYTHONIC, ("<|python_start|>",), "<|python_end|>", "[", detect=("<|python_start|>",)),
+    ToolFormat(
+        "gemma",
+        Shape.CALLED,
+        ("<start_function_call>",),
+        "<end_function_call>",
+        detect=("<start_function_call>",),
+    ),
+    ToolFormat("llama3", Shape.JSON, ("<|python_tag|>",), bare="{", key="parameters", detect=("ipython", "parameters")),
+)
+
+
+def tool_format(template: str) -> ToolFormat:
+    """The format that a chat template writes calls in; Hermes' where it shows none of those known."""
+    for known in FORMATS:
+        if all(mark in template for mark in known.detect):
+            return known
+    return HERMES
+
+
+@dataclass(slots=True)
+class CallPiece:
+    """A piece of a call: the first has its id and name, the others more of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a piece of output is made of."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+
+class _State(Enum):
+    START = "start"
+    THINKING = "thinking"
+    TEXT = "text"
+    CALL = "call"
+
+
+class AnswerReader:
+    """Takes one answer apart while it is written.
+
+    Args:
+        format: how calls are written; None where the answer has none.
+        tools: what is offered, as the chat template gets it; gives arguments that are not JSON their types.
+        thinks: whether the answer may begin with thinking, which is told apart.
+        starts_thinking: whether the prompt opened the thinking already.
+    """
+
+    def __init__(
+        self,
+        format: ToolFormat | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        thinks: bool = False,
+        starts_thinking: bool = False,
+    ) -> None:
+        self._format = format
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        self._opens = format.opens if format is not None else ()
+        self._state = _State.THINKING if starts_thinking else _State.START
+        self._thinks = thinks or starts_thinking
+        self._buffer = ""
+        self._opened_by = ""  # the mark of the call that is being read; "" for a bare one
+        self._call: _JSONCalls | None = None
+        self._trims = False  # white space that follows is nobody's text
+        self._begun: dict[_State, bool] = {}
+        self.num_calls = 0
+
+    def push(self, piece: str) -> Parts:
+        """What is certain now."""
+        self._buffer += piece
+        parts = Parts()
+        while self._step(parts, at_end=False):
+            pass
+        return parts
+
+    def finish(self) -> Parts:
+        """The rest; the answer has ended."""
+        parts = Parts()
+        while self._step(parts, at_end=True):
+            pass
+        return parts
+
+    def _step(self, parts: Parts, *, at_end: bool) -> bool:
+        """Moves on by one state; False when more text is needed."""
+        match self._state:
+            case _State.START:
+                return self._start(at_end)
+            case _State.THINKING:
+                return self._think(parts, at_end)
+            case _State.TEXT:
+                return self._read_text(parts, at_end)
+            case _State.CALL:
+                return self._read_call(parts, at_end)
+
+    def _start(self, at_end: bool) -> bool:
+        """Whether the answer begins with thinking, with a bare call, or is text."""
+        begun = self._buffer.lstrip()
+        if self._thinks and begun.startswith(THINK_OPEN):
+            self._buffer = begun.removeprefix(THINK_OPEN)
+            self._state = _State.THINKING
+            return True
+        if not at_end and (not begun or (self._thinks and THINK_OPEN.startswith(begun))):
+            return False
+        if self._format is not None and self._format.bare and begun.startswith(self._format.bare):
+            self._open("")
+            return True
+        self._state = _State.TEXT
+        return True
+
+    def _think(self, parts: Parts, at_end: bool) -> bool:
+        before, mark, after = self._buffer.partition(THINK_CLOSE)
+        if mark:
+            parts.reasoning += self._shown(before.rstrip(), _State.THINKING)
+            self._buffer = after.lstrip()
+            self._trims = True
+            self._thinks = False
+            self._state = _State.START
+            return True
+        keep = 0 if at_end else _held_back(self._buffer, (THINK_CLOSE,))
+        parts.reasoning += self._shown(self._buffer[: len(self._buffer) - keep], _State.THINKING)
+        self._buffer = self._buffer[len(self._buffer) - keep :]
+        return False
+
+    def _read_text(self, parts: Parts, at_end: bool) -> bool:
+        if self._trims:
+            self._buffer = self._buffer.lstrip()
+        found = min(((self._buffer.index(mark), mark) for mark in self._opens if mark in self._buffer), default=None)
+        if found is not None:
+            start, mark = found
+            parts.text += self._text(self._buffer[:start].rstrip())
+            self._buffer = self._buffer[start + len(mark) :]
+            self._open(mark)
+            return True
+        if at_end:
+            # White space between calls, or after them, is no text.
+            rest = self._buffer.rstrip() if self.num_calls else self._buffer
+            parts.text += self._text(rest)
+            self._buffer = ""
+            return False
+        keep = _held_back(self._buffer, self._opens) if self._opens else 0
+        parts.text += self._text(self._buffer[: len(self._buffer) - keep])
+        self._buffer = self._buffer[len(self._buffer) - keep :]
+        return False
+
+    def _text(self, text: str) -> str:
+        if text:
+            self._trims = False
+        return text
+
+    def _shown(self, text: str, state: _State) -> str:
+        """`text` without the white space at the very beginning."""
+        if not self._begun.get(state):
+            text = text.lstrip()
+            self._begun[state] = bool(text)
+        return text
+
+    # Calls
+
+    def _open(self, mark: str) -> None:
+        assert self._format is not None
+        self._opened_by = mark
+        self._state = _State.CALL
+        if self._format.shape in (Shape.JSON, Shape.NAMED_JSON):
+            head = _JSON_HEAD if self._format.shape is Shape.JSON else _NAMED_HEAD
+            self._call = _JSONCalls(head, self._next_call)
+
+    def _next_call(self) -> int:
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    def _read_call(self, parts: Parts, at_end: bool) -> bool:
+        assert self._format is not None
+        if self._call is None:
+            return self._read_held(parts, at_end)
+        calls = self._call
+        self._buffer = calls.feed(self._buffer, parts)
+        if calls.is_open:
+            if at_end:
+                self._buffer = ""
+                self._state = _State.TEXT
+            return at_end
+        closes = self._format.closes if self._opened_by else ""
+        if closes and closes in self._buffer:
+            body, _, self._buffer = self._buffer.partition(closes)
+            self._close(parts, body, closes)
+            return True
+        gives_up = not self._opened_by and calls.num_read == 0 and len(self._buffer) > _MAX_HEAD
+        if at_end or gives_up:
+            body, self._buffer = self._buffer, ""
+            self._close(parts, body, "")
+            return True
+        return False
+
+    def _close(self, parts: Parts, body: str, closes: str) -> None:
+        """Reads what is left of a call's text: all of it, if its beginning was of no known form."""
+        assert self._call is not None
+        calls, self._call = self._call, None
+        self._state = _State.TEXT
+        self._trims = True
+        if calls.num_read or not body.strip():
+            return  # what follows the last call is brackets
+        whole = _whole_calls(body)
+        if whole is None:
+            self._as_text(parts, body + closes)
+            return
+        for name, arguments in whole:
+            parts.calls.append(CallPiece(self._next_call(), new_call_id(), name, arguments))
+
+    def _read_held(self, parts: Parts, at_end: bool) -> bool:
+        """A call of a format that is read as a whole."""
+        assert self._format is not None
+        closes = self._format.closes if self._opened_by else ""
+        found = bool(closes) and closes in self._buffer
+        if not (found or at_end or len(self._buffer) > MAX_HELD):
+            return False
+        if found:
+            body, _, self._buffer = self._buffer.partition(closes)
+        else:
+            body, self._buffer = self._buffer, ""
+        self._state = _State.TEXT
+        self._trims = True
+        read = _READERS[self._format.shape]
+        calls = read(body, self._schemas) if len(body) <= MAX_HELD else None
+        if not calls:
+            self._as_text(parts, body + (closes if found else ""))
+            return True
+        for name, arguments in calls:
+            text = json.dumps(arguments, ensure_ascii=False)
+            parts.calls.append(CallPiece(self._next_call(), new_call_id(), name, text))
+        return True
+
+    def _as_text(self, parts: Parts, body: str) -> None:
+        parts.text += self._opened_by + body
+        self._trims = False
+
+
+def new_call_id() -> str:
+    """Nine letters and digits: what the strictest template, Mistral's, takes for an id."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+# Calls in JSON, while they are written
+
+_JSON_HEAD = re.compile(
+    r'[\s\]\[,;}]*\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
+    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_NAMED_HEAD = re.compile(
+    r"[\s\]\[,;}]*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*\[ARGS\]\s*(?=\{)"
+)
+# Characters in which a call without a mark must have said its name.
+_MAX_HEAD = 512
+
+
+class _JSONCalls:
+    """One call after another: a head with a name, an object with arguments, brackets in between."""
+
+    def __init__(self, head: "re.Pattern[str]", next_index: Callable[[], int]) -> None:
+        self._head = head
+        self._next_index = next_index
+        self.num_read = 0
+        self.is_open = False  # within arguments
+        self._index = 0
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str, parts: Parts) -> str:
+        """Takes what it can; returns what it cannot take yet, or ever."""
+        while text:
+            if not self.is_open:
+                head = self._head.match(text)
+                if head is None:
+                    return text
+                name = head["name"]
+                try:
+                    name = json.loads(name) if name.startswith('"') else name
+                except ValueError:
+                    return text
+                self._index = self._next_index()
+                self.num_read += 1
+                self.is_open = True
+                parts.calls.append(CallPiece(self._index, new_call_id(), name))
+                text = text[head.end() :]
+            length = self._scan(text)
+            if length:
+                parts.calls.append(CallPiece(self._index, arguments=text[:length]))
+            text = text[length:]
+        return text
+
+    def _scan(self, text: str) -> int:
+        """How much of `text` belongs to the object that is open."""
+        for place, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.is_open = False
+                    return place + 1
+        return len(text)
+
+
+def _whole_calls(body: str) -> list[tuple[str, str]] | None:
+    """Calls in JSON whose members come in another order, or whose arguments are a string; None if it is no call."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    calls = []
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, dict):
+            return None
+        inner = entry.get("function")
+        entry = inner if isinstance(inner, dict) else entry
+        name = entry.get("name", inner)
+        arguments = entry.get("arguments", entry.get("parameters", {}))
+        if not isinstance(name, str) or not isinstance(arguments, dict | str):
+            return None
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append((name, text))
+    return calls or None
+
+
+# Calls that are read as a whole
+
+_Calls = list[tuple[str, dict[str, Any]]]
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+def _read_xml(body: str, schemas: Mapping[str, Any]) -> _Calls:
+    calls: _Calls = []
+    for name, inner in _FUNCTION.findall(body):
+        properties = schemas.get(name.strip(), {}).get("properties") or {}
+        arguments = {
+            key.strip(): _typed(value, properties.get(key.strip())) for key, value in _PARAMETER.findall(inner)
+        }
+        calls.append((name.strip(), arguments))
+    return calls
+
+
+def _typed(text: str, schema: object) -> Any:
+    """A value that was written without quotes, as its schema has it: JSON unless it is a string."""
+    wanted = schema.get("type") if isinstance(schema, dict) else None
+    if wanted == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _read_pythonic(body: str, schemas: Mapping[str, Any]) -> _Calls:
+    try:
+        tree = ast.parse(body.strip(), mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+        calls: _Calls = []
+        for node in nodes:
+            if not isinstance(node, ast.Call) or node.args:
+                return []
+            arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
+            json.dumps(arguments, allow_nan=False)
+            calls.append((ast.unparse(node.func), arguments))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
+    return calls
+
+
+_CALLED = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
+
+
+def _read_called(body: str, schemas: Mapping[str, Any]) -> _Calls:
+    calls: _Calls = []
+    place = 0
+    while (head := _CALLED.match(body, place)) is not None:
+        try:
+            arguments, place = _called_value(body, head.end(), 0)
+        except (ValueError, IndexError):
+            return []
+        calls.append((head[1], arguments))
+    return calls
+
+
+_ESCAPE = "<escape>"
+_MAX_DEPTH = 32
+
+
+def _called_value(text: str, place: int, depth: int) -> tuple[Any, int]:
+    """A value of Gemma's notation, and where it ends.
+
+    Raises:
+        ValueError, IndexError: it is none.
+    """
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if text.startswith(_ESCAPE, place):
+        end = text.index(_ESCAPE, place + len(_ESCAPE))
+        return text[place + len(_ESCAPE) : end], end + len(_ESCAPE)
+    if text[place] == "[":
+        items = []
+        place += 1
+        while text[place] != "]":
+            item, place = _called_value(text, place, depth + 1)
+            items.append(item)
+            place += text[place] == ","
+        return items, place + 1
+    if text[place] == "{":
+        members = {}
+        place += 1
+        while text[place] != "}":
+            colon = text.index(":", place)
+            key = text[place:colon].strip().removeprefix(_ESCAPE).removesuffix(_ESCAPE)
+            members[key], place = _called_value(text, colon + 1, depth + 1)
+            place += text[place] == ","
+        return members, place + 1
+    word = re.compile(r"[^,\]}]*").match(text, place)
+    assert word is not None
+    return _typed(word[0].strip(), None), word.end()
+
+
+_READERS: dict[Shape, Callable[[str, Mapping[str, Any]], _Calls]] = {
+    Shape.XML: _read_xml,
+    Shape.PYTHONIC: _read_pythonic,
+    Shape.CALLED: _read_called,
+}
+
+
+def _held_back(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end that may be the beginning of a mark, with the white space in front of them."""
+    longest = max(map(len, marks)) - 1
+    keep = 0
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            keep = length
+            break
+    shown = text[: len(text) - keep]
+    return keep + len(shown) - len(shown.rstrip())
+
+
+# Conversations for a template that knows no tools
+
+_OFFER = """You may call functions to help with the user's request. They are described in JSON, one a line:
+<tools>
+{tools}
+</tools>
+
+To call a function, answer with a JSON object of its name and arguments inside <tool_call></tool_call>:
+<tool_call>
+{{"name": "function_name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+def plain_conversation(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The conversation with tools, calls and their answers written into its texts, in Hermes' format.
+
+    Args:
+        messages: as transformers' templates take them, `arguments` being objects.
+        tools: what is offered; may be none.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+            if turns and turns[-1]["role"] == "user" and turns[-1]["content"].startswith("<tool_response>"):
+                turns[-1]["content"] += f"\n{content}"
+                continue
+        for call in message.get("tool_calls") or ():
+            shown = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            content += ("\n" if content else "") + _hermes(shown)
+        turns.append({"role": role, "content": content})
+    if tools:
+        offer = _OFFER.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if turns and turns[0]["role"] == "system":
+            turns[0]["content"] += f"\n\n{offer}"
+        else:
+            turns.insert(0, {"role": "system", "content": offer})
+    return turns
+
+
+def _hermes(call: Mapping[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+# Grammars that hold an answer to calls
+
+# With one of these beside it an object may need properties that it does not name itself.
+_COMBINING = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"))
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
+
+
+def forced_format(format: ToolFormat) -> ToolFormat:
+    """The format of calls that a grammar enforces: the model's own where it is JSON, else Hermes'."""
+    return format if format.shape in (Shape.JSON, Shape.NAMED_JSON) else HERMES
+
+
+def _closed(schema: Any, depth: int = 0) -> Any:
+    """A schema whose objects have no properties but those that it names, where it does not say: small models go on
+    naming more. What validates against it validates against `schema`."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return schema
+    made = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(made.get(name), dict):
+            made[name] = {key: _closed(inner, depth + 1) for key, inner in made[name].items()}
+    if "items" in made:
+        made["items"] = _closed(made["items"], depth + 1)
+    if isinstance(made.get("anyOf"), list) and "properties" not in made:
+        made["anyOf"] = [_closed(inner, depth + 1) for inner in made["anyOf"]]
+    if "properties" in made and not _COMBINING.intersection(made):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def tool_grammar(
+    format: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    forced: bool,
+    several: bool,
+    token_id: Callable[[str], int | None],
+) -> str:
+    """A Lark grammar of an answer whose calls have arguments that validate.
+
+    Args:
+        format: one of `forced_format`.
+        tools: those that may be called, each with a key "strict".
+        forced: whether the answer is calls and nothing else; otherwise text with calls in it.
+        several: whether there may be more than one call.
+        token_id: the id of a mark that is one special token; None for any other text.
+    """
+
+    def written(mark: str) -> str:
+        found = token_id(mark)
+        return json.dumps(mark) if found is None else f"<[{found}]>"
+
+    rules = []
+    for number, tool in enumerate(tools):
+        name = tool["name"]
+        schema = dict(tool.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False})
+        schema = _closed(schema)
+        schema["x-guidance"] = _JSON_OPTIONS | {"lenient": not tool.get("strict")}
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        if format.shape is Shape.NAMED_JSON:
+            head = f"{json.dumps(name)} {written('[ARGS]')}"
+            rules.append(f"tool_{number}: {head} arguments_{number}")
+        else:
+            begin = f'{{"name": {json.dumps(name)}, "{format.key}": '
+            rules.append(f'tool_{number}: {json.dumps(begin)} arguments_{number} "}}"')
+    rules.append("tool: " + " | ".join(f"tool_{number}" for number in range(len(tools))))
+    opens = written(format.opens[0])
+    more = f"{{0,{MAX_FORCED_CALLS - 1}}}" if several else None
+    if format.closes:
+        body = f'"\\n" tool "\\n" {written(format.closes)}'
+        call, between = f"{opens} {body}", '"\\n"'
+    elif format.shape is Shape.NAMED_JSON:
+        body = "tool"
+        call, between = f"{opens} tool", ""
+    elif format.bare:
+        body, call, between, more = "tool", "tool", "", None
+    else:
+        body = '"[" tool' + (f' (", " tool){more}' if more else "") + ' "]"'
+        call, between, more = f"{opens} {body}", "", None
+    rules.append(f"call: {call}")
+    if forced:
+        start = "call" + (f" ({between} call){more}" if more else "")
+    else:
+        begun = "TEXT " + opens if opens.startswith("<[") else "opened"
+        rules += [r"TEXT: /(.|\n)*/", f"opened[lazy]: TEXT {opens}", f"called: {begun} {body}"]
+        start = "called* rest" if several else "called? rest"
+        rules.append("rest: TEXT")
+    return "\n".join(["%llguidance {}", f"start: {start}", *rules])

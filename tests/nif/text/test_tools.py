@@ -1,0 +1,231 @@
+"""What models write about calls and thinking, taken apart however it is cut into pieces."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genbatch.nif.text.tools import (
+    FORMATS,
+    HERMES,
+    MAX_HELD,
+    AnswerReader,
+    forced_format,
+    plain_conversation,
+    tool_format,
+    tool_grammar,
+)
+
+FORMAT = {format.name: format for format in FORMATS} | {"lfm": FORMATS[4]}
+TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
+# format, what the model writes, text, thinking, calls
+CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", '   plain {"text": 1}\n', '   plain {"text": 1}\n', "", []),
+    (
+        "hermes",
+        'See. \n<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>}\\""}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {"b": [1]}, "name": "g"}\n</tool_call>\n',
+        "See.",
+        "",
+        [("f", {"a": '</tool_call>}"'}), ("g", {"b": [1]})],
+    ),
+    ("hermes", "<think>\nhm <tool_call>\n</think>\n\nHi < <tool_cal> x ", "Hi < <tool_cal> x ", "hm <tool_call>", []),
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]</tool_call>', "", "",
+     [("f", {}), ("f", {})]),
+    ("hermes", "<tool_call>no call</tool_call> on", "<tool_call>no call</tool_call> on", "", []),
+    ("hermes", '<tool_call>{"name": "class", "arguments": {"def": null}}', "", "", [("class", {"def": None})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]', "", "",
+     [("f", {"a": "x"}), ("g", {})]),
+    ("mistral-args", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", "", [("f", {"a": 1}), ("g", {})]),
+    ("llama3", '{"name": "f", "parameters": {"a": "1"}}', "", "", [("f", {"a": "1"})]),
+    ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", "",
+     [("f", {}), ("g", {})]),
+    ("llama3", '{"not": "a call"}', '{"not": "a call"}', "", []),
+    (
+        "qwen-xml",
+        "ok\n<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n12\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "ok", "", [("f", {"a": "12", "b": 12})],
+    ),
+    ("pythonic", '[f(a="x", b=[1, 2]), m.g()]', "", "", [("f", {"a": "x", "b": [1, 2]}), ("m.g", {})]),
+    ("pythonic", "[1, 2]", "[1, 2]", "", []),
+    ("lfm", '<|tool_call_start|>[f(a="x")]<|tool_call_end|>Done.', "Done.", "", [("f", {"a": "x"})]),
+    ("lfm", "<|tool_call_start|>[f(__import__('os'))]<|tool_call_end|>",
+     "<|tool_call_start|>[f(__import__('os'))]<|tool_call_end|>", "", []),
+    ("gemma", "<start_function_call>call:f{a:<escape>x,}<escape>,b:{c:1,d:[true,<escape>y<escape>]}}"
+     "<end_function_call>", "", "", [("f", {"a": "x,}", "b": {"c": 1, "d": [True, "y"]}})]),
+]  # fmt: skip
+
+
+def take_apart(reader: AnswerReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    text = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    for parts in [*map(reader.push, pieces), reader.finish()]:
+        text += parts.text
+        reasoning += parts.reasoning
+        for piece in parts.calls:
+            if piece.id is not None:
+                assert piece.index == len(calls) and piece.id.isalnum() and len(piece.id) == 9
+                calls.append((piece.name or "", ""))
+            calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
+    return text, reasoning, calls
+
+
+@pytest.mark.parametrize(("format", "written", "text", "reasoning", "calls"), CASES)
+@pytest.mark.parametrize("length", [1, 3, 10_000])
+def test_calls_are_found_however_the_text_is_cut(
+    format: str, written: str, text: str, reasoning: str, calls: list[tuple[str, Any]], length: int
+) -> None:
+    reader = AnswerReader(FORMAT[format], TOOLS, thinks=True)
+    pieces = [written[place : place + length] for place in range(0, len(written), length)]
+    found = take_apart(reader, pieces)
+    assert (found[0], found[1]) == (text, reasoning)
+    assert [(name, json.loads(arguments)) for name, arguments in found[2]] == calls
+
+
+WORDS = (
+    *(
+        [
+            "<tool_call>",
+            "</tool_call>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "<|python_tag|>",
+            "<function=f>",
+            "<think>",
+            "</think>",
+            "<escape>",
+        ]
+    ),
+    *(
+        [
+            "<start_function_call>",
+            "<end_function_call>",
+            "{",
+            "}",
+            "[",
+            "]",
+            "(",
+            ":",
+            ",",
+            "f",
+            "x",
+            '"',
+            "call:f",
+            "parameters",
+            "\\",
+        ]
+    ),
+    *('"name": "f"', ', "arguments": ', " ", "\n"),
+)
+
+
+@given(format=st.sampled_from(FORMATS), words=st.lists(st.sampled_from(WORDS), max_size=30))
+def test_however_it_is_cut_the_same_is_found_and_nothing_raises(format: Any, words: list[str]) -> None:
+    whole = take_apart(AnswerReader(format, TOOLS, thinks=True), ["".join(words)])
+    letters = take_apart(AnswerReader(format, TOOLS, thinks=True), list("".join(words)))
+    assert whole[1:] == letters[1:] and whole[0] == letters[0]
+
+
+def test_arguments_come_while_they_are_written_and_text_is_never_held_for_long() -> None:
+    reader = AnswerReader(HERMES, TOOLS)
+    assert reader.push("Hello").text == "Hello"
+    reader.push('<tool_call>{"name": "f", "arguments": {"a": "')
+    assert [piece.arguments for piece in reader.push("Par").calls] == ["Par"]
+    assert [piece.arguments for piece in reader.push('is"').calls] == ['is"']
+
+
+def test_a_call_that_never_ends_is_text_in_the_end() -> None:
+    reader = AnswerReader(FORMAT["pythonic"], TOOLS)
+    text = "[" + "(" * (MAX_HELD + 1)
+    assert reader.push(text).text + reader.finish().text == text
+
+
+def test_a_prompt_that_opened_the_thinking_is_gone_on_with() -> None:
+    found = take_apart(AnswerReader(None, thinks=True, starts_thinking=True), ["\nso\n</think>\n\nYes", "."])
+    assert found == ("Yes.", "so", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<tool_call>{{ x }}</tool_call>", "hermes"),
+        ("<tool_call><function={{ x }}></tool_call>", "qwen-xml"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS][ARGS]", "mistral-args"),
+        ('ipython {"name": x, "parameters": y}', "llama3"),
+        ("<|tool_call_start|>", "pythonic"),
+        ("<start_function_call>", "gemma"),
+        ("unheard of", "hermes"),
+    ],
+)
+def test_the_format_is_told_by_the_marks_of_the_template(template: str, name: str) -> None:
+    assert tool_format(template).name == name
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "{x}"}}}
+    turns = plain_conversation(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "assistant", "content": "", "tool_calls": [call, call]},
+            {"role": "tool", "content": "1"},
+            {"role": "tool", "content": "2"},
+        ],
+        [{"type": "function", "function": {"name": "f", "description": "{braces}"}}],
+    )
+    assert [turn["role"] for turn in turns] == ["system", "assistant", "user"]
+    assert turns[0]["content"].startswith("Be brief.\n\n") and "{braces}" in turns[0]["content"]
+    assert turns[1]["content"].count("<tool_call>") == 2
+    assert turns[2]["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def accepts(grammar: str, text: str) -> bool:
+    llguidance = pytest.importorskip("llguidance", reason="needs genbatch[grammar]")
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+    tokens = tokenizer.tokenize_str(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_a_grammar_lets_through_is_read_as_calls(format: Any, several: bool) -> None:
+    format = forced_format(format)
+    grammar = tool_grammar(
+        format, [{"name": "f", "parameters": WEATHER}], forced=True, several=several, token_id=lambda mark: None
+    )
+    arguments = '{"city": "</tool_call>]"}'
+    call = f'{{"name": "f", "{format.key}": {arguments}}}'
+    written = {
+        "hermes": f"<tool_call>\n{call}\n</tool_call>",
+        "mistral": f"[TOOL_CALLS][{call}]",
+        "mistral-args": f"[TOOL_CALLS]f[ARGS]{arguments}",
+        "llama3": call,
+    }[format.name]
+    assert accepts(grammar, written)
+    assert not accepts(grammar, "Hello") and not accepts(grammar, written.replace("city", "town"))
+    assert [name for name, _ in take_apart(AnswerReader(format), [written])[2]] == ["f"]
+    if format.name == "hermes":
+        assert accepts(grammar, f"{written}\n{written}") == several
+
+
+@pytest.mark.parametrize("format", [HERMES, FORMAT["mistral-args"], FORMAT["llama3"]], ids=lambda format: format.name)
+def test_strict_lets_any_text_through_and_only_calls_that_validate(format: Any) -> None:
+    grammar = tool_grammar(
+        format, [{"name": "f", "parameters": WEATHER}], forced=False, several=True, token_id=lambda mark: None
+    )
+    opens = format.opens[0]
+    assert accepts(grammar, "any { text <tool_ [1]\n")
+    good = {
+        "hermes": 'So:<tool_call>\n{"name": "f", "arguments": {"city": "x"}}\n</tool_call> and so on',
+        "mistral-args": 'So:[TOOL_CALLS]f[ARGS]{"city": "x"}',
+        "llama3": 'So:<|python_tag|>{"name": "f", "parameters": {"city": "x"}}',
+    }[format.name]
+    assert opens in good and accepts(grammar, good)
+    assert not accepts(grammar, good.replace('"x"', "1")) and not accepts(grammar, f"{opens} nothing")
