@@ -26,7 +26,7 @@ USER = {"role": "user", "content": "x"}
 
 def test_defaults_are_openais() -> None:
     (chat,) = read_chat({"messages": [USER]}).params
-    assert chat == {"messages": [USER], "temperature": 1.0}
+    assert chat == {"messages": [USER], "temperature": 1.0, "reasoning": True}
     (completion,) = read_completion({"prompt": "x"}).params
     assert completion == {"prompt": "x", "temperature": 1.0, "max_tokens": 16}
 
