@@ -53,7 +53,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks, each held once; uninitialized ones first.
 
-        When those run out, initialized blocks are demoted, the most recently released first.
+        When those run out, initialized blocks are demoted, the least recently released first.
 
         Raises:
             OutOfBlocks: fewer are free; nothing was taken.
@@ -65,7 +65,8 @@ class BlockPool:
             if self._uninitialized:
                 block = self._uninitialized.pop()
             else:
-                block, _ = self._initialized.popitem()
+                block = next(iter(self._initialized))
+                del self._initialized[block]
                 self._forget(block)
             self.references[block] = 1
             taken.append(block)

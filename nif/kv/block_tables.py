@@ -172,7 +172,7 @@ class BlockTables:
         kept = self.blocks(length)
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
             first = max(kept, sequence.evicted[group])
-            pool.release(table[first:])
+            pool.release(reversed(table[first:]))  # a chain's leaves are forgotten before its root
             del table[kept:]
             sequence.evicted[group] = min(sequence.evicted[group], kept)
         del sequence.tokens[length:]

@@ -1,5 +1,6 @@
 """Which block holds which positions of which sequence, and what a step may change about that."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -331,7 +332,7 @@ def test_h12_blocks_are_reused_after_their_sequence_finished() -> None:
     assert kv.counts().used == 2
 
 
-def test_h12_pressure_discards_the_most_recent_block_first() -> None:
+def test_h12_pressure_discards_the_least_recent_sequence_from_its_end() -> None:
     kv = _cache(6)
     _write(kv, 0, [1] * 8)
     _write(kv, 1, [2] * 8)
@@ -339,9 +340,26 @@ def test_h12_pressure_discards_the_most_recent_block_first() -> None:
     kv.seq_rm(1)
     _write(kv, 2, [3] * 12)  # two blocks were never used; one more has to be discarded
     kv.seq_rm(2, 0)
-    assert kv.attach_prefix(3, [2] * 9) == 4  # the second block of the sequence that ended last is gone
+    assert kv.attach_prefix(3, [1] * 9) == 4  # the second block of the sequence that ended first is gone
     kv.seq_rm(3)
-    assert kv.attach_prefix(3, [1] * 9) == 8
+    assert kv.attach_prefix(3, [2] * 9) == 8
+
+
+def test_h12_the_prefix_cache_follows_the_prompts_in_fashion() -> None:
+    rng = random.Random(0)
+    kv = KVCache([_FULL], num_blocks=[64], block_size=4, num_sequences=1)
+    rates = []
+    for _ in range(3):  # one group of users after another, each with beginnings of its own
+        prompts = [[rng.randrange(1000) for _ in range(20)] for _ in range(6)]
+        found = 0
+        for _ in range(60):
+            tokens = rng.choice(prompts) + [rng.randrange(1000) for _ in range(rng.randint(4, 30))]
+            held = kv.attach_prefix(0, tokens)
+            found += held
+            _write(kv, 0, tokens[held:])
+            kv.seq_rm(0)
+        rates.append(found / (60 * 20))
+    assert min(rates) > 0.7, rates
 
 
 def test_a_block_matched_by_two_is_freed_by_the_last() -> None:
