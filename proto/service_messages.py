@@ -1,10 +1,11 @@
 """What travels beside generations: token ids and text, which model is served, and how the service is."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from genbatch.proto.messages import Message
+from genbatch.proto.tools import Tool
 
 HealthStatus = Literal["ready", "draining", "stuck", "down"]
 
@@ -37,12 +38,15 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Args:
         prompt: text; may be empty.
         messages: a conversation, rendered by the model's chat template; at least one.
+        tools, chat_template_kwargs: as `generate` takes them; only with `messages`.
         add_special_tokens: put the start token in front of `prompt`, if the model wants one, as `generate` does;
             `messages` have those of their template.
     """
 
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
 
 

@@ -59,6 +59,7 @@ def validate_tokenize(request: TokenizeRequest, limits: RequestLimits) -> None:
     check_type(msgspec.structs.asdict(request), TokenizeRequest)
     if _check_given(request, ("prompt", "messages")) == "messages" and not request.messages:
         raise InvalidRequest("messages", "is empty")
+    _check_offer(request)
     _check_text("prompt", request.prompt or "")
     _check_messages(request.messages or [], limits)
 
@@ -132,6 +133,19 @@ def _check_calls(message: Message, path: str) -> None:
 def _check_tools(request: GenerateRequest) -> None:
     choice, tools = request.tool_choice, request.tools
     names = [tool.name for tool in tools]
+    _check_offer(request)
+    if isinstance(choice, NamedTool) and choice.name not in names:
+        offered = ", ".join(names) or "none"
+        raise InvalidRequest("tool_choice.name", f"{choice.name[:64]!r} is not offered; the tools are {offered}")
+    if choice == "required" and not tools:
+        raise InvalidRequest("tool_choice", "required needs tools")
+    if request.continue_final_message and not request.messages:
+        raise InvalidRequest("continue_final_message", "goes with messages only")
+
+
+def _check_offer(request: GenerateRequest | TokenizeRequest) -> None:
+    tools = request.tools
+    names = [tool.name for tool in tools]
     _check_count("tools", len(tools), MAX_TOOLS)
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
@@ -145,12 +159,7 @@ def _check_tools(request: GenerateRequest) -> None:
         if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
             raise InvalidRequest(f"{path}.parameters", 'arguments are an object: its type must be "object"')
     _check_json("chat_template_kwargs", request.chat_template_kwargs)
-    if isinstance(choice, NamedTool) and choice.name not in names:
-        offered = ", ".join(names) or "none"
-        raise InvalidRequest("tool_choice.name", f"{choice.name[:64]!r} is not offered; the tools are {offered}")
-    if choice == "required" and not tools:
-        raise InvalidRequest("tool_choice", "required needs tools")
-    for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+    for name in ("tools", "chat_template_kwargs"):
         if getattr(request, name) and not request.messages:
             raise InvalidRequest(name, "goes with messages only: it is for the chat template")
 

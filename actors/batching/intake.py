@@ -144,8 +144,7 @@ class Intake:
         if wanted.messages is None:
             return len(wanted.prompt or "")
         size = sum(len(message.content) for message in wanted.messages)
-        if isinstance(wanted, GenerateRequest):
-            size += MEAN_TOOL_CHARS * len(wanted.tools)
+        size += MEAN_TOOL_CHARS * len(wanted.tools)
         if isinstance(wanted, GenerateRequest) and wanted.messages:
             first = wanted.messages[0]
             if (first.role, first.content) not in self._prefixes:
@@ -180,7 +179,7 @@ class Intake:
     def tokenize(self, wanted: TokenizeRequest) -> list[int]:
         """A text's token ids, which may be none; raises and runs as `encode`."""
         if wanted.messages is not None:
-            return self._render(wanted.messages)
+            return self._render(wanted.messages, wanted.tools, wanted.chat_template_kwargs)
         assert wanted.prompt is not None
         return self._tokenizer.encode(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
 

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from genbatch.actors.gateways.http.anthropic import read_count, read_message
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
 from genbatch.actors.gateways.http.front import Authenticate, Front
-from genbatch.actors.gateways.http.generating import Generating
+from genbatch.actors.gateways.http.generating import Generating, Messages, Responses
 from genbatch.actors.gateways.http.openai_request import read_chat, read_completion, read_messages
 from genbatch.actors.gateways.http.service_calls import OpenCalls, ServiceCalls
 from genbatch.actors.observing.metrics import render
@@ -130,6 +131,12 @@ class ServiceRoutes:
         token_ids = await self._calls.tokenize(params, request.state.caller)
         return JSON({"count": len(token_ids), "max_model_len": card.n_ctx, "tokens": token_ids})
 
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a body of Anthropic's API is."""
+        model, params = read_count(decode_json(request.state.body))
+        await self._calls.model(model)
+        return JSON({"input_tokens": len(await self._calls.tokenize(params, request.state.caller))})
+
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body: DetokenizeBody = check_type(decode_json(request.state.body), DetokenizeBody)
@@ -172,6 +179,9 @@ def make_app(
     routes = [
         Route("/v1/chat/completions", Generating(read_chat, calls, open_calls), methods=POST),
         Route("/v1/completions", Generating(read_completion, calls, open_calls), methods=POST),
+        Route("/v1/responses", Responses(calls, open_calls), methods=POST),
+        Route("/v1/messages", Messages(read_message, calls, open_calls), methods=POST),
+        Route("/v1/messages/count_tokens", service.count_tokens, methods=POST),
         Route("/v1/models", service.models, methods=GET),
         Route("/v1/models/{name:path}", service.model, methods=GET),
         Route("/v1/embeddings", service.embeddings, methods=POST),

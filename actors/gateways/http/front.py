@@ -81,7 +81,8 @@ class Front:
         client = f"http:{(scope.get('client') or ('',))[0]}"
         if self._authenticate is None or scope["path"] in OPEN_PATHS:
             return HTTPCaller(client)
-        token = bearer_token(headers.get("authorization"))
+        # Anthropic's clients have a header of their own.
+        token = bearer_token(headers.get("authorization")) or headers.get("x-api-key")
         tenant = None if token is None else self._authenticate(token)
         if tenant is None:
             reason = "is missing" if token is None else "is not known"

@@ -6,14 +6,16 @@ A client that goes away is noticed while its request waits and while it runs, st
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 from starlette.types import Receive, Scope, Send
 
-from genbatch.actors.gateways.http.bodies import JSON, decode_json, describe, renamed, to_json
+from genbatch.actors.gateways.http.anthropic import MessageAnswer
+from genbatch.actors.gateways.http.bodies import JSON, decode_json, renamed
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
-from genbatch.actors.gateways.http.openai_request import OpenAIRequest
+from genbatch.actors.gateways.http.openai_request import OpenAIRequest, read_chat
+from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, OpenCalls, ServiceCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
@@ -81,6 +83,17 @@ _STREAM_HEADERS = [
 ]
 
 
+class Answer(Protocol):
+    """An answer in the shapes of one API."""
+
+    id: str
+
+    async def body(self, results: Sequence[Result]) -> dict[str, Any]: ...
+    async def events(self, index: int, tokens: Sequence[Token]) -> bytes: ...
+    def ending(self, results: Sequence[Result]) -> bytes: ...
+    def failure(self, error: GenbatchError) -> bytes: ...
+
+
 class Generating:
     """POST of a body, answered with its results.
 
@@ -98,11 +111,10 @@ class Generating:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors before the first byte are raised."""
         state = scope["state"]
-        request = self._read(decode_json(state["body"]))
         caller: HTTPCaller = state["caller"]
+        request = self._asked(decode_json(state["body"]), caller)
         card = await self._calls.model(request.model)
-        texts = TokenNames() if request.ids_for_text else self._calls.texts
-        answer = OpenAIAnswer(request, card.id, texts)
+        answer = self._answer(request, card.id, caller)
         caller = replace(caller, request_id=answer.id)
         if request.stream:
             await self._stream(request, caller, answer, receive, send)
@@ -115,6 +127,12 @@ class Generating:
                 response = JSON(await answer.body(results), headers={"x-request-id": answer.id})
         if response is not None:
             await response(scope, receive, send)
+
+    def _asked(self, body: dict[str, Any], caller: HTTPCaller) -> OpenAIRequest:
+        return self._read(body)
+
+    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> Answer:
+        return OpenAIAnswer(request, model, TokenNames() if request.ids_for_text else self._calls.texts)
 
     async def _results(
         self, request: OpenAIRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
@@ -153,7 +171,7 @@ class Generating:
                     params["token_ids"] = ids
 
     async def _stream(
-        self, request: OpenAIRequest, caller: HTTPCaller, answer: OpenAIAnswer, receive: Receive, send: Send
+        self, request: OpenAIRequest, caller: HTTPCaller, answer: Answer, receive: Receive, send: Send
     ) -> None:
         async with background() as nursery:
             queue = TokenQueue(nursery.cancel_scope.cancel)
@@ -170,7 +188,28 @@ class Generating:
             await _write(queue, answer, send)
 
 
-async def _write(queue: TokenQueue, answer: OpenAIAnswer, send: Send) -> None:
+class Messages(Generating):
+    """Anthropic's /v1/messages."""
+
+    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> Answer:
+        return MessageAnswer(request, model)
+
+
+class Responses(Generating):
+    """OpenAI's /v1/responses, with the conversations that may be gone on with."""
+
+    def __init__(self, calls: ServiceCalls, open_calls: OpenCalls) -> None:
+        self._conversations = Conversations()
+        super().__init__(read_chat, calls, open_calls)
+
+    def _asked(self, body: dict[str, Any], caller: HTTPCaller) -> OpenAIRequest:
+        return read_response(body, self._conversations, caller.owner)
+
+    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> Answer:
+        return ResponseAnswer(request, model, self._conversations, caller.owner)
+
+
+async def _write(queue: TokenQueue, answer: Answer, send: Send) -> None:
     """Sends the events until the end; an error before the first of them is raised, a later one is the last event."""
     taken = await queue.take()
     if not taken and queue.error is not None:
@@ -186,7 +225,7 @@ async def _write(queue: TokenQueue, answer: OpenAIAnswer, send: Send) -> None:
             raise queue.error
         last = answer.ending(queue.results)
     except GenbatchError as error:
-        last = b"data: " + to_json(describe(error)) + b"\n\n"
+        last = answer.failure(error)
     await send({"type": "http.response.body", "body": last})
 
 

@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from genbatch.actors.gateways.http.bodies import to_json
+from genbatch.actors.gateways.http.bodies import describe, to_json
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest
 from genbatch.actors.gateways.http.service_calls import TokenTexts
+from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import Choice, Result, Token, TokenLogprob, Usage
 from genbatch.proto.tools import ToolCallDelta
 
@@ -197,6 +198,10 @@ class OpenAIAnswer:
         if self._request.include_usage:
             parts.append(self._head + b'],"usage":' + to_json(_usage(results)) + b"}\n\n")
         return b"".join([*parts, DONE])
+
+    def failure(self, error: GenbatchError) -> bytes:
+        """The last event of a stream that failed."""
+        return b"data: " + to_json(describe(error)) + b"\n\n"
 
     def _event(self, index: int, body: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
         choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, body, logprobs, finish_reason)

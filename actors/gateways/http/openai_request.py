@@ -4,7 +4,7 @@ A parameter of the two generating endpoints, vLLM's additions included, is taken
 refused by name. `null` is the same as not given.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -96,6 +96,13 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop_token_ids: list[int] | None = None
     priority: int | None = None
     return_tokens_as_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
     # Ours
     deadline_s: float | None = None
     grammar: str | None = None
@@ -129,6 +136,40 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     best_of: int | None = None
 
 
+# Fields of other servers that ask for nothing at these values; at any other they are refused by name.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "best_of": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "add_special_tokens": (True, False),
+    "echo": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "guided_decoding_backend": ("auto",),
+    "guided_whitespace_pattern": (),
+    "return_token_ids": (False,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "cache_salt": ("",),
+    "ebnf": (),
+    "json_schema": (),
+    "lora_path": (),
+    "session_params": ({},),
+    "return_hidden_states": (False,),
+    "rid": (),
+    "data_parallel_rank": (),
+    "stop_regex": ([],),
+    "return_cached_tokens_details": (False,),
+    "return_routed_experts": (False,),
+}
+
+
 def given(body: dict[str, Any]) -> dict[str, Any]:
     """The parameters in `body` that say something.
 
@@ -142,16 +183,24 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("modalities") not in (None, ["text"]):
         raise InvalidRequest("modalities", "only text can be generated")
     passed_over = WITHOUT_MEANING | REFUSED.keys() | {"modalities"}
-    return {name: value for name, value in body.items() if value is not None and name not in passed_over}
+    wanted = {name: value for name, value in body.items() if value is not None and name not in passed_over}
+    known = ChatFields.__struct_fields__ if "messages" in body else CompletionFields.__struct_fields__
+    for name, neutral in NEUTRAL.items():
+        if name in wanted and name not in known:
+            if wanted[name] not in neutral:
+                raise InvalidRequest(name, f"is not supported at this value: {wanted[name]!r:.60}")
+            del wanted[name]
+    return wanted
 
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "response", "message"]
 
 # OpenAI's documented defaults, where they are not ours.
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16
 # Prompts of one body; each is a request of its own.
 MAX_PROMPTS = 128
+_SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SAME_NAME = (
     *("n", "max_tokens", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty"),
     *("ignore_eos", "min_tokens", "stop_token_ids", "priority", "deadline_s", "stop"),
@@ -174,6 +223,7 @@ class OpenAIRequest:
         ids_for_text: whether log-probs name tokens by their ids.
         echo: whether the prompts come back in front of the answers.
         names: the caller's names of parameters, by ours, where they differ.
+        body: what was asked, where the answer repeats it.
     """
 
     kind: Kind
@@ -186,6 +236,7 @@ class OpenAIRequest:
     ids_for_text: bool
     echo: bool
     names: dict[str, str]
+    body: dict[str, Any] = field(default_factory=dict)
 
 
 def read_chat(body: dict[str, Any]) -> OpenAIRequest:
@@ -314,9 +365,44 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
         if fields.response_format.json_schema is not None:
             shape["schema"] = fields.response_format.json_schema.schema
         params["response_format"] = shape
+    if fields.no_stop_trim or fields.include_stop_str_in_output:
+        params["keep_stop"] = True
+    params |= _shape(fields)
     if fields.logit_bias:
         params["logit_bias"] = {_token_id(name): bias for name, bias in fields.logit_bias.items()}
     return params
+
+
+def _shape(fields: GenerationFields) -> dict[str, Any]:
+    """The shape of the answer by vLLM's names, old and new."""
+    wanted = {f"guided_{name}": getattr(fields, f"guided_{name}") for name in ("json", "regex", "grammar", "choice")}
+    for name, value in (fields.structured_outputs or {}).items():
+        if value is None or value is False:
+            continue
+        if name == "json_object":
+            return {"response_format": {"type": "json_object"}}
+        if f"guided_{name}" not in wanted:
+            raise InvalidRequest(
+                f"structured_outputs.{name}", "is not supported: json, json_object, regex, choice, grammar"
+            )
+        wanted[f"guided_{name}"] = value
+    params: dict[str, Any] = {}
+    if wanted["guided_json"] is not None:
+        params["response_format"] = {"type": "json_schema", "schema": wanted["guided_json"]}
+    for name in ("regex", "grammar"):
+        if wanted[f"guided_{name}"] is not None:
+            params[name] = wanted[f"guided_{name}"]
+    choices = wanted["guided_choice"]
+    if choices is not None:
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise InvalidRequest("guided_choice", "must be a list of texts, none of them empty")
+        params["regex"] = "|".join(f"({_quoted(choice)})" for choice in choices)
+    return params
+
+
+def _quoted(text: str) -> str:
+    """A regular expression of this text alone."""
+    return "".join(f"\\{character}" if character in _SPECIAL else character for character in text)
 
 
 def _token_id(name: str) -> int:

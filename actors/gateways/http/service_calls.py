@@ -68,6 +68,11 @@ class HTTPCaller:
     tenant: str | None = None
     request_id: str = ""
 
+    @property
+    def owner(self) -> str:
+        """Whose conversations it may go on with."""
+        return self.client if self.tenant is None else f"tenant:{self.tenant}"
+
 
 class ServiceCalls:
     """Calls of the Dispatcher, typed.

@@ -11,8 +11,7 @@ import pytest
 import torch
 import trio
 
-from genbatch.clients import open_batcher
-from genbatch.clients.zeromq import ZeroMQClient
+from genbatch.clients import ZeroMQClient, open_batcher
 from genbatch.proto.errors import InvalidRequest
 from tests.actors.gateways.scripted_batcher import PATIENCE_S
 from tests.tool_models import tool_model

@@ -103,5 +103,64 @@ def pydantic_ai(url: str) -> None:
     assert isinstance(agent.run_sync("Which?").output, Colour)
 
 
+def openai_responses(url: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    plain = client.responses.create(model="model", input="Well?", max_output_tokens=5, temperature=0)
+    chat = client.chat.completions.create(model="model", messages=[USER], max_tokens=5, temperature=0)
+    assert plain.output_text == chat.choices[0].message.content
+    assert (plain.status, plain.usage.output_tokens if plain.usage else 0) == ("incomplete", 5)
+    on = client.responses.create(model="model", input="On?", previous_response_id=plain.id, max_output_tokens=2)
+    assert on.usage is not None and plain.usage is not None and on.usage.input_tokens > plain.usage.input_tokens
+    try:
+        client.responses.create(model="model", input="On?", previous_response_id="resp_none")
+        raise AssertionError("a response that nobody remembers was gone on with")
+    except openai.NotFoundError as error:
+        assert error.code == "previous_response_not_found"
+    with client.responses.stream(model="model", input="Well?", max_output_tokens=5, temperature=0) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == plain.output_text
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    asked: Any = {"model": "model", "input": "Well?", "tools": [tool], "tool_choice": "required"}
+    with client.responses.stream(**asked, parallel_tool_calls=False, max_output_tokens=300) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds and kinds[-1] == "response.completed"
+    (call,) = final.output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "unit"}
+    said: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    client.responses.create(model="model", input=said, previous_response_id=final.id, tools=[tool], max_output_tokens=2)
+    history: Any = [{"role": "user", "content": "Well?"}, call.model_dump(exclude_none=True), *said]
+    client.responses.create(model="model", input=history, tools=[tool], max_output_tokens=2, store=False)
+    parsed = client.responses.parse(model="model", input="Which?", text_format=Colour, max_output_tokens=100)
+    assert isinstance(parsed.output_parsed, Colour)
+
+
+def anthropic(url: str) -> None:
+    from anthropic import Anthropic
+
+    client = Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+    said: Any = {"model": "model", "max_tokens": 5, "messages": [USER], "extra_body": {"temperature": 0}}
+    plain = client.messages.create(**said)
+    with client.messages.stream(**said) as stream:
+        assert "".join(stream.text_stream) == plain.content[0].text
+        assert stream.get_final_message().stop_reason == plain.stop_reason == "max_tokens"
+    counted = client.messages.count_tokens(model="model", messages=[USER], system="Be brief.")
+    total = plain.usage.input_tokens + plain.usage.cache_read_input_tokens
+    assert counted.input_tokens > total
+    function = WEATHER["function"]
+    tool: Any = {"name": function["name"], "description": "Weather", "input_schema": function["parameters"]}
+    choice: Any = {"type": "tool", "name": "get_weather"}
+    with client.messages.stream(**(said | {"max_tokens": 300}), tools=[tool], tool_choice=choice) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert "input_json" in kinds and message.stop_reason == "tool_use"
+    (use,) = message.content
+    assert use.type == "tool_use" and set(use.input) == {"city", "unit"}
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    answered: Any = [USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    after = client.messages.create(model="model", max_tokens=3, messages=answered, tools=[tool])
+    assert after.role == "assistant"
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](sys.argv[2])

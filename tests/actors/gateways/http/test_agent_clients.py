@@ -10,8 +10,8 @@ import torch
 import trio
 
 from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.service import open_service
-from genbatch.actors.service_options import ServiceOptions
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.service import open_service
 from genbatch.nif.engine import EngineOptions
 from tests.actors.gateways.scripted_batcher import PATIENCE_S
 from tests.tool_models import tool_model
@@ -19,6 +19,8 @@ from tests.tool_models import tool_model
 PROGRAMS = Path(__file__).with_name("agent_programs.py")
 NEEDS = {
     "openai_stream": "openai",
+    "openai_responses": "openai",
+    "anthropic": "anthropic",
     "langchain": "langchain_openai",
     "instructor": "instructor",
     "pydantic_ai": "pydantic_ai",

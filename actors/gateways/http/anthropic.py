@@ -1,0 +1,274 @@
+"""/v1/messages: Anthropic's API, over the same requests: read, answered whole, answered as events, counted."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from genbatch.actors.gateways.http.bodies import describe, to_json
+from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, OpenAIRequest
+from genbatch.proto.errors import GenbatchError, InvalidRequest
+from genbatch.proto.messages import Result, Token, Usage, check_type
+
+# They file or bill a request; no text is another for them.
+_WITHOUT_MEANING = frozenset(("metadata", "service_tier", "cache_control", "container", "betas"))
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "deadline": "max_tokens"}
+
+
+class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /v1/messages/count_tokens takes."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /v1/messages takes."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def read_message(body: dict[str, Any]) -> OpenAIRequest:
+    """The request in a body for /v1/messages.
+
+    Raises:
+        InvalidRequest: with the path of the first fault.
+    """
+    fields: MessageFields = check_type(_meant(body), MessageFields)
+    params = _conversation(fields)
+    params |= {"max_tokens": fields.max_tokens, "reasoning": True}
+    params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
+    for theirs, ours in {"stop_sequences": "stop", "top_p": "top_p", "top_k": "top_k"}.items():
+        if getattr(fields, theirs) is not None:
+            params[ours] = getattr(fields, theirs)
+    choice = dict(fields.tool_choice or {"type": "auto"})
+    if choice.pop("disable_parallel_tool_use", False):
+        params["parallel_tool_calls"] = False
+    kind = choice.get("type")
+    if kind == "tool":
+        params["tool_choice"] = {"name": choice.get("name")}
+    elif kind in ("auto", "any", "none"):
+        params["tool_choice"] = "required" if kind == "any" else kind
+    else:
+        raise InvalidRequest("tool_choice.type", f'must be "auto", "any", "tool" or "none", not {kind!r:.40}')
+    return OpenAIRequest(
+        kind="message",
+        model=fields.model,
+        params=[params],
+        n=1,
+        stream=bool(fields.stream),
+        include_usage=True,
+        num_top=None,
+        ids_for_text=False,
+        echo=False,
+        names={"stop": "stop_sequences"},
+        body=body,
+    )
+
+
+def read_count(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The model and the parameters of `tokenize` in a body for /v1/messages/count_tokens; raises as `read_message`."""
+    fields: CountFields = check_type(_meant(body), CountFields)
+    return fields.model, _conversation(fields)
+
+
+def _meant(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_MEANING}
+
+
+def _conversation(fields: CountFields) -> dict[str, Any]:
+    """What the chat template gets."""
+    turns: list[dict[str, Any]] = []
+    if fields.system:
+        turns.append({"role": "system", "content": _text(fields.system, "system")})
+    for index, message in enumerate(fields.messages):
+        turns += _turns(message, f"messages[{index}]")
+    params: dict[str, Any] = {"messages": turns}
+    if fields.tools:
+        params["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+    if fields.thinking is not None:
+        params["chat_template_kwargs"] = {"enable_thinking": fields.thinking.get("type") == "enabled"}
+    return params
+
+
+def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    if tool.get("type", "custom") not in ("custom", None):
+        raise InvalidRequest(f"{path}.type", f"{tool.get('type')!r:.40} is not run by this service")
+    made = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    if tool.get("strict"):
+        made["strict"] = True
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _turns(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """A message as turns: the results of tools are turns of their own, in front of what else is said."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequest(f"{path}.role", f'must be "user" or "assistant", not {role!r:.40}')
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path}.content", "must be a string or a list of blocks")
+    texts, calls, results, thoughts = [], [], [], []
+    for index, block in enumerate(content):
+        place = f"{path}.content[{index}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            texts.append(_text([block], place))
+        elif kind == "tool_use" and role == "assistant":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            calls.append({"id": block.get("id"), "name": block.get("name"), "arguments": arguments})
+        elif kind == "tool_result" and role == "user":
+            said = _text(block.get("content") or "", f"{place}.content")
+            results.append({"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id")})
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind != "redacted_thinking":
+            raise InvalidRequest(
+                f"{place}.type", f"{kind!r:.40} is not supported: send text, tool uses and their results"
+            )
+    if not texts and not calls and results:
+        return results
+    turn: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if calls:
+        turn["tool_calls"] = calls
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    return [*results, turn]
+
+
+def _text(content: object, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, block in enumerate(content if isinstance(content, list) else [content]):
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{path}[{index}]", "only text is understood")
+        texts.append(text)
+    return "".join(texts)
+
+
+class MessageAnswer:
+    """One answer, whole or as events.
+
+    Args:
+        request: what it answers.
+        model: the model's id.
+    """
+
+    def __init__(self, request: OpenAIRequest, model: str) -> None:
+        self.id = "msg_" + secrets.token_hex(12)
+        self._model = model
+        self._has_begun = False
+        self._open: str | None = None  # the kind of the block that is open
+        self._index = -1
+
+    # Whole
+
+    async def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer at once."""
+        result = results[0]
+        content: list[dict[str, Any]] = []
+        if result.reasoning:
+            content.append({"type": "thinking", "thinking": result.reasoning, "signature": ""})
+        if result.text or not (result.tool_calls or result.reasoning):
+            content.append({"type": "text", "text": result.text})
+        for call in result.tool_calls:
+            try:
+                arguments = json.loads(call.arguments)
+            except ValueError:  # cut short, or no JSON: the caller sees what there is
+                arguments = {"_invalid": call.arguments}
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+        return self._head(content, result.usage) | {"stop_reason": _STOP_REASONS.get(result.finish_reason, "end_turn")}
+
+    def _head(self, content: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(usage),
+        }
+
+    # Streamed
+
+    async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
+        """The events of these tokens."""
+        parts = [self._begin()]
+        for token in tokens:
+            if token.reasoning:
+                parts.append(self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""}))
+                parts.append(self._delta({"type": "thinking_delta", "thinking": token.reasoning}))
+            if token.text:
+                parts.append(self._start("text", {"type": "text", "text": ""}))
+                parts.append(self._delta({"type": "text_delta", "text": token.text}))
+            for piece in token.tool_calls:
+                if piece.id is not None:
+                    parts.append(self._stop())
+                    block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+                    parts.append(self._start("tool_use", block))
+                if piece.arguments:
+                    parts.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
+        return b"".join(parts)
+
+    def _begin(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        return _event("message_start", message=self._head([], None))
+
+    def _start(self, kind: str, block: dict[str, Any]) -> bytes:
+        if self._open == kind:
+            return b""
+        stopped = self._stop()
+        self._open = kind
+        self._index += 1
+        return stopped + _event("content_block_start", index=self._index, content_block=block)
+
+    def _stop(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._index)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def ending(self, results: Sequence[Result]) -> bytes:
+        """The events after the last token."""
+        result = results[0]
+        delta = {"stop_reason": _STOP_REASONS.get(result.finish_reason, "end_turn"), "stop_sequence": None}
+        ended = _event("message_delta", delta=delta, usage=_usage(result.usage))
+        return self._begin() + self._stop() + ended + _event("message_stop")
+
+    def failure(self, error: GenbatchError) -> bytes:
+        """The last event of a stream that failed."""
+        told = describe(error)["error"]
+        assert isinstance(told, dict)
+        return _event("error", error={"type": told["type"], "message": told["message"]})
+
+
+def _usage(usage: Usage | None) -> dict[str, Any]:
+    if usage is None:  # before the prompt was evaluated
+        return {"input_tokens": 0, "output_tokens": 0}
+    counts = {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.completion_tokens}
+    return counts | {"cache_read_input_tokens": usage.cached_tokens, "cache_creation_input_tokens": 0}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **fields}) + b"\n\n"

@@ -1,0 +1,422 @@
+"""/v1/responses: OpenAI's newer API, over the same requests: read, answered whole, answered as events.
+
+Conversations are remembered for `previous_response_id`, the newest of them, in the gateway's memory only: a restart
+forgets them, and a client that cannot have that sends its history itself.
+"""
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
+from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, OpenAIRequest
+from genbatch.proto.errors import GenbatchError, InvalidRequest
+from genbatch.proto.messages import Result, Token, check_type
+
+# Conversations that are remembered, and their characters in all.
+MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 256, 16 * 2**20
+# They name, file or bill a request; no text is another for them.
+_WITHOUT_MEANING = frozenset(
+    (
+        *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("include", "stream_options"),
+    )
+)
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape of an answer: "text", "json_object" or "json_schema"."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said of the text."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said of thinking; only what asks for nothing is taken."""
+
+    effort: None = None
+    summary: None = None
+
+
+class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /v1/responses takes."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextFields | None = None
+    reasoning: ReasoningFields | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Conversations:
+    """The newest conversations by the id of their last answer and by who had them."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], int]] = OrderedDict()
+        self._size = 0
+
+    def remember(self, owner: str, response_id: str, messages: list[dict[str, Any]]) -> None:
+        """Keeps a conversation; the oldest give way."""
+        size = len(to_json(messages))
+        if size > MAX_REMEMBERED_CHARS:
+            return
+        self._known[owner, response_id] = (messages, size)
+        self._size += size
+        while len(self._known) > MAX_REMEMBERED or self._size > MAX_REMEMBERED_CHARS:
+            self._size -= self._known.popitem(last=False)[1][1]
+
+    def find(self, owner: str, response_id: str) -> list[dict[str, Any]]:
+        """The messages of a conversation.
+
+        Raises:
+            Refusal: it is not remembered here, or somebody else's.
+        """
+        found = self._known.get((owner, response_id))
+        if found is None:
+            reason = f"the response {response_id[:64]!r} is not remembered: send the conversation as input instead"
+            raise Refusal(404, "previous_response_not_found", reason)
+        return found[0]
+
+
+def read_response(body: dict[str, Any], conversations: Conversations, owner: str) -> OpenAIRequest:
+    """The request in a body for /v1/responses.
+
+    Args:
+        owner: whose conversations may be gone on with.
+
+    Raises:
+        InvalidRequest: with the path of the first fault.
+        Refusal: the conversation to go on with is not remembered.
+    """
+    wanted = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_MEANING}
+    fields: ResponseFields = check_type(wanted, ResponseFields)
+    if fields.background:
+        raise InvalidRequest("background", "responses are answered while their client waits")
+    if fields.truncation not in (None, "disabled"):
+        raise InvalidRequest("truncation", 'only "disabled" is possible: a conversation is never cut')
+    before = conversations.find(owner, fields.previous_response_id) if fields.previous_response_id else []
+    items: list[dict[str, Any]] = [{"role": "user", "content": fields.input}]
+    if not isinstance(fields.input, str):
+        items = fields.input
+    asked = [*before, *read_items(items)]
+    system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+    params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
+    params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
+    same = {"max_output_tokens": "max_tokens", "top_p": "top_p", "seed": "seed"}
+    for theirs, ours in (same | {"chat_template_kwargs": "chat_template_kwargs"}).items():
+        if getattr(fields, theirs) is not None:
+            params[ours] = getattr(fields, theirs)
+    if fields.tools:
+        params["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+        if fields.parallel_tool_calls is not None:
+            params["parallel_tool_calls"] = fields.parallel_tool_calls
+    if fields.tool_choice is not None:
+        choice = fields.tool_choice
+        params["tool_choice"] = choice if isinstance(choice, str) else _without_type(choice, "tool_choice")
+    if fields.text is not None and fields.text.format is not None:
+        shape: dict[str, Any] = {"type": fields.text.format.type}
+        if fields.text.format.schema is not None:
+            shape["schema"] = fields.text.format.schema
+        params["response_format"] = shape
+    return OpenAIRequest(
+        kind="response",
+        model=fields.model,
+        params=[params],
+        n=1,
+        stream=bool(fields.stream),
+        include_usage=True,
+        num_top=None,
+        ids_for_text=False,
+        echo=False,
+        names={"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"},
+        body=body | {"asked": asked},
+    )
+
+
+def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    return _without_type(tool, path)
+
+
+def _without_type(function: dict[str, Any], path: str) -> dict[str, Any]:
+    if function.get("type") != "function":
+        shown = f"{function.get('type')!r}"[:40]
+        raise InvalidRequest(f"{path}.type", f'must be "function": {shown} is not run by this service')
+    return {name: value for name, value in function.items() if name != "type" and value is not None}
+
+
+def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns in a list of input items; raises as `read_response`."""
+    turns: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = item.get("role")
+            if not isinstance(role, str):
+                raise InvalidRequest(f"{path}.role", "must be a string")
+            content = _content(item.get("content"), f"{path}.content")
+            turns.append({"role": "system" if role == "developer" else role, "content": content})
+        elif kind == "function_call":
+            call = {
+                "id": _string(item, "call_id", path),
+                "name": _string(item, "name", path),
+                "arguments": _string(item, "arguments", path),
+            }
+            if not turns or turns[-1]["role"] != "assistant":
+                turns.append({"role": "assistant", "content": ""})
+            turns[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = _content(item.get("output"), f"{path}.output")
+            turns.append({"role": "tool", "content": content, "tool_call_id": _string(item, "call_id", path)})
+        elif kind != "reasoning":
+            raise InvalidRequest(
+                f"{path}.type", f"{kind!r:.40} is not supported: send messages, calls and their outputs"
+            )
+    return turns
+
+
+def _string(item: dict[str, Any], name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{path}.{name}", "must be a string")
+    return value
+
+
+def _content(content: object, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(path, "must be a string or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{path}[{index}]", f"only text is understood, not {kind!r:.40}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class ResponseAnswer:
+    """One answer, whole or as events.
+
+    Args:
+        request: what it answers.
+        model: the model's id.
+        conversations, owner: where, and under whose name, it is remembered.
+    """
+
+    def __init__(self, request: OpenAIRequest, model: str, conversations: Conversations, owner: str) -> None:
+        self.id = "resp_" + secrets.token_hex(16)
+        self._request = request
+        self._model = model
+        self._conversations = conversations
+        self._owner = owner
+        self._created = int(time.time())
+        self._number = 0
+        self._items: list[dict[str, Any]] = []  # of a stream; the last may be open
+        self._is_open = False
+        self._has_begun = False
+
+    # Whole
+
+    async def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer at once."""
+        return self._whole(results[0], output_items(results[0]))
+
+    def _whole(self, result: Result, items: list[dict[str, Any]]) -> dict[str, Any]:
+        self._remember(items)
+        is_cut = result.finish_reason in ("length", "deadline")
+        reason = "max_output_tokens" if result.finish_reason == "length" else "deadline"
+        usage = result.usage
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        details = {"reason": reason} if is_cut else None
+        status = "incomplete" if is_cut else "completed"
+        return self._head(status) | {"incomplete_details": details, "output": items, "usage": counts}
+
+    def _head(self, status: str) -> dict[str, Any]:
+        body, params = self._request.body, self._request.params[0]
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata") or {},
+            "model": self._model,
+            "output": [],
+            "parallel_tool_calls": params.get("parallel_tool_calls", True),
+            "previous_response_id": body.get("previous_response_id"),
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.get("store") is not False,
+            "temperature": params["temperature"],
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "top_p": params.get("top_p", 1.0),
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def _remember(self, items: list[dict[str, Any]]) -> None:
+        if self._request.body.get("store") is not False:
+            asked = [*self._request.body["asked"], *read_items(items)]
+            self._conversations.remember(self._owner, self.id, asked)
+
+    # Streamed
+
+    async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
+        """The events of these tokens."""
+        parts = [self._begin()]
+        for token in tokens:
+            if token.reasoning:
+                parts.append(self._add("reasoning", token.reasoning))
+            if token.text:
+                parts.append(self._add("message", token.text))
+            for piece in token.tool_calls:
+                if piece.id is not None:
+                    parts.append(self._open(_function_call(piece.id, piece.name or "", "", "in_progress")))
+                if piece.arguments:
+                    self._items[-1]["arguments"] += piece.arguments
+                    parts.append(self._delta("response.function_call_arguments.delta", piece.arguments))
+        return b"".join(parts)
+
+    def _begin(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        head = self._head("in_progress")
+        begun = self._event("response.created", response=head)
+        return begun + self._event("response.in_progress", response=head)
+
+    def _add(self, kind: str, text: str) -> bytes:
+        opened = b""
+        if not self._is_open or self._items[-1]["type"] != kind:
+            opened = self._open(_message("") if kind == "message" else _reasoning(""))
+            if kind == "message":
+                part = self._items[-1]["content"][0]
+                opened += self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+        self._items[-1]["content"][0]["text"] += text
+        if kind == "message":
+            return opened + self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
+        return opened + self._delta("response.reasoning_text.delta", text, content_index=0)
+
+    def _open(self, item: dict[str, Any]) -> bytes:
+        closed = self._close()
+        self._items.append(item)
+        self._is_open = True
+        index = len(self._items) - 1
+        shown = dict(item, content=[]) if item["type"] == "message" else item
+        return closed + self._event("response.output_item.added", output_index=index, item=shown)
+
+    def _close(self) -> bytes:
+        """Ends the item that is open."""
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self._items[-1]
+        parts = []
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            parts.append(self._event("response.function_call_arguments.done", **self._place(), **done))
+        else:
+            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            text: dict[str, Any] = {"text": item["content"][0]["text"], "content_index": 0}
+            if kind == "output_text":
+                text["logprobs"] = []
+            parts.append(self._event(f"response.{kind}.done", **self._place(), **text))
+            if kind == "output_text":
+                part = item["content"][0]
+                parts.append(self._event("response.content_part.done", **self._place(), content_index=0, part=part))
+        item["status"] = "completed"
+        index = len(self._items) - 1
+        parts.append(self._event("response.output_item.done", output_index=index, item=item))
+        return b"".join(parts)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _delta(self, kind: str, delta: str, **more: Any) -> bytes:
+        return self._event(kind, **self._place(), delta=delta, **more)
+
+    def ending(self, results: Sequence[Result]) -> bytes:
+        """The events after the last token."""
+        parts = [self._begin(), self._close()]
+        whole = self._whole(results[0], self._items)
+        parts.append(self._event(f"response.{whole['status']}", response=whole))
+        return b"".join(parts)
+
+    def failure(self, error: GenbatchError) -> bytes:
+        """The last event of a stream that failed."""
+        told = describe(error)["error"]
+        assert isinstance(told, dict)
+        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = to_json({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def output_items(result: Result) -> list[dict[str, Any]]:
+    """A result as items: thinking, text, calls."""
+    items = [_reasoning(result.reasoning)] if result.reasoning else []
+    if result.text or not result.tool_calls:
+        items.append(_message(result.text))
+    items += [_function_call(call.id, call.name, call.arguments, "completed") for call in result.tool_calls]
+    for item in items:
+        item["status"] = "completed"
+    return items
+
+
+def _message(text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    item_id = "msg_" + secrets.token_hex(12)
+    return {"id": item_id, "type": "message", "role": "assistant", "status": "in_progress", "content": content}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    item_id = "rs_" + secrets.token_hex(12)
+    return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": content}
+
+
+def _function_call(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+    item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call_id}
+    return item | {"name": name, "arguments": arguments, "status": status}
