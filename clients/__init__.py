@@ -4,12 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from genbatch.clients.batcher import open_batcher
-    from genbatch.clients.offline_scheduler import OfflineScheduler, generate_batch
-    from genbatch.clients.rpc import RPCClient
-    from genbatch.clients.sync_rpc import SyncRPCClient
-    from genbatch.clients.sync_zeromq import SyncZeroMQClient
-    from genbatch.clients.zeromq import ZeroMQClient
+    from genbatch.clients.in_process import open_batcher
+    from genbatch.clients.offline import OfflineScheduler, generate_batch
+    from genbatch.clients.remote import RPCClient, ZeroMQClient
+    from genbatch.clients.sync import SyncRPCClient, SyncZeroMQClient
 
 __all__ = [
     "OfflineScheduler",
@@ -22,13 +20,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "OfflineScheduler": "offline_scheduler",
-    "RPCClient": "rpc",
-    "SyncRPCClient": "sync_rpc",
-    "SyncZeroMQClient": "sync_zeromq",
-    "ZeroMQClient": "zeromq",
-    "generate_batch": "offline_scheduler",
-    "open_batcher": "batcher",
+    "OfflineScheduler": "offline",
+    "RPCClient": "remote",
+    "SyncRPCClient": "sync",
+    "SyncZeroMQClient": "sync",
+    "ZeroMQClient": "remote",
+    "generate_batch": "offline",
+    "open_batcher": "in_process",
 }
 
 

@@ -1,12 +1,150 @@
-"""The interface that all clients share: the one in this process and those over the network, for trio and without."""
+"""What every client offers and what callers write, whatever carries it: in this process and over a network.
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+    result = await client.generate("The capital of France is", max_tokens=8)
+    async with client.stream(messages=[{"role": "user", "content": "Hello"}]) as stream:
+        async for token in stream:
+            print(token.text, end="")
+    print(stream.result.usage)
+
+Errors of requests are in genbatch.proto.errors; here are those of a client's own use.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
-from genbatch.clients.request import GenerateParams, MessageLike
-from genbatch.proto.messages import Result, Token
-from genbatch.proto.service_messages import Drained, Health, ModelCard
+import msgspec
+import outcome
+import trio
+
+from genbatch.proto.codec import to_generate_request
+from genbatch.proto.errors import GenbatchError, InvalidRequest
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    Drained,
+    DrainRequest,
+    GenerateRequest,
+    Health,
+    Message,
+    ModelCard,
+    Models,
+    ResponseFormat,
+    Result,
+    Text,
+    Token,
+    TokenIds,
+    TokenizeRequest,
+    Tool,
+    ToolChoice,
+    check_type,
+)
+
+
+class ClientError(Exception):
+    """Root of these errors."""
+
+
+class StreamNotEnded(ClientError):
+    """The result of a stream was asked for before its last token."""
+
+    def __init__(self) -> None:
+        super().__init__("the stream has no result yet: iterate over its tokens first")
+
+
+class ClientClosed(ClientError):
+    """The client was used outside its `with` or `async with` block."""
+
+    def __init__(self) -> None:
+        super().__init__("the client is not open: use it inside its with block")
+
+
+MessageLike = Message | Mapping[str, object]
+
+
+class GenerateParams(TypedDict, total=False):
+    """The parameters beside the prompt; GenerateRequest tells what each means and its range."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    echo: bool
+    response_format: ResponseFormat | Mapping[str, object] | None
+    grammar: str | None
+    regex: str | None
+    tools: Sequence[Tool | Mapping[str, object]]
+    tool_choice: ToolChoice | Mapping[str, str]
+    parallel_tool_calls: bool
+    reasoning: bool
+    chat_template_kwargs: Mapping[str, object] | None
+    continue_final_message: bool
+    keep_stop: bool
+    n: int
+    priority: int
+    deadline_s: float | None
+    tenant: str
+
+
+def build_request(
+    prompt: str | Sequence[int] | None,
+    messages: Sequence[MessageLike] | None,
+    params: GenerateParams,
+) -> GenerateRequest:
+    """The request for a client's arguments, types checked; the service checks ranges.
+
+    Raises:
+        InvalidRequest: a parameter is unknown or of the wrong type; `field` is its path.
+    """
+    fields: dict[str, object] = dict(params)
+    if isinstance(prompt, str) or prompt is None:
+        fields["prompt"] = prompt
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        fields["token_ids"] = list(prompt)
+    else:
+        raise InvalidRequest("prompt", f"expected a string or token ids, got {type(prompt).__name__}")
+    if messages is not None:
+        fields["messages"] = _plain(messages)
+    return to_generate_request(fields)
+
+
+def build_tokenize(
+    prompt: str | None, messages: Sequence[MessageLike] | None, add_special_tokens: bool
+) -> TokenizeRequest:
+    """As `build_request`, for `Client.tokenize`."""
+    fields: dict[str, object] = {"prompt": prompt, "add_special_tokens": add_special_tokens}
+    if messages is not None:
+        fields["messages"] = _plain(messages)
+    request: TokenizeRequest = check_type(fields, TokenizeRequest)
+    return request
+
+
+def generate_request(
+    prompt: str | Sequence[int] | None = None,
+    *,
+    messages: Sequence[MessageLike] | None = None,
+    **params: Unpack[GenerateParams],
+) -> GenerateRequest:
+    """As `build_request`, with the arguments of `Client.generate`."""
+    return build_request(prompt, messages, params)
+
+
+def _plain(messages: Sequence[MessageLike]) -> list[object]:
+    if isinstance(messages, str | bytes | Mapping):
+        raise InvalidRequest("messages", f"expected a list of messages, got {type(messages).__name__}")
+    return [dict(message) if isinstance(message, Mapping) else message for message in messages]
 
 
 class Stream(Protocol):
@@ -146,3 +284,194 @@ class SyncClient(Protocol):
 
     def drain(self, timeout_s: float = 30.0) -> Drained:
         """As Client's."""
+
+
+class CallResult:
+    """Tokens not yet read, and the final once it is there. Subclasses wake who waits in `changed`."""
+
+    __slots__ = ("final", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: deque[Token] = deque()
+        self.final: outcome.Outcome[Any] | None = None
+
+    def push(self, token: Token) -> None:
+        """Takes the next token."""
+        self.tokens.append(token)
+        self.changed()
+
+    def finish(self, result: object) -> None:
+        """Takes the result; a final that came before stands."""
+        self._end(outcome.Value(result))
+
+    def fail(self, error: GenbatchError) -> None:
+        """Takes the error that ended the call; a final that came before stands."""
+        self._end(outcome.Error(error))
+
+    def unwrap(self) -> Any:
+        """The result.
+
+        Raises:
+            GenbatchError: the error that ended the call.
+            StreamNotEnded: it has not ended.
+        """
+        match self.final:
+            case outcome.Value(value):
+                return value
+            case outcome.Error(error):
+                raise error
+        raise StreamNotEnded
+
+    @property
+    def result(self) -> Result:
+        """What a stream ended with.
+
+        Raises:
+            GenbatchError: the error that ended it.
+            StreamNotEnded: it has not ended.
+        """
+        result: Result = self.unwrap()
+        return result
+
+    def changed(self) -> None:
+        """Called after a token or the final came."""
+
+    def _end(self, final: outcome.Outcome[Any]) -> None:
+        if self.final is None:
+            self.final = final
+            self.changed()
+
+
+class TokenStream(CallResult):
+    """Read by one task; `push`, `finish` and `fail` are called on the event loop."""
+
+    __slots__ = ("_reader",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reader: trio.lowlevel.Task | None = None
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return self
+
+    async def __anext__(self) -> Token:
+        if self.tokens or self.final is not None:
+            await trio.lowlevel.checkpoint()
+        while not self.tokens and self.final is None:
+            await self._wait()  # a checkpoint, too: one that comes on top costs as much as all else here
+        if self.tokens:
+            return self.tokens.popleft()
+        self.unwrap()
+        raise StopAsyncIteration
+
+    async def ended(self) -> Any:
+        """Waits for the final, whatever tokens come before it, and returns or raises it."""
+        while self.final is None:
+            await self._wait()
+        return self.unwrap()
+
+    def changed(self) -> None:
+        """Wakes the reader."""
+        if self._reader is not None:
+            trio.lowlevel.reschedule(self._reader)
+            self._reader = None
+
+    async def _wait(self) -> None:
+        self._reader = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(self._abort)
+
+    def _abort(self, _: object) -> trio.lowlevel.Abort:
+        self._reader = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+Params = msgspec.Struct | dict[str, Any]
+
+
+class ServiceCalls:
+    """The methods of `Client` that are one question and one answer. A subclass asks."""
+
+    async def _ask(self, method: str, params: Params, wanted: Any) -> Any:
+        """The answer, of the type `wanted`."""
+        raise NotImplementedError
+
+    async def stats(self) -> dict[str, Any]:
+        """See `Client.stats`."""
+        stats: dict[str, Any] = await self._ask("stats", {}, dict[str, Any])
+        return stats
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """See `Client.tokenize`."""
+        request = build_tokenize(prompt, messages, add_special_tokens)
+        answer: TokenIds = await self._ask("tokenize", request, TokenIds)
+        return answer.token_ids
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `Client.detokenize`."""
+        answer: Text = await self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids)), Text)
+        return answer.text
+
+    async def models(self) -> tuple[ModelCard, ...]:
+        """See `Client.models`."""
+        answer: Models = await self._ask("models", {}, Models)
+        return answer.models
+
+    async def health(self) -> Health:
+        """See `Client.health`."""
+        health: Health = await self._ask("health", {}, Health)
+        return health
+
+    async def drain(self, timeout_s: float = 30.0) -> Drained:
+        """See `Client.drain`."""
+        drained: Drained = await self._ask("drain", DrainRequest(timeout_s=timeout_s), Drained)
+        return drained
+
+
+class SyncServiceCalls:
+    """The same without an event loop."""
+
+    def _ask(self, method: str, params: Params, wanted: Any) -> Any:
+        """The answer, of the type `wanted`."""
+        raise NotImplementedError
+
+    def stats(self) -> dict[str, Any]:
+        """See `Client.stats`."""
+        stats: dict[str, Any] = self._ask("stats", {}, dict[str, Any])
+        return stats
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """See `Client.tokenize`."""
+        answer: TokenIds = self._ask("tokenize", build_tokenize(prompt, messages, add_special_tokens), TokenIds)
+        return answer.token_ids
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `Client.detokenize`."""
+        answer: Text = self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids)), Text)
+        return answer.text
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """See `Client.models`."""
+        answer: Models = self._ask("models", {}, Models)
+        return answer.models
+
+    def health(self) -> Health:
+        """See `Client.health`."""
+        health: Health = self._ask("health", {}, Health)
+        return health
+
+    def drain(self, timeout_s: float = 30.0) -> Drained:
+        """See `Client.drain`."""
+        drained: Drained = self._ask("drain", DrainRequest(timeout_s=timeout_s), Drained)
+        return drained

@@ -1,20 +1,132 @@
 """Bytes to plain data and back, within limits; plain data to typed messages. Knows nothing of RPC.
 
+    splitter = MessageSplitter(MAX_TRANSPORT_BYTES)
+    for message in splitter.feed(received):              # where messages end in a stream of bytes
+        params = decode(message, REQUEST_LIMITS)
+
 Decoding takes three looks, each of which makes the next one safe: msgspec walks the bytes without making an object,
 so that every length in them is true (msgpack reserves room for lengths before it has seen what they count: 80 MB for a
-frame of 5 kB); msgpack makes the objects, with bounds and
-without extension types or duplicate keys; msgspec converts these to a type and names the path of what does not fit.
+frame of 5 kB); msgpack makes the objects, with bounds and without extension types or duplicate keys; msgspec converts
+these to a type and names the path of what does not fit. The splitter makes no objects either: it only walks over the
+bytes, so that a length that lies reserves nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import msgspec
 
-from genbatch.proto.errors import FrameTooLarge, InvalidRequest, MalformedMessage
-from genbatch.proto.limits import DecodeLimits
+from genbatch.proto.errors import FrameTooLarge, GenbatchError, InvalidRequest, MalformedMessage
 from genbatch.proto.messages import GenerateRequest, check_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """Bounds on one message.
+
+    Args:
+        max_bytes: bytes of the whole message.
+        max_nesting: arrays and maps inside one another; [1] has nesting 1.
+        max_array_length: elements of one array.
+        max_map_length: entries of one map.
+        max_containers: arrays and maps of the whole message.
+    """
+
+    max_bytes: int
+    max_nesting: int = 16
+    max_array_length: int
+    max_map_length: int
+    max_containers: int = 2**14
+
+
+# What a service takes. A prompt of 2**18 token ids is beyond any context here; a map is parameters or a logit bias.
+REQUEST_LIMITS = DecodeLimits(max_bytes=2**20, max_array_length=2**18, max_map_length=1024)
+
+# What a client takes: log-probs of 20 candidates for every token of a long prompt are some 20 MiB.
+RESPONSE_LIMITS = DecodeLimits(max_bytes=2**26, max_array_length=2**20, max_map_length=4096, max_containers=2**21)
+
+# The transport cuts a peer off beyond this many bytes a frame. Above REQUEST_LIMITS, so that a message
+# that is merely too large gets an error that says so.
+MAX_TRANSPORT_BYTES = 4 * REQUEST_LIMITS.max_bytes
+
+
+# Most bytes to feed at once.
+MAX_FEED_BYTES = 2**16
+# What a connection reserves before anything has arrived; it would be a mebibyte otherwise.
+WALKER_BYTES = 2**12
+
+
+class StreamBroken(Exception):
+    """Where the next message begins cannot be told any more: the connection must end.
+
+    Args:
+        head: the bytes that have arrived of the message at fault.
+        error: what to answer it with.
+    """
+
+    def __init__(self, head: bytes, error: GenbatchError) -> None:
+        super().__init__(str(error))
+        self.head = head
+        self.error = error
+
+
+class MessageSplitter:
+    """One direction of one connection.
+
+    Args:
+        max_bytes: of a message; a longer one breaks the stream.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes  # may be raised between two messages, up to MAX_TRANSPORT_BYTES
+        self._walker = msgpack.Unpacker(
+            read_size=WALKER_BYTES, max_buffer_size=max(max_bytes, MAX_TRANSPORT_BYTES) + MAX_FEED_BYTES
+        )
+        self._held = bytearray()  # of the message that is arriving
+        self._end_of_last = 0  # in all that ever arrived
+
+    @property
+    def is_inside_message(self) -> bool:
+        """Whether the beginning of a message has arrived and not its end."""
+        return bool(self._held)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that end in `data`, at most MAX_FEED_BYTES of it, in order.
+
+        Raises:
+            StreamBroken: a message has no end, or none within `max_bytes`.
+        """
+        assert len(data) <= MAX_FEED_BYTES, "memory would not be bounded"
+        self._walker.feed(data)
+        self._held += data
+        while self._walk():
+            size = self._walker.tell() - self._end_of_last
+            if size > self.max_bytes:
+                break
+            self._end_of_last += size
+            message = bytes(memoryview(self._held)[:size])
+            del self._held[:size]
+            yield message
+        if len(self._held) > self.max_bytes:
+            reason = f"{len(self._held)} bytes and more in one message, {self.max_bytes} can be passed over"
+            raise StreamBroken(self._head(), FrameTooLarge(reason))
+
+    def _walk(self) -> bool:
+        """Whether another message has arrived entirely."""
+        try:
+            self._walker.skip()
+        except msgpack.OutOfData:
+            return False
+        except (ValueError, msgpack.UnpackException) as error:  # a byte that starts nothing; endless nesting
+            reason = "nested too deeply" if isinstance(error, msgpack.StackError) else "not msgpack"
+            raise StreamBroken(self._head(), MalformedMessage(f"{reason}, and the connection ends here")) from None
+        return True
+
+    def _head(self) -> bytes:
+        return bytes(memoryview(self._held)[:32])
+
 
 _walker = msgspec.msgpack.Decoder(msgspec.Raw)
 _encoder = msgspec.msgpack.Encoder()

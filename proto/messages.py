@@ -1,12 +1,82 @@
-"""What travels about one generation: the request, its tokens and its result."""
+"""What travels: a generation's request, its tokens and its result; and beside generations token ids and text, which
+model is served, and how the service is.
+"""
 
 from typing import Any, Literal
 
 import msgspec
 
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.response_format import ResponseFormat
-from genbatch.proto.tools import Tool, ToolCall, ToolCallDelta, ToolChoice
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The shape of an answer.
+
+    Args:
+        type: "text" is any; "json_object" one JSON object; "json_schema" JSON that validates against `schema`.
+        schema: the JSON Schema, as an object or as its JSON text; only with "json_schema".
+    """
+
+    type: Literal["text", "json_object", "json_schema"]
+    # A schema has no type but JSON's own; `grammar_of` is the only reader.
+    schema: dict[str, Any] | str | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the caller offers.
+
+    Args:
+        name: 1 to 64 letters, digits, "_", "-" and "."; no two tools of a request have the same.
+        description: what it does, for the model.
+        parameters: a JSON Schema of its arguments, an object; None is a function without any.
+        strict: every call of it has arguments that validate.
+    """
+
+    name: str
+    description: str | None = None
+    # A schema has no type but JSON's own.
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The one tool that must be called."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call that the model asks for.
+
+    Args:
+        id: names it in the answer that the caller sends back.
+        name: the tool's name, as the model wrote it.
+        arguments: the arguments as JSON, as the model wrote them: without `strict`, or where the output ended early,
+            they may be invalid.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of a call in a stream; the pieces of one `index` joined are the call.
+
+    Args:
+        index: which call of its choice, from 0.
+        id, name: given in a call's first piece.
+        arguments: the JSON text that follows.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline", "error"]
 
@@ -228,3 +298,137 @@ def _fault(message: str) -> tuple[str | None, str]:
     if where.startswith("`key`"):
         reason += " as a key"
     return path or None, reason[0].lower() + reason[1:]
+
+
+HealthStatus = Literal["ready", "draining", "stuck", "down"]
+
+
+class HelloRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A client's introduction; the first message on a connection whose service asks for a token.
+
+    Args:
+        token: who calls, where that is asked for.
+    """
+
+    token: str | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """A service's introduction.
+
+    Args:
+        methods: what it can be asked.
+        tenant: in whose name the caller's requests are served; None where no token or key is asked for.
+    """
+
+    methods: tuple[str, ...]
+    tenant: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What to make token ids of; exactly one of `prompt` and `messages` is given.
+
+    Args:
+        prompt: text; may be empty.
+        messages: a conversation, rendered by the model's chat template; at least one.
+        tools, chat_template_kwargs: as `generate` takes them; only with `messages`.
+        add_special_tokens: put the start token in front of `prompt`, if the model wants one, as `generate` does;
+            `messages` have those of their template.
+    """
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+
+
+class TokenIds(msgspec.Struct, frozen=True, kw_only=True):
+    """A text's token ids."""
+
+    token_ids: list[int]
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token ids to make text of.
+
+    Args:
+        token_ids: each >= 0 and below the logits' width; may be none.
+    """
+
+    token_ids: list[int]
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of token ids; special tokens stand for no text, parts of a character for U+FFFD."""
+
+    text: str
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that is served.
+
+    Args:
+        id: its name.
+        n_ctx: most positions, prompt and output together, of one request.
+        n_parallel: sequences generated at once.
+        vocab_size: width of the logits; token ids are below it.
+        dtype: of the weights before any quantising, such as "float32".
+        quantize: "none", or how the weights are quantised.
+        runner: what evaluates it.
+        device: where, such as "cpu" or "cuda:0".
+    """
+
+    id: str
+    n_ctx: int
+    n_parallel: int
+    vocab_size: int
+    dtype: str
+    quantize: str
+    runner: str
+    device: str
+
+
+class Models(msgspec.Struct, frozen=True, kw_only=True):
+    """The models that are served."""
+
+    models: tuple[ModelCard, ...]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """How the service is.
+
+    Args:
+        status: "ready"; "draining": no new requests are taken; "stuck": work is pending and no step has ended for
+            too long; "down": the engine does not answer, and the counts are not known.
+        steps: steps since the start.
+        requests_running: sequences that have a slot.
+        requests_waiting: sequences that wait for one.
+        stalled_s: seconds since there was progress or nothing to do.
+    """
+
+    status: HealthStatus
+    steps: int
+    requests_running: int
+    requests_waiting: int
+    stalled_s: float
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Take no new requests and let the accepted ones end.
+
+    Args:
+        timeout_s: seconds after which those still open are cancelled; >= 0.
+    """
+
+    timeout_s: float = 30.0
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True):
+    """Every accepted request has ended.
+
+    Args:
+        num_cancelled: requests that had to be cancelled.
+    """
+
+    num_cancelled: int

@@ -6,16 +6,28 @@
                                                           to the service: cancel, credit, heartbeat
 
 `ServerConnection` and `ClientConnection` are the two ends. Whoever owns a socket hands each received message to
-`receive` and sends the bytes that the other methods return.
+`receive` and sends the bytes that the other methods return. Where each call of a connection is says one table for both
+ends, so that neither can be in a state the other cannot.
 """
 
+import enum
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import msgspec
 
-from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import Token
+from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, decode, encode, read_head
+from genbatch.proto.errors import (
+    ErrorInfo,
+    FrameTooLarge,
+    GenbatchError,
+    InvalidRequest,
+    MalformedMessage,
+    QueueFull,
+    from_wire,
+)
+from genbatch.proto.messages import Token, check_type
 
 REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2
 MAX_MSGID = 2**64 - 1
@@ -42,7 +54,7 @@ PLAIN_STREAM = StreamOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CallReceived:
     """A client called `method`; owed one `result` or `error`. `params` is a map, not yet checked."""
 
     msgid: int
@@ -97,7 +109,7 @@ class TokensReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CallAnswered:
     """A call's final: plain data."""
 
     msgid: int
@@ -105,7 +117,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CallFailed:
     """A call's final: an error. Without a msgid the service could not tell which call it is about."""
 
     msgid: int | None
@@ -119,3 +131,327 @@ def typed(message: object) -> object:
     if message[0] != NOTIFICATION and type(message[1]) not in (int, type(None)):
         return None
     return message
+
+
+class CallPhase(enum.Enum):
+    """A call between its request and its one final; a msgid with no phase is free."""
+
+    WAITING = "waiting"
+    STREAMING = "streaming"  # at least one token went by
+    CANCELLED = "cancelled"  # its caller wants no more of it; the final is still to come
+
+
+class CallEvent(enum.Enum):
+    """What is sent at one end and received at the other."""
+
+    REQUEST = "request"
+    TOKEN = "token"
+    CANCEL = "cancel"
+    FINAL = "final"  # a result or an error
+
+
+_TRANSITIONS: dict[tuple[CallPhase | None, CallEvent], CallPhase | None] = {
+    (None, CallEvent.REQUEST): CallPhase.WAITING,
+    (CallPhase.WAITING, CallEvent.TOKEN): CallPhase.STREAMING,
+    (CallPhase.STREAMING, CallEvent.TOKEN): CallPhase.STREAMING,
+    # Tokens cross a cancellation on their way, and a cancellation crosses the final.
+    (CallPhase.CANCELLED, CallEvent.TOKEN): CallPhase.CANCELLED,
+    (None, CallEvent.CANCEL): None,
+    (CallPhase.WAITING, CallEvent.CANCEL): CallPhase.CANCELLED,
+    (CallPhase.STREAMING, CallEvent.CANCEL): CallPhase.CANCELLED,
+    (CallPhase.CANCELLED, CallEvent.CANCEL): CallPhase.CANCELLED,
+    (CallPhase.WAITING, CallEvent.FINAL): None,
+    (CallPhase.STREAMING, CallEvent.FINAL): None,
+    (CallPhase.CANCELLED, CallEvent.FINAL): None,
+}
+
+
+class IllegalEvent(Exception):
+    """The event cannot happen to a call in its phase; nothing changed."""
+
+    def __init__(self, msgid: int, phase: CallPhase | None, event: CallEvent) -> None:
+        where = "not open" if phase is None else phase.value
+        super().__init__(f"{event.value} for call {msgid}, which is {where}")
+
+
+class CallPhases:
+    """The phases of one connection's open calls, by msgid."""
+
+    __slots__ = ("_phases",)
+
+    def __init__(self) -> None:
+        self._phases: dict[int, CallPhase] = {}
+
+    def __len__(self) -> int:
+        return len(self._phases)
+
+    def __contains__(self, msgid: int) -> bool:
+        return msgid in self._phases
+
+    def open_calls(self) -> list[int]:
+        """The msgids without a final yet, oldest first."""
+        return list(self._phases)
+
+    def move(self, msgid: int, event: CallEvent) -> CallPhase | None:
+        """Lets `event` happen; returns the phase before it.
+
+        Raises:
+            IllegalEvent: it cannot happen now.
+        """
+        before = self._phases.get(msgid)
+        if (before, event) not in _TRANSITIONS:
+            raise IllegalEvent(msgid, before, event)
+        after = _TRANSITIONS[before, event]
+        if after is not None:
+            self._phases[msgid] = after
+        elif before is not None:
+            del self._phases[msgid]
+        return before
+
+
+# How long a peer that is full with its own calls should wait; they are its to finish.
+RETRY_AFTER_MS = 100
+
+ServerEvent = CallReceived | CancelRequest | CreditGranted | Heartbeat | Refused
+
+
+class ServerConnection:
+    """The service's end.
+
+    Args:
+        max_calls: most calls open at once.
+    """
+
+    def __init__(self, max_calls: int) -> None:
+        self.calls = CallPhases()
+        self._max_calls = max_calls
+
+    def receive(self, data: bytes) -> ServerEvent | None:
+        """What a message means; None for notifications that nobody here knows, and for responses. Raises nothing."""
+        try:
+            return self._read(decode(data, REQUEST_LIMITS))
+        except GenbatchError as error:
+            return Refused(error, self.refusal(data, error))
+
+    def token(self, msgid: int, token: Token) -> TokenArray | None:
+        """A call's next token as it travels, for `token_message`; None once the call is cancelled."""
+        if self.calls.move(msgid, CallEvent.TOKEN) is CallPhase.CANCELLED:
+            return None
+        array: TokenArray = [msgid, token.index, token.token_id, token.text]
+        if token.logprob is not None or token.choice:
+            extra: dict[str, object] = {"logprob": token.logprob, "choice": token.choice}
+            array.append(extra | {"top": token.top} if token.top else extra)
+        if token.reasoning or token.tool_calls:
+            taken_apart = {"reasoning": token.reasoning, "tool_calls": token.tool_calls}
+            array[4:] = [dict(*array[4:]) | {name: value for name, value in taken_apart.items() if value}]
+        return array
+
+    def result(self, msgid: int, result: object) -> bytes:
+        """The final of a call that succeeded; the call stays open if `result` is nothing that can be sent.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it is not.
+        """
+        data = encode([RESPONSE, msgid, None, result])
+        self.calls.move(msgid, CallEvent.FINAL)
+        return data
+
+    def error(self, msgid: int, error: GenbatchError) -> bytes:
+        """The final of a call that failed."""
+        self.calls.move(msgid, CallEvent.FINAL)
+        return error_message(msgid, error)
+
+    def heartbeat(self) -> bytes:
+        """Tells the client that its calls are not forgotten."""
+        return encode([NOTIFICATION, "heartbeat", []])
+
+    def refusal(self, data: bytes, error: GenbatchError) -> bytes:
+        """The reply to a message not taken: with its msgid, if it is a request and the msgid names no open call."""
+        match typed(read_head(data)):
+            case [0, int(msgid)] if msgid >= 0 and msgid not in self.calls:
+                return error_message(msgid, error)
+        return error_message(None, error)
+
+    def _read(self, message: object) -> ServerEvent | None:
+        match typed(message):
+            case [0, int(msgid), method, params]:
+                return self._read_request(msgid, _name(method), params)
+            case [2, str() | bytes() as name, list(params)]:
+                return self._read_notification(_name(name), params)
+            case [1, *_]:
+                return None  # an answer to an answer could go on for ever
+        raise MalformedMessage("not [0, msgid, method, [params]] nor [2, name, params]")
+
+    def _read_request(self, msgid: int, method: str, params: object) -> CallReceived:
+        if not 0 <= msgid <= MAX_MSGID:
+            raise MalformedMessage("the msgid is negative")
+        if msgid in self.calls:
+            raise InvalidRequest("msgid", f"{msgid} is in use by a call that has not ended")
+        arguments: dict[Any, Any] = {}
+        options = PLAIN_STREAM
+        match params:
+            case []:
+                pass
+            case [dict(arguments)]:
+                pass
+            case [dict(arguments), dict(announced)]:
+                options = _stream_options(announced)
+            case _:
+                raise MalformedMessage("the parameters are not an array of one map, or of a map and stream options")
+        if len(self.calls) >= self._max_calls:
+            raise QueueFull(f"{self._max_calls} calls of this client are open", retry_after_ms=RETRY_AFTER_MS)
+        self.calls.move(msgid, CallEvent.REQUEST)
+        return CallReceived(msgid, method, arguments, options)
+
+    def _read_notification(self, name: str, params: list[Any]) -> CancelRequest | CreditGranted | Heartbeat | None:
+        if name == "cancel":
+            (msgid,) = check_type(params, tuple[int])
+            before = self.calls.move(msgid, CallEvent.CANCEL)
+            return CancelRequest(msgid) if before not in (None, CallPhase.CANCELLED) else None
+        if name == "credit":
+            msgid, count = check_type(params, tuple[int, int])
+            _check_credit(count, 1)
+            return CreditGranted(msgid, count) if msgid in self.calls else None  # else it crossed the final
+        if name == "heartbeat":
+            (lease_s,) = check_type(params, tuple[float]) if params else (None,)
+            if lease_s is not None and not lease_s > 0:
+                raise InvalidRequest("heartbeat", "the lease is not more than 0 seconds")
+            return Heartbeat(lease_s)
+        return None
+
+
+def token_message(token: TokenArray) -> bytes:
+    """The notification of one token."""
+    return encode([NOTIFICATION, "token", token])
+
+
+def tokens_message(tokens: list[TokenArray]) -> bytes:
+    """The notification of several tokens, of one call or of several, in order."""
+    return encode([NOTIFICATION, "tokens", tokens])
+
+
+def error_message(msgid: int | None, error: GenbatchError) -> bytes:
+    """A response that is an error; without a msgid it is about no call in particular."""
+    return encode([RESPONSE, msgid, error.to_wire(), None])
+
+
+def _name(name: object) -> str:
+    """A method's or a notification's name; older libraries send it as binary data."""
+    if isinstance(name, bytes):
+        return name.decode(errors="replace")
+    if not isinstance(name, str):
+        raise MalformedMessage("the method is not a string")
+    return name
+
+
+def _stream_options(announced: dict[Any, Any]) -> StreamOptions:
+    options: StreamOptions = check_type(announced, StreamOptions)
+    if options.credit is not None:
+        _check_credit(options.credit, 0)
+    return options
+
+
+def _check_credit(count: int, least: int) -> None:
+    if not least <= count <= MAX_CREDIT:
+        raise InvalidRequest("credit", f"must be at least {least} and at most {MAX_CREDIT}, not {count}")
+
+
+ClientEvent = TokenReceived | TokensReceived | CallAnswered | CallFailed | Heartbeat
+
+
+class ClientConnection:
+    """The client's end."""
+
+    def __init__(self) -> None:
+        self.calls = CallPhases()
+        self._msgids = count(1)
+        self._next_index: dict[tuple[int, int], int] = {}  # by msgid and choice
+
+    def request(self, method: str, params: object, options: StreamOptions = PLAIN_STREAM) -> tuple[int, bytes]:
+        """Opens a call: its msgid and the message to send.
+
+        Args:
+            options: of a stream; others have none.
+
+        Raises:
+            FrameTooLarge: the service would not take it; nothing was opened.
+        """
+        msgid = next(self._msgids)
+        arguments = [params] if options == PLAIN_STREAM else [params, options]
+        data = encode([REQUEST, msgid, method, arguments])
+        if len(data) > REQUEST_LIMITS.max_bytes:
+            raise FrameTooLarge(f"the request has {len(data)} bytes, {REQUEST_LIMITS.max_bytes} are taken")
+        self.calls.move(msgid, CallEvent.REQUEST)
+        return msgid, data
+
+    def cancel(self, msgid: int) -> bytes | None:
+        """Gives a call up: nothing more is reported of it. None where nothing needs to be sent."""
+        before = self.calls.move(msgid, CallEvent.CANCEL)
+        if before in (None, CallPhase.CANCELLED):
+            return None
+        return encode([NOTIFICATION, "cancel", [msgid]])
+
+    def credit(self, msgid: int, count: int) -> bytes:
+        """Lets the service send `count` more tokens of a call that announced credit."""
+        return encode([NOTIFICATION, "credit", [msgid, count]])
+
+    def heartbeat(self, lease_s: float) -> bytes:
+        """Tells the service to keep the open calls for another `lease_s` seconds."""
+        return encode([NOTIFICATION, "heartbeat", [lease_s]])
+
+    def receive(self, data: bytes) -> ClientEvent | None:
+        """What a message means; None for what belongs to a cancelled call and for unknown notifications.
+
+        Raises:
+            FrameTooLarge, MalformedMessage: the service broke the protocol.
+        """
+        try:
+            return self._read(decode(data, RESPONSE_LIMITS))
+        except IllegalEvent as error:
+            raise MalformedMessage(str(error)) from None
+        except InvalidRequest as error:  # a type that does not fit
+            raise MalformedMessage(str(error)) from None
+
+    def _read(self, message: object) -> ClientEvent | None:
+        match typed(message):
+            case [2, "token", list(token)]:
+                return self._read_token(token)
+            case [2, "tokens", list(tokens)]:
+                received = [self._read_token(token) for token in tokens]
+                return TokensReceived([token for token in received if token is not None])
+            case [2, "heartbeat", list()]:
+                return Heartbeat()
+            case [2, str(), list()]:
+                return None
+            case [1, None, error, None]:
+                return CallFailed(None, from_wire(check_type(error, ErrorInfo)))
+            case [1, int(msgid), error, result]:
+                return self._read_final(msgid, error, result)
+        raise MalformedMessage("neither a response nor a notification")
+
+    def _read_token(self, array: object) -> TokenReceived | None:
+        match array:
+            case [int(msgid), int(index), int(token_id), str(text)]:
+                extra: dict[Any, Any] = {}
+            case [int(msgid), int(index), int(token_id), str(text), dict(extra)]:
+                pass
+            case _:
+                raise MalformedMessage("a token is not [msgid, index, token_id, text] and perhaps a map")
+        token = check_type(extra | {"text": text, "token_id": token_id, "index": index}, Token)
+        if self.calls.move(msgid, CallEvent.TOKEN) is CallPhase.CANCELLED:
+            return None
+        key = (msgid, token.choice)
+        expected = self._next_index.get(key, 0)
+        if index != expected:
+            raise MalformedMessage(f"token {index} of call {msgid} came where {expected} should")
+        self._next_index[key] = index + 1
+        return TokenReceived(msgid, token)
+
+    def _read_final(self, msgid: int, error: object, result: object) -> CallAnswered | CallFailed | None:
+        info = None if error is None else check_type(error, ErrorInfo)
+        before = self.calls.move(msgid, CallEvent.FINAL)
+        for key in [key for key in self._next_index if key[0] == msgid]:
+            del self._next_index[key]
+        if before is CallPhase.CANCELLED:
+            return None
+        return CallAnswered(msgid, result) if info is None else CallFailed(msgid, from_wire(info))

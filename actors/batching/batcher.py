@@ -67,7 +67,7 @@ from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.proto.errors import PromptTooLong, Unavailable
-from genbatch.proto.service_messages import Health, Models
+from genbatch.proto.messages import Health, Models
 
 # Seconds by which a timer is set behind a deadline: it would be set again if it came the last bit of a float too soon.
 LATE_S = 1e-6

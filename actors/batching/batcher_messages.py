@@ -4,8 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from genbatch.proto.messages import GenerateRequest, Token
-from genbatch.proto.service_messages import DetokenizeRequest, TokenizeRequest
+from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Token, TokenizeRequest
 
 if TYPE_CHECKING:  # imports torch, which a gateway process does without
     from genbatch.actors.batching.keep import Keep

@@ -6,7 +6,7 @@ from typing import Any
 
 from genbatch.actors.runtime.actor import From, reply
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.service_messages import Drained
+from genbatch.proto.messages import Drained
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,15 @@ from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.tokenizer import ChatTemplateError
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader, forced_format, tool_grammar
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
-from genbatch.proto.grammar import Grammar, grammar_of, holds_to_tools
-from genbatch.proto.messages import GenerateRequest, Message
-from genbatch.proto.service_messages import DetokenizeRequest, TokenizeRequest
-from genbatch.proto.tools import NamedTool, Tool
-from genbatch.proto.validation import validate_detokenize, validate_request, validate_tokenize
+from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, NamedTool, TokenizeRequest, Tool
+from genbatch.proto.validation import (
+    Grammar,
+    grammar_of,
+    holds_to_tools,
+    validate_detokenize,
+    validate_request,
+    validate_tokenize,
+)
 
 MAX_SEED = 2**64
 # What changes or adds to the draws, which a beam search does not make.

@@ -1,7 +1,7 @@
 """What `GetModels` is answered with."""
 
 from genbatch.nif.context import Context
-from genbatch.proto.service_messages import ModelCard
+from genbatch.proto.messages import ModelCard
 
 
 def model_card(ctx: Context, n_parallel: int) -> ModelCard:

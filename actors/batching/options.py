@@ -9,7 +9,7 @@ from genbatch.actors.scheduling.capacity import DEFAULT_MAX_PAUSES, PauseOrder, 
 from genbatch.actors.scheduling.scheduler import RequestScheduler
 from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS, SchedulerOptions
 from genbatch.nif.errors import OptionError
-from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import RequestLimits
 
 # Sequences that may wait for each slot, and in all when the program that runs the Batcher sends them.
 QUEUE_PER_SLOT = 4

@@ -9,8 +9,7 @@ from genbatch.nif.sampling.sampler import Sampled
 from genbatch.nif.text.detokenizer import Detokenizer
 from genbatch.nif.text.stop_text import StopMatcher
 from genbatch.nif.text.tools import AnswerReader, Parts
-from genbatch.proto.messages import Choice, FinishReason, TokenLogprob
-from genbatch.proto.tools import ToolCall, ToolCallDelta
+from genbatch.proto.messages import Choice, FinishReason, TokenLogprob, ToolCall, ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from genbatch.actors.batching.tenant_shares import TenantShare
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.nif.sampling.constraint import Constraint
 from genbatch.nif.sampling.sampler import Sampled
-from genbatch.proto.grammar import Grammar
 from genbatch.proto.messages import Choice, FinishReason, GenerateRequest, Result, Token, TokenLogprob, Usage
+from genbatch.proto.validation import Grammar
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 """StallWatch: tells a Batcher that is stuck from one that is idle or busy."""
 
-from genbatch.proto.service_messages import Health, HealthStatus
+from genbatch.proto.messages import Health, HealthStatus
 
 
 class StallWatch:

@@ -10,7 +10,7 @@ from genbatch.actors.batching.intake import Intake
 from genbatch.actors.runtime.actor import From, reply, reply_error
 from genbatch.actors.runtime.worker import Worker
 from genbatch.proto.errors import EngineError, GenbatchError
-from genbatch.proto.service_messages import Text, TokenIds
+from genbatch.proto.messages import Text, TokenIds
 
 # What takes longer than some milliseconds would hold up every other caller.
 INLINE_TOKEN_IDS = 2048

@@ -30,7 +30,7 @@ from genbatch.actors.runtime.errors import ActorError
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.errors import AddressError, InsecureBind, KeyFileError
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.proto.service_messages import Models
+from genbatch.proto.messages import Models
 
 T = TypeVar("T")
 

@@ -17,9 +17,7 @@ import trio
 
 from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetStats, Tokenize
 from genbatch.proto.errors import ErrorInfo
-from genbatch.proto.messages import GenerateRequest, Result
-from genbatch.proto.service_messages import Drained, Health, Text, TokenIds
-from genbatch.proto.tools import ToolCallDelta
+from genbatch.proto.messages import Drained, GenerateRequest, Health, Result, Text, TokenIds, ToolCallDelta
 
 
 class LinkError(Exception):

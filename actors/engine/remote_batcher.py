@@ -64,7 +64,7 @@ from genbatch.proto.errors import (
     Unavailable,
     from_wire,
 )
-from genbatch.proto.service_messages import Health, HealthStatus, Models
+from genbatch.proto.messages import Health, HealthStatus, Models
 from genbatch.proto.validation import validate_request
 
 logger = logging.getLogger(__name__)

@@ -46,19 +46,20 @@ from genbatch.proto.errors import (
     QueueFull,
     Unavailable,
 )
-from genbatch.proto.messages import GenerateRequest, Result, Token
-from genbatch.proto.request_limits import RequestLimits
-from genbatch.proto.service_messages import (
+from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    GenerateRequest,
     Health,
     ModelCard,
     Models,
+    Result,
     Text,
+    Token,
     TokenIds,
     TokenizeRequest,
 )
-from genbatch.proto.validation import validate_request
+from genbatch.proto.validation import RequestLimits, validate_request
 
 # What a refused caller is told while no replica is there: about a small model's load time.
 RETRY_MS = 2000

@@ -35,14 +35,16 @@ from genbatch.proto.errors import (
     Unavailable,
     UnknownMethod,
 )
-from genbatch.proto.messages import GenerateRequest, Token, check_type
-from genbatch.proto.service_messages import (
+from genbatch.proto.messages import (
     DetokenizeRequest,
     DrainRequest,
+    GenerateRequest,
     Health,
     Hello,
     HelloRequest,
+    Token,
     TokenizeRequest,
+    check_type,
 )
 from genbatch.proto.validation import validate_drain
 

@@ -23,17 +23,11 @@ from genbatch.actors.gateways.connection_limit import ConnectionLimit, Seat, max
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
-from genbatch.actors.security.security import Security
+from genbatch.actors.security.security import Authenticate, Security
+from genbatch.proto.codec import MAX_FEED_BYTES, MAX_TRANSPORT_BYTES, MessageSplitter, StreamBroken
 from genbatch.proto.errors import Cancelled, GenbatchError, Unauthenticated, Unavailable
-from genbatch.proto.framing import MAX_FEED_BYTES, MessageSplitter, StreamBroken
-from genbatch.proto.limits import MAX_TRANSPORT_BYTES
-from genbatch.proto.messages import check_type
-from genbatch.proto.rpc import Request
-from genbatch.proto.rpc_server import ServerConnection, error_message
-from genbatch.proto.service_messages import HelloRequest
-
-# In whose name the owner of a token calls; None for a token that nobody has.
-Authenticate = Callable[[str], str | None]
+from genbatch.proto.messages import HelloRequest, check_type
+from genbatch.proto.rpc import CallReceived, ServerConnection, error_message
 
 # Nobody who has not said who they are may make the service hold more.
 MAX_HELLO_BYTES = 4096
@@ -42,7 +36,7 @@ MAX_HELLO_BYTES = 4096
 def read_hello(message: bytes) -> tuple[int | None, str | None]:
     """The msgid and the token of a `hello` request; None for what it has not, or if it is something else."""
     request = ServerConnection(max_calls=1).receive(message)
-    if not isinstance(request, Request):
+    if not isinstance(request, CallReceived):
         return None, None
     if request.method != "hello":
         return request.msgid, None

@@ -20,15 +20,17 @@ from genbatch.proto.messages import Token
 from genbatch.proto.rpc import (
     MAX_CREDIT,
     PLAIN_STREAM,
+    CallReceived,
     CancelRequest,
     CreditGranted,
     Heartbeat,
     Refused,
-    Request,
+    ServerConnection,
     StreamOptions,
     TokenArray,
+    token_message,
+    tokens_message,
 )
-from genbatch.proto.rpc_server import ServerConnection, token_message, tokens_message
 
 # Tokens and other messages that may wait for a client that does not read, beyond what its socket holds for it.
 MAX_WAITING = 1024
@@ -240,7 +242,7 @@ class RPCSession:
             may_stream: whether the client can receive more than one message for a request.
         """
         match self._connection.receive(data):
-            case Request() as request:
+            case CallReceived() as request:
                 self._start(request, may_stream)
             case CancelRequest(msgid):
                 self._calls[msgid].cancel(Cancelled("cancelled by the client"))
@@ -276,7 +278,7 @@ class RPCSession:
         for call in self._calls.values():
             call.check_stalled(now)
 
-    def _start(self, request: Request, may_stream: bool) -> None:
+    def _start(self, request: CallReceived, may_stream: bool) -> None:
         streams = self._dispatcher.streams(request.method)
         error: GenbatchError | None = None
         if self._host.closing is not None:
@@ -292,7 +294,7 @@ class RPCSession:
         self._calls[request.msgid] = OpenCall(request.options, self._outbox)
         self._host.nursery.start_soon(self._serve, request, name=f"{request.method} of {self.client}")
 
-    async def _serve(self, request: Request) -> None:
+    async def _serve(self, request: CallReceived) -> None:
         """Runs a call and sends its one final."""
         call = self._calls[request.msgid]
 
@@ -310,7 +312,7 @@ class RPCSession:
         del self._calls[request.msgid]
         self._post(final)
 
-    async def _run(self, request: Request, on_token: Callable[[Token], None], call: OpenCall) -> bytes:
+    async def _run(self, request: CallReceived, on_token: Callable[[Token], None], call: OpenCall) -> bytes:
         try:
             result = await self._dispatcher.call(
                 request.method,

@@ -25,8 +25,8 @@ from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
 from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket
 from genbatch.actors.security.errors import AddressError
 from genbatch.actors.security.security import Security
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from genbatch.proto.errors import Cancelled, Unauthenticated, Unavailable
-from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 
 
 class ZeroMQPeer:

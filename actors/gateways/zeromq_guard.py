@@ -28,7 +28,7 @@ from zmq.utils import z85
 from genbatch.actors.gateways.connection_limit import max_connections
 from genbatch.actors.runtime.zeromq_socket import Parts, ZeroMQSocket, monitored, pumped
 from genbatch.actors.security.curve_keys import ServerKeys
-from genbatch.proto.limits import MAX_TRANSPORT_BYTES
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 
 logger = logging.getLogger(__name__)
 

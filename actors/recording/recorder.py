@@ -20,13 +20,45 @@ from genbatch.actors.batching.stepper import StepMessage, Stepped
 from genbatch.actors.batching.swap import SwapFault
 from genbatch.actors.recording import records
 from genbatch.actors.recording.flight import UNRECORDED, Flight
-from genbatch.actors.recording.record_file import RecordWriter
-from genbatch.actors.recording.records import FORMAT, RAISED, Draw, Header, RecordedContext, RecordedOptions, Tick
-from genbatch.actors.recording.tick_of import tick_of
+from genbatch.actors.recording.records import (
+    FORMAT,
+    RAISED,
+    Draw,
+    Header,
+    Part,
+    RecordedContext,
+    RecordedOptions,
+    RecordWriter,
+    TickRecord,
+)
+from genbatch.actors.scheduling.llm_request import LlmRequest
 from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.sampling.sampler import SampleFault
+
+
+def tick_of(plan: SchedulerOutput, groups: ListOf[ListOf[Planned]], sitting_out: list[int]) -> TickRecord:
+    """The plan by the numbers of its requests, which are the same in every replay."""
+    return TickRecord(
+        groups=[
+            [
+                Part(*_name(planned.owner), planned.entry.seq_id, planned.entry.n_past, len(planned.entry.tokens))
+                for planned in group
+            ]
+            for group in groups
+        ],
+        paused=[_name(owner) for owner in plan.paused_requests],
+        refused=[_name(owner) for owner in plan.never_fitting],
+        sitting_out=sitting_out,
+    )
+
+
+def _name(owner: LlmRequest) -> tuple[int, int]:
+    if isinstance(owner, Sequence):
+        return owner.request.number, owner.choice
+    return 0, owner.request_id
+
 
 log = logging.getLogger("genbatch")
 
@@ -102,10 +134,10 @@ class FlightRecorder(Flight):
     def encoded(self, request: Request, prompt: "outcome.Outcome[Prompt]") -> None:
         if not isinstance(prompt, outcome.Value):
             refusal = str(prompt.error) if isinstance(prompt, outcome.Error) else ""
-            self._write(records.Encoded(time=self._now, request=request.number, refusal=refusal))
+            self._write(records.EncodedRecord(time=self._now, request=request.number, refusal=refusal))
             return
         tokens, prefix = prompt.value.tokens, prompt.value.first_message
-        self._write(records.Encoded(time=self._now, request=request.number, tokens=tokens, prefix=prefix))
+        self._write(records.EncodedRecord(time=self._now, request=request.number, tokens=tokens, prefix=prefix))
 
     def left(self, request: Request) -> None:
         self._write(records.Left(time=self._now, request=request.number))
@@ -114,16 +146,18 @@ class FlightRecorder(Flight):
         assert isinstance(message, Stepped), "nothing runs ahead while it is recorded"
         if isinstance(message.result, outcome.Error):
             error = message.result.error
-            self._write(records.Stepped(time=self._now, fault=_kind(error), reason=str(error)))
+            self._write(records.SteppedRecord(time=self._now, fault=_kind(error), reason=str(error)))
         elif isinstance(message.result, outcome.Value):
             pairs = zip(message.batch, message.result.value, strict=True)
-            self._write(records.Stepped(time=self._now, draws=[_draw(planned, given) for planned, given in pairs]))
+            self._write(
+                records.SteppedRecord(time=self._now, draws=[_draw(planned, given) for planned, given in pairs])
+            )
 
     def draining(self, timeout_s: float) -> None:
-        self._write(records.Draining(time=self._now, timeout_s=timeout_s))
+        self._write(records.DrainingRecord(time=self._now, timeout_s=timeout_s))
 
     def drain_over(self) -> None:
-        self._write(records.DrainOver(time=self._now))
+        self._write(records.DrainOverRecord(time=self._now))
 
     def prompted(self) -> None:
         self._write(records.Prompted(time=self._now))
@@ -144,7 +178,7 @@ class FlightRecorder(Flight):
             except OSError as error:
                 log.warning("the flight record is not complete: %s", error)
 
-    def _write(self, record: "records.Message | Header | Tick", *, flush: bool = False) -> None:
+    def _write(self, record: "records.MessageRecord | Header | TickRecord", *, flush: bool = False) -> None:
         if self._writer is None:
             return
         try:

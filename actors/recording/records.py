@@ -1,10 +1,16 @@
 """What a flight record is made of: a Header, then for each message one record, followed by the ticks it caused.
 
-Times are seconds on the event loop's clock. A request's number counts the accepted ones from 1.
+Times are seconds on the event loop's clock. A request's number counts the accepted ones from 1. In the file stand a
+first line, then frames of length, CRC-32 and a record in msgpack.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
 
@@ -82,7 +88,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
     scores_prompt: bool
 
 
-class Encoded(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
+class EncodedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
     """A prompt was tokenized, or refused by the tokenizer; `prefix` is what its first message makes."""
 
     time: float
@@ -113,7 +119,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     logprob: float | None = None
 
 
-class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
+class SteppedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
     """A forward has ended: with a draw or none for each entry, or with a fault of a kind of `faults`."""
 
     time: float
@@ -122,14 +128,14 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
     reason: str = ""
 
 
-class Draining(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
+class DrainingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
     """New requests are refused from here on."""
 
     time: float
     timeout_s: float
 
 
-class DrainOver(msgspec.Struct, frozen=True, kw_only=True, tag="drain_over"):
+class DrainOverRecord(msgspec.Struct, frozen=True, kw_only=True, tag="drain_over"):
     """What was open was cancelled."""
 
     time: float
@@ -151,7 +157,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
-class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
+class TickRecord(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """A plan: its forwards, who was paused, who was refused for good as (request, choice), who was left out (ids)."""
 
     groups: list[list[Part]]
@@ -167,6 +173,104 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     reason: str
 
 
-Message: TypeAlias = Arrived | Encoded | Left | Stepped | Draining | DrainOver | Prompted | Ended
-Record: TypeAlias = Header | Message | Tick
+MessageRecord: TypeAlias = (
+    Arrived | EncodedRecord | Left | SteppedRecord | DrainingRecord | DrainOverRecord | Prompted | Ended
+)
+Record: TypeAlias = Header | MessageRecord | TickRecord
 RAISED = "raised"
+
+
+MAGIC = b"genbatch flight record\n"
+_FRAME = struct.Struct("<II")
+MAX_RECORD = 2**28
+
+
+class RecordError(Exception):
+    """A file is no flight record, or cannot be played."""
+
+
+class RecordWriter:
+    """Appends records to a new file that its owner alone may read; never to one that is there.
+
+    Args:
+        path: taken as it is, or with ".1", ".2", … where such a file is there already.
+        max_bytes: after which nothing is written.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self.path, self._file = _create(path)
+        self._left = max_bytes - self._file.write(MAGIC)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def write(self, record: Record) -> bool:
+        """Buffers one record; returns whether there was room for it."""
+        data = self._encoder.encode(record)
+        self._left -= _FRAME.size + len(data)
+        if self._left < 0:
+            return False
+        self._file.write(_FRAME.pack(len(data), zlib.crc32(data)) + data)
+        return True
+
+    def flush(self) -> None:
+        """Hands the buffer to the system, so that it outlives the process."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        self._file.close()
+
+
+def _create(path: str) -> tuple[str, BinaryIO]:
+    for number in count():
+        name = f"{path}.{number}" if number else path
+        try:
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        return name, os.fdopen(descriptor, "wb", buffering=2**16)
+    raise AssertionError
+
+
+class RecordReader:
+    """The records of a file, up to its end or its first damage; `fault` then says where and what.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        RecordError: it is no flight record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.fault: str | None = None
+        try:
+            self._data = path.read_bytes()
+        except OSError as error:
+            raise RecordError(f"{path} cannot be read: {error.strerror}") from error
+        if not self._data.startswith(MAGIC):
+            raise RecordError(f"{path} is no flight record")
+
+    def __iter__(self) -> Iterator[Record]:
+        data, at = memoryview(self._data), len(MAGIC)
+        decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+        for number in count(1):
+            if at == len(data):
+                return
+            begin = at + _FRAME.size
+            length, check = _FRAME.unpack_from(data, at) if begin <= len(data) else (0, 0)
+            if begin > len(data) or (begin + length > len(data) and length <= MAX_RECORD):
+                self.fault = f"the file ends inside record {number}, at byte {at} (its writer was killed)"
+                return
+            payload = data[begin : begin + length]
+            if length > MAX_RECORD or zlib.crc32(payload) != check:
+                self.fault = f"record {number}, at byte {at}, is damaged; nothing after it is read"
+                return
+            try:
+                yield decoder.decode(payload)
+            except msgspec.DecodeError as error:
+                self.fault = f"record {number}, at byte {at}, is of another version of genbatch: {error}"
+                return
+            at = begin + length

@@ -4,46 +4,367 @@
     report.difference                       # None if all ticks are the same
 
 The scheduler, the KV cache, the slots and all that decides are real. Time is simulated; what came from outside, the
-draws of the model included, is the record's.
+draws of the model included, is the record's:
+
+    PlanCheck        in the place of the recorder: time and masks are the record's, and each tick is compared with it
+    ReplayedThread   in the place of the Worker: runs on the event loop what the record says, when it says so
+    ReplayedContext  a context without a model: the real KV cache, over blocks that hold nothing
+    ReplayedBatcher  the real Batcher, but for text, time, admission, and what the model draws
+
+`timeline` makes lines for a person of a record.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as ListOf
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import outcome
 import torch
 import trio
+from tokenizers import Tokenizer, models
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batching.arrivals import Encoded
-from genbatch.actors.batching.batcher import Flush
-from genbatch.actors.batching.batcher_messages import Drain
+from genbatch.actors.batching.arrivals import Arrivals, Encoded
+from genbatch.actors.batching.batcher import Batcher, Flush
+from genbatch.actors.batching.batcher_messages import Drain, Generate
 from genbatch.actors.batching.draining import DrainOver
+from genbatch.actors.batching.intake import Intake, Prompt
+from genbatch.actors.batching.keep import Keep
+from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batching.output import Output
+from genbatch.actors.batching.request import Request
+from genbatch.actors.batching.sequence import Sequence
 from genbatch.actors.batching.step import Evaluated, Planned
 from genbatch.actors.batching.step_faults import EngineFault
 from genbatch.actors.batching.swap import SwapFault, run_copies
 from genbatch.actors.recording import records
-from genbatch.actors.recording.plan_check import PlanCheck
-from genbatch.actors.recording.record_file import RecordError, RecordReader
-from genbatch.actors.recording.records import FORMAT, Draw, Header, Message, Record, Tick
-from genbatch.actors.recording.replayed_batcher import (
-    RecordedDraw,
-    ReplayedBatcher,
-    ReplayedOutput,
-    encoded,
-    generate_message,
+from genbatch.actors.recording.flight import Flight
+from genbatch.actors.recording.recorder import tick_of
+from genbatch.actors.recording.records import (
+    FORMAT,
+    RAISED,
+    Arrived,
+    Draw,
+    EncodedRecord,
+    Header,
+    MessageRecord,
+    Part,
+    Record,
+    RecordError,
+    RecordReader,
+    TickRecord,
 )
-from genbatch.actors.recording.replayed_context import ReplayedContext
-from genbatch.actors.recording.replayed_thread import ReplayedThread
-from genbatch.actors.runtime.actor import ActorRef, start
+from genbatch.actors.runtime.actor import ActorRef, Timer, start
 from genbatch.actors.runtime.errors import ActorDown
+from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
+from genbatch.nif.batch import Entry, RaggedBatch
+from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.sampling.sampler import SampleFault
+from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.models.model import Model
+from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
+from genbatch.proto.messages import FinishReason, GenerateRequest, Token
+
+
+class PlanCheck(Flight):
+    """Ends with the first difference: what follows it would be compared with what never happened.
+
+    Args:
+        began_at: the time of the record's header.
+    """
+
+    def __init__(self, began_at: float) -> None:
+        self.num_ticks = 0  # compared and found the same
+        self.difference: tuple[TickRecord | None, TickRecord | None] | None = None  # recorded, planned
+        self._now = began_at
+        self._ticks: deque[TickRecord] = deque()
+        self._may_lack_ticks = False
+
+    def expect(self, time: float, ticks: list[TickRecord], *, is_last: bool) -> None:
+        """What is recorded of the next message: its time, and its ticks; the last message's may be cut off."""
+        self._now = time
+        self._ticks.extend(ticks)
+        self._may_lack_ticks = is_last
+
+    def settle(self) -> None:
+        """The message has been handled: all its ticks must have come."""
+        if self._ticks and self.difference is None:
+            self.difference = self._ticks[0], None
+
+    def now(self) -> float:
+        return self._now
+
+    def sitting_out(self, ids: frozenset[int]) -> frozenset[int]:
+        return frozenset(self._ticks[0].sitting_out) if self._ticks else ids
+
+    def ticked(self, plan: SchedulerOutput, groups: ListOf[ListOf[Planned]]) -> None:
+        if self.difference is not None:
+            return
+        recorded = self._ticks.popleft() if self._ticks else None
+        planned = tick_of(plan, groups, recorded.sitting_out if recorded else [])
+        if recorded == planned:
+            self.num_ticks += 1
+        elif recorded is not None or not self._may_lack_ticks:
+            self.difference = recorded, planned
+
+
+class ReplayedThread:
+    """Steps wait until their end is played; everything else is done at once."""
+
+    def __init__(self) -> None:
+        self._step: tuple[tuple[Any, ...], Callable[[outcome.Outcome[Any]], object]] | None = None
+
+    async def run(self, job: Callable[..., Any], *args: object) -> Any:
+        await trio.lowlevel.checkpoint()
+        return job(*args)
+
+    def submit(self, job: Callable[..., Any], *args: object, on_done: Callable[[Any], object]) -> None:
+        """Takes a step; its forward is not the one to be run."""
+        self._step = args, on_done
+
+    def end_step(self, evaluate: Callable[..., Any]) -> None:
+        """Ends the step under way with what `evaluate` gives for its arguments; nothing if there is none."""
+        if self._step is None:
+            return  # a replay that differs: its ticks will tell
+        (args, on_done), self._step = self._step, None
+        on_done(outcome.capture(evaluate, *args))
+
+    async def close(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+class ReplayedContext(Context):
+    """Has the recorded shape; a forward only books its blocks, and fails as `fault` says."""
+
+    def __init__(self, header: Header) -> None:
+        shape = header.context
+        self._runner = HollowRunner(header)
+        super().__init__(
+            # The few fields of it that are read without a forward.
+            cast(Model, HollowModel(header)),
+            self._runner,
+            num_blocks=shape.num_blocks,
+            n_parallel=shape.num_sequences,
+            block_size=shape.block_size,
+            n_batch=shape.n_batch,
+            max_per_sequence=shape.max_per_sequence,
+            allow_block_sharing=shape.allow_block_sharing,
+        )
+        self.n_ctx = shape.n_ctx
+
+    def replay(self, entries: ListOf[Entry], fault: BaseException | None) -> None:
+        """One forward over the entries.
+
+        Raises:
+            BaseException: the fault; as in any forward that fails, nothing was changed.
+            OutOfBlocks: the pool cannot hold the new positions.
+        """
+        self._runner.fault = fault
+        try:
+            self._evaluate(entries, lambda *_: None, with_logits=False)
+        finally:
+            self._runner.fault = None
+
+
+class HollowRunner:
+    """Has the methods of a Runner and no KV."""
+
+    name = "replay"
+    quantize = "none"
+    device = torch.device("cpu")
+
+    def __init__(self, header: Header) -> None:
+        self.vocab_size = header.context.vocab_size
+        self.groups = tuple(LayerGroup((index,), window) for index, window in enumerate(header.context.windows))
+        self.fault: BaseException | None = None
+        self._bytes_per_block = header.context.bytes_per_block
+
+    def bytes_per_block(self, group: int, block_size: int) -> int:
+        return self._bytes_per_block[group]
+
+    def allocate(self, num_blocks: ListOf[int], block_size: int) -> None:
+        pass
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        if self.fault is not None:
+            raise self.fault
+        return torch.zeros(1, 1).expand(len(batch.logit_rows), 1)
+
+    def copy_blocks(self, group: int, pairs: ListOf[tuple[int, int]]) -> None:
+        pass
+
+    def read_blocks(self, group: int, blocks: ListOf[int]) -> torch.Tensor:
+        return torch.zeros(1, 1, dtype=torch.uint8).expand(len(blocks), self._bytes_per_block[group])
+
+    def write_blocks(self, group: int, blocks: ListOf[int], content: torch.Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class HollowModel:
+    """What a Batcher reads of a Model between two forwards."""
+
+    def __init__(self, header: Header) -> None:
+        self.name = header.model
+        self.device = HollowRunner.device
+        self.vocab_size = header.context.vocab_size
+        self.eos_token_ids = frozenset(header.context.eos_token_ids)
+        self.max_position = header.context.max_position
+        self.tokenizer = HollowTokenizer()
+
+
+class HollowTokenizer:
+    """No text goes in or out."""
+
+    def __init__(self) -> None:
+        self.backend = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+
+
+class RecordedDraw(Sampled):
+    """A token, and what came of it."""
+
+    __slots__ = ("end",)
+
+    def __init__(self, token_id: int, end: str, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
+        super().__init__(token_id, logprob, top)
+        object.__setattr__(self, "end", end)
+
+
+class ReplayedArrivals(Arrivals):
+    """Lets in what was let in."""
+
+    def _admit(self, message: Generate) -> float | None:
+        """After a look at how long requests took."""
+        return message.request.deadline_s
+
+    def _encode(self, request: Request) -> None:
+        """Its tokens come later."""
+        self._num_away += request.wanted.n
+
+
+class ReplayedBatcher(Batcher):
+    """Feed it messages one at a time.
+
+    Args:
+        header: of the record.
+        options: those of the record, or others to see what they would have changed.
+        check: compares.
+        open_worker: what stands for its threads.
+    """
+
+    arrivals_type = ReplayedArrivals
+
+    def __init__(
+        self, header: Header, options: BatcherOptions, check: PlanCheck, open_worker: Callable[[str], Any]
+    ) -> None:
+        super().__init__(lambda: ReplayedContext(header), options, open_worker=open_worker)
+        self._runs_ahead = False
+        self._header = header
+        self._check = check
+
+    def send_after(self, delay_s: float, message: object) -> Timer:
+        """What timers sent is in the record, at the time and in the place where it was handled."""
+        return Timer(self._mailbox, message, trio.current_time() + delay_s)
+
+    def find(self, number: int) -> Request | None:
+        """An open request."""
+        return next((request for request in self.requests if request.number == number), None)
+
+    def _open_intake(self) -> Intake:
+        return ReplayedIntake(self._header, self.ctx, self.options)
+
+    def _open_flight(self) -> PlanCheck:
+        return self._check
+
+
+class ReplayedIntake(Intake):
+    """Knows the recorded tokens instead of a tokenizer."""
+
+    def __init__(self, header: Header, context: Context, options: BatcherOptions) -> None:
+        super().__init__(context.model, options, context.max_positions)
+        self._system_prompts = header.system_prompts
+
+    def check(self, wanted: GenerateRequest) -> None:
+        """It was found to be fine."""
+
+    def system_prompt(self, content: str) -> list[int]:
+        """By its place in the options."""
+        return self._system_prompts[int(content)]
+
+    def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
+        made = super().sequences(request, max_tokens)
+        for sequence in made:
+            sequence.output = ReplayedOutput(sequence.output)
+        return made
+
+
+class ReplayedOutput(Output):
+    """Has no text, and ends when the recorded one did."""
+
+    __slots__ = ("raises",)
+
+    def __init__(self, real: Output) -> None:
+        tokenizer, prompt_tokens, stop = real._arguments
+        super().__init__(tokenizer, prompt_tokens, stop=stop, stop_ids=(), max_tokens=0)
+        self.raises = False
+
+    def blank(self) -> "ReplayedOutput":
+        return ReplayedOutput(self)
+
+    def push(self, drawn: Sampled) -> str:
+        self.token_ids.append(drawn.token_id)
+        end = getattr(drawn, "end", "")  # a beam's tokens come together, when it has ended
+        self.raises = end == RAISED
+        self.finish_reason = cast(FinishReason, end) if end and not self.raises else None
+        return ""
+
+
+def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generate:
+    """The call that was recorded, without what concerns text and draws.
+
+    Args:
+        arrived: the record.
+        raises: tells of a choice whether the caller's function raised at its last token.
+    """
+
+    def on_token(token: Token) -> None:
+        if raises(token.choice):
+            raise RuntimeError("the caller's function raised")
+
+    plain = GenerateRequest()
+    dropped = (
+        *("stop", "echo", "logprobs", "logit_bias", "response_format", "grammar", "regex", "tools", "tool_choice"),
+        *("reasoning", "chat_template_kwargs", "continue_final_message", "keep_stop"),
+    )
+    wanted = {
+        name: getattr(plain if name in dropped else arrived.wanted, name)
+        for name in GenerateRequest.__struct_fields__
+        if name not in ("prompt", "messages", "token_ids")
+    }
+    return Generate(
+        GenerateRequest(token_ids=[0], **wanted),
+        on_token,
+        client=arrived.client,
+        request_id=arrived.request_id,
+        beam_width=arrived.beam_width,
+        keep=Keep(context=True) if arrived.scores_prompt else None,
+    )
+
+
+def encoded(message: EncodedRecord) -> "outcome.Outcome[Prompt]":
+    """What the tokenizer gave."""
+    if message.refusal is not None:
+        return outcome.Error(ValueError(message.refusal))
+    return outcome.Value(Prompt(message.tokens, message.prefix))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,8 +386,8 @@ class Report:
     num_messages: int = 0
     end: str | None = None
     fault: str | None = None
-    message: Message | None = None
-    difference: tuple[Tick | None, Tick | None] | None = None
+    message: MessageRecord | None = None
+    difference: tuple[TickRecord | None, TickRecord | None] | None = None
 
 
 Follow = Callable[[Header, Record], object]
@@ -108,7 +429,7 @@ class Player:
         self._thread = ReplayedThread()
         self._callers: dict[int, trio.CancelScope] = {}
 
-    async def run(self, messages: Iterator[tuple[Message, list[Tick], bool]]) -> None:
+    async def run(self, messages: Iterator[tuple[MessageRecord, list[TickRecord], bool]]) -> None:
         """Plays the messages with their ticks; the flag is for the last one that is there."""
         header = self.report.header
         self._move_clock(header.time)
@@ -130,7 +451,7 @@ class Player:
         self._settle(None)
         self.report.num_ticks = self._check.num_ticks
 
-    async def _play(self, message: Message, ticks: list[Tick], is_last: bool) -> None:
+    async def _play(self, message: MessageRecord, ticks: list[TickRecord], is_last: bool) -> None:
         for record in chain([message], ticks):
             self._follow(self.report.header, record)
         self._move_clock(message.time)
@@ -140,24 +461,24 @@ class Player:
         self.report.num_messages += 1
         self._settle(message)
 
-    def _settle(self, message: Message | None) -> None:
+    def _settle(self, message: MessageRecord | None) -> None:
         self._check.settle()
         if self._check.difference is not None and self.report.difference is None:
             self.report.difference, self.report.message = self._check.difference, message
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: MessageRecord) -> None:
         match message:
             case records.Arrived():
                 self._nursery.start_soon(self._call, message)
-            case records.Encoded():
+            case records.EncodedRecord():
                 self._encode(message)
             case records.Left(request=number):
                 self._callers[number].cancel()
-            case records.Stepped():
+            case records.SteppedRecord():
                 self._thread.end_step(partial(self._evaluate, message))
-            case records.Draining(timeout_s=timeout_s):
+            case records.DrainingRecord(timeout_s=timeout_s):
                 self._nursery.start_soon(partial(_drain, self._ref, timeout_s))
-            case records.DrainOver():
+            case records.DrainOverRecord():
                 self._ref.info(DrainOver(), control=True)
             case records.Prompted():
                 self._ref.info(Flush(), control=True)
@@ -176,13 +497,13 @@ class Player:
         output = request.sequences[choice].output
         return isinstance(output, ReplayedOutput) and output.raises
 
-    def _encode(self, message: records.Encoded) -> None:
+    def _encode(self, message: records.EncodedRecord) -> None:
         request = self._batcher.find(message.request)
         if request is not None:
             self._ref.info(Encoded(request, encoded(message)), control=True)
 
     def _evaluate(
-        self, message: records.Stepped, batch: list[Planned], copies: list[Callable[[], None]]
+        self, message: records.SteppedRecord, batch: list[Planned], copies: list[Callable[[], None]]
     ) -> list[Evaluated]:
         """In the place of the model's forward."""
         run_copies(copies)
@@ -202,12 +523,12 @@ async def _drain(ref: ActorRef, timeout_s: float) -> None:
         await ref.call(Drain(timeout_s), timeout=None, control=True)
 
 
-def _messages(found: Iterator[Record]) -> Iterator[tuple[Message, list[Tick], bool]]:
+def _messages(found: Iterator[Record]) -> Iterator[tuple[MessageRecord, list[TickRecord], bool]]:
     """Each message with the ticks that follow it, and whether it is the last."""
-    message: Message | None = None
-    ticks: list[Tick] = []
+    message: MessageRecord | None = None
+    ticks: list[TickRecord] = []
     for record in found:
-        if isinstance(record, Tick):
+        if isinstance(record, TickRecord):
             ticks.append(record)
         elif not isinstance(record, Header):
             if message is not None:
@@ -217,7 +538,7 @@ def _messages(found: Iterator[Record]) -> Iterator[tuple[Message, list[Tick], bo
         yield message, ticks, True
 
 
-def _fault(message: records.Stepped) -> BaseException | None:
+def _fault(message: records.SteppedRecord) -> BaseException | None:
     match message.fault:
         case None:
             return None
@@ -237,3 +558,73 @@ def _drawn(draw: Draw | None) -> RecordedDraw | SampleFault | None:
     if draw.fault is not None:
         return SampleFault(draw.fault, draw.by_request)
     return RecordedDraw(draw.token, draw.end, draw.logprob, tuple(draw.top))
+
+
+class Timeline:
+    """Numbers the ticks, and tells times from the record's beginning."""
+
+    def __init__(self) -> None:
+        self._num_ticks = 0
+
+    def line(self, header: Header, record: Record) -> str:
+        """One line without its end."""
+        if isinstance(record, TickRecord):
+            self._num_ticks += 1
+            return f"{'':12}tick {self._num_ticks}: {self.plan(record)}"
+        return f"{record.time - header.time:10.6f}  {_told(record)}"
+
+    @staticmethod
+    def plan(tick: TickRecord | None) -> str:
+        """Forwards as REQUEST.CHOICE@SLOT[FIRST:LAST], the positions that it evaluates; "held" is a held prompt."""
+        if tick is None:
+            return "no tick"
+        said = [" ".join(_part(part) for part in group) for group in tick.groups]
+        for name, who in (("paused", tick.paused), ("refused", tick.refused)):
+            if who:
+                said.append(f"{name} {' '.join(_name(*pair) for pair in who)}")
+        if tick.sitting_out:
+            said.append(f"{len(tick.sitting_out)} left out")
+        return " | ".join(said) or "nothing to do"
+
+
+def _told(record: Record) -> str:
+    match record:
+        case Header():
+            return "the batcher starts"
+        case records.Arrived(request=number, request_id=name, wanted=wanted):
+            deadline = "" if wanted.deadline_s is None else f", {wanted.deadline_s:g} s to its deadline"
+            return f"request {number} ({name}) arrives: n {wanted.n}, at most {wanted.max_tokens} tokens{deadline}"
+        case records.EncodedRecord(request=number, tokens=tokens, refusal=refusal):
+            return f"request {number} has {len(tokens)} tokens" if refusal is None else f"request {number}: {refusal}"
+        case records.Left(request=number):
+            return f"the caller of request {number} leaves"
+        case records.SteppedRecord(fault=None, draws=draws):
+            return f"a step ends: {' '.join(_draw_text(draw) for draw in draws)}"
+        case records.SteppedRecord(fault=fault, reason=reason):
+            return f"a step fails, {fault}: {reason}"
+        case records.DrainingRecord():
+            return "draining"
+        case records.DrainOverRecord():
+            return "draining is over"
+        case records.Prompted():
+            return "time for a tick"
+        case records.Ended(reason=reason):
+            return f"the record ends: {reason}"
+        case TickRecord():
+            raise AssertionError("a tick has no time of its own")
+
+
+def _draw_text(draw: Draw | None) -> str:
+    if draw is None:
+        return "-"
+    if draw.fault is not None:
+        return f"({draw.fault})"
+    return f"{draw.token} ({draw.end})" if draw.end else str(draw.token)
+
+
+def _part(part: Part) -> str:
+    return f"{_name(part.request, part.choice)}@{part.slot}[{part.start}:{part.start + part.num_tokens}]"
+
+
+def _name(request: int, choice: int) -> str:
+    return f"{request}.{choice}" if request else f"held{choice}"

@@ -7,13 +7,19 @@ that decides who may be reached from where: this machine always, others only wit
 
 import ipaddress
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from genbatch.actors.security.curve_keys import ServerKeys
 from genbatch.actors.security.errors import InsecureBind
 from genbatch.actors.security.key_files import TokenFile, server_context
+
+if TYPE_CHECKING:  # imports zmq, which a command that only prints its help does without
+    from genbatch.actors.security.curve_keys import ServerKeys
+
+# In whose name the owner of a token calls; None for a token that nobody has.
+Authenticate = Callable[[str], str | None]
 
 
 def check_bind(option: str, address: str, host: str, *, lacking: Sequence[str]) -> None:
@@ -54,7 +60,7 @@ class Security:
         tls: msgpack-RPC and HTTP over TCP are encrypted.
     """
 
-    keys: ServerKeys | None = None
+    keys: "ServerKeys | None" = None
     tokens: TokenFile | None = None
     tls: ssl.SSLContext | None = None
 
@@ -78,6 +84,8 @@ def open_security(
     Raises:
         KeyFileError: a file is missing, faulty, or exposed to others.
     """
+    from genbatch.actors.security.curve_keys import ServerKeys
+
     return Security(
         keys=ServerKeys(Path(keys)) if keys else None,
         tokens=TokenFile(Path(tokens)) if tokens else None,

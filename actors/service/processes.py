@@ -47,7 +47,7 @@ from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import check_listeners
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.proto.service_messages import Models
+from genbatch.proto.messages import Models
 
 
 class Side(Protocol):

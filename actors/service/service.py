@@ -31,7 +31,7 @@ from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
 from genbatch.nif.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.quiet_transformers import Progress
-from genbatch.proto.service_messages import Models
+from genbatch.proto.messages import Models
 
 # The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.
 BATCHER_SHUTDOWN_S = 30.0

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import trio
 
-from genbatch.actors.batch_manager.gpt_manager import GptManager
-from genbatch.actors.batch_manager.gpt_manager_params import BuildConfig, TrtGptModelType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
-from genbatch.clients.bench.load import Load
-from genbatch.clients.token_stream import TokenStream
+from genbatch.clients.bench.workloads import ScriptedLoad
+from genbatch.clients.gpt_manager.manager import GptManager
+from genbatch.clients.gpt_manager.params import BuildConfig, TrtGptModelType
+from genbatch.clients.gpt_manager.requests import InferenceRequest, Tensor
+from genbatch.clients.interface import TokenStream
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import EngineError
-from genbatch.proto.inference_request import InferenceRequest, Tensor
 from genbatch.proto.messages import Result, Token, Usage
 
 _NO_END = -1
@@ -128,7 +128,7 @@ class GptManagerClient:
 
 @asynccontextmanager
 async def open_gpt_manager(
-    model: Model, loads: Sequence[Load], n_parallel: int, **build: bool
+    model: Model, loads: Sequence[ScriptedLoad], n_parallel: int, **build: bool
 ) -> AsyncIterator[GptManagerClient]:
     """A batch manager with room for the loads, for as long as the body runs.
 

@@ -1,11 +1,102 @@
-"""The workloads W2 to W6, each made anew from its seeds."""
+"""Workloads: scripted requests, the same wherever and whenever they are made, and when each is sent.
 
+Prompts are token ids and lengths are scripted, so that every engine does the same work. Lengths come from the seed
+alone; the tokens of the prompts from seed, salt and the load's name, so that no load's are found in the prefix cache
+after another one, nor after the same one with another salt. Arrivals are in vLLM's terms: a rate, and how bursty it is.
+A Case is one load at one rate.
+"""
+
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from genbatch.clients.bench.load import DEFAULT_SEED, Load, LoadRequest, Prompts, lognormal_lengths
+
+def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> list[float]:
+    """Seconds from the start at which each of `count` requests is sent, ascending.
+
+    The gaps are drawn from a gamma distribution with shape `burstiness`: 1 is a Poisson process, less is burstier,
+    more is evener. They are scaled so that the load takes count / rate seconds, whatever was drawn.
+
+    Args:
+        rate: requests a second; infinite sends all at once.
+        burstiness: above 0.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    draw = random.Random(f"arrivals {seed}")
+    times, now = [], 0.0
+    for _ in range(count):
+        now += draw.gammavariate(burstiness, 1.0)
+        times.append(now)
+    return [time * count / rate / now for time in times]
+
+
+# Smaller ids are often special tokens.
+FIRST_TOKEN = 32
+DEFAULT_SEED = 20260101
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A request that nothing ends early.
+
+    Args:
+        prompt: token ids.
+        max_tokens: of its answer, exactly.
+        after_tokens: it starts once every other request has had so many tokens; 0: with the load.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    after_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedLoad:
+    """What is asked of a service.
+
+    Args:
+        name: of the load, with what sets it apart.
+        requests: in the order of their arrival.
+    """
+
+    name: str
+    requests: tuple[LoadRequest, ...]
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the longest request comes to need."""
+        return max(len(one.prompt) + one.max_tokens for one in self.requests)
+
+    def positions_of(self, count: int) -> int:
+        """Positions that the `count` longest requests need together: a KV pool in which nobody waits for memory."""
+        return sum(sorted(len(one.prompt) + one.max_tokens for one in self.requests)[-count:])
+
+
+class Prompts:
+    """Draws token ids.
+
+    Args:
+        vocab_size: token ids are below it.
+        key: decides the draws.
+    """
+
+    def __init__(self, vocab_size: int, key: str) -> None:
+        self._draw = random.Random(key)
+        self._range = range(min(FIRST_TOKEN, vocab_size - 1), vocab_size)
+
+    def tokens(self, length: int) -> tuple[int, ...]:
+        """The next `length` token ids."""
+        return tuple(self._draw.choices(self._range, k=length))
+
+
+def lognormal_lengths(draw: random.Random, median: float, sigma: float, cap: int) -> Iterator[int]:
+    """Whole lengths from 1 to `cap` without end."""
+    while True:
+        yield max(1, min(cap, round(median * draw.lognormvariate(0.0, sigma))))
+
 
 # W2: what chats look like; median, sigma of the logarithm and cap, in tokens.
 CHAT_INPUT = (150, 1.0, 1024)
@@ -64,14 +155,14 @@ class LoadOptions:
         return max(1, round(length * self.scale))
 
 
-def chat(options: LoadOptions, name: str = "W2 chat") -> Load:
+def chat(options: LoadOptions, name: str = "W2 chat") -> ScriptedLoad:
     """W2, and the requests of W4: lengths of prompts and answers are lognormal."""
     lengths = _chat_lengths(options)
     prompts = options.prompts(name)
-    return Load(name, tuple(LoadRequest(prompts.tokens(prompt), answer) for prompt, answer in lengths))
+    return ScriptedLoad(name, tuple(LoadRequest(prompts.tokens(prompt), answer) for prompt, answer in lengths))
 
 
-def shared_prompt(options: LoadOptions, *, sharing: bool = True) -> Load:
+def shared_prompt(options: LoadOptions, *, sharing: bool = True) -> ScriptedLoad:
     """W3: W2 with 512 tokens in front of every prompt.
 
     Args:
@@ -86,12 +177,12 @@ def shared_prompt(options: LoadOptions, *, sharing: bool = True) -> Load:
     for prompt, answer in _chat_lengths(options):
         front = system if sharing else prompts.tokens(length)
         requests.append(LoadRequest(front + prompts.tokens(prompt), answer))
-    return Load(name, tuple(requests))
+    return ScriptedLoad(name, tuple(requests))
 
 
 def fixed_batch(
     options: LoadOptions, batch: int, context: int, *, output: int = FIXED_OUTPUT, shared_prefix: int = 0
-) -> Load:
+) -> ScriptedLoad:
     """W5: `batch` prompts of `context` tokens at once.
 
     Args:
@@ -103,10 +194,10 @@ def fixed_batch(
     prompts = options.prompts(name)
     prefix = prompts.tokens(shared_prefix)
     answer = options.scaled(output) + -(-batch * length // PREFILL_STEP)
-    return Load(name, tuple(LoadRequest(prefix + prompts.tokens(length), answer) for _ in range(batch)))
+    return ScriptedLoad(name, tuple(LoadRequest(prefix + prompts.tokens(length), answer) for _ in range(batch)))
 
 
-def long_prefill(options: LoadOptions) -> Load:
+def long_prefill(options: LoadOptions) -> ScriptedLoad:
     """W6: the last request brings a long prompt once all others are in mid decode."""
     length = options.scaled(LONG_PROMPT)
     name = f"W6 a prefill of {length} in mid decode"
@@ -115,7 +206,7 @@ def long_prefill(options: LoadOptions) -> Load:
     decoding = tuple(LoadRequest(prompts.tokens(context), answer) for _ in range(DECODING_REQUESTS))
     after = options.scaled(LONG_AFTER)
     arriving = LoadRequest(prompts.tokens(length), options.scaled(LONG_OUTPUT), after_tokens=after)
-    return Load(name, (*decoding, arriving))
+    return ScriptedLoad(name, (*decoding, arriving))
 
 
 def _chat_lengths(options: LoadOptions) -> Sequence[tuple[int, int]]:
@@ -123,3 +214,62 @@ def _chat_lengths(options: LoadOptions) -> Sequence[tuple[int, int]]:
     inputs = lognormal_lengths(random.Random(f"inputs {options.seed}"), *CHAT_INPUT)
     outputs = lognormal_lengths(random.Random(f"outputs {options.seed}"), *CHAT_OUTPUT)
     return [(options.scaled(next(inputs)), options.scaled(next(outputs))) for _ in range(options.num_prompts)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is run and summed up together.
+
+    Args:
+        request_rate: requests a second; infinite sends all at once.
+        batch, context: of W5, else None.
+    """
+
+    load: ScriptedLoad
+    request_rate: float = math.inf
+    batch: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseOptions:
+    """What one workload has beyond another.
+
+    Args:
+        request_rate: of W2 and W3.
+        sharing: of W3.
+        batches, contexts: of W5, each with each.
+        loads: of W4, shares of the capacity.
+    """
+
+    request_rate: float = math.inf
+    sharing: bool = True
+    batches: Sequence[int] = FIXED_BATCHES
+    contexts: Sequence[int] = FIXED_CONTEXTS
+    loads: Sequence[float] = POISSON_LOADS
+
+
+def cases_of(workload: Workload, load: LoadOptions, options: CaseOptions, capacity: float = math.inf) -> list[Case]:
+    """The cases of a workload, in the order they are run.
+
+    Args:
+        capacity: requests a second of which W4's loads are shares.
+    """
+    match workload:
+        case Workload.W2:
+            return [Case(load=chat(load), request_rate=options.request_rate)]
+        case Workload.W3:
+            return [Case(load=shared_prompt(load, sharing=options.sharing), request_rate=options.request_rate)]
+        case Workload.W4:
+            return [
+                Case(load=chat(load, f"W4 chat at {share:g} of capacity"), request_rate=share * capacity)
+                for share in options.loads
+            ]
+        case Workload.W5:
+            return [
+                Case(load=fixed_batch(load, batch, context), batch=batch, context=context)
+                for context in options.contexts
+                for batch in options.batches
+            ]
+        case Workload.W6:
+            return [Case(load=long_prefill(load))]

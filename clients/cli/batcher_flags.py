@@ -9,7 +9,7 @@ import typer
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import DEFAULT_MARGIN, DEFAULT_MAX_PAUSES, PauseOrder, SchedulerPolicy
 from genbatch.nif.errors import OptionError
-from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import RequestLimits
 
 _BATCHING = "Batching"
 _SCHEDULING = "Scheduling"

@@ -1,33 +1,356 @@
-"""`genbatch bench`: what the callers of a service see under a load."""
+"""`genbatch bench`: what the callers of a service see under a load.
+
+The flags say which workload; the target is a running service, a private one, or the batch manager.
+"""
 
 import json
+import math
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
+import trio
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from genbatch.clients.bench.case import Case, CaseOptions, cases_of
-from genbatch.clients.bench.case_run import run_case
-from genbatch.clients.bench.goodput import Goodput, GoodputError
-from genbatch.clients.bench.load import FIRST_TOKEN
-from genbatch.clients.bench.load_run import Streams
-from genbatch.clients.bench.machine import machine
-from genbatch.clients.bench.results_table import results_table
-from genbatch.clients.bench.workloads import Workload, chat
-from genbatch.clients.cli.bench_flags import LoadFlags, MeasureFlags, TrafficFlags, case_options
-from genbatch.clients.cli.bench_target import DEFAULT_PARALLEL, Target
-from genbatch.clients.cli.command import UsageError, run_command
-from genbatch.clients.cli.engine_flags import ModelFlags
-from genbatch.clients.cli.flag_group import with_flag_groups
-from genbatch.clients.connection import ConnectionFlags
+from genbatch.clients.bench.runs import Goodput, GoodputError, Streams, machine, results_table, run_case
+from genbatch.clients.bench.workloads import (
+    CHAT_REQUESTS,
+    DEFAULT_SEED,
+    FIRST_TOKEN,
+    FIXED_BATCHES,
+    FIXED_CONTEXTS,
+    POISSON_LOADS,
+    Case,
+    CaseOptions,
+    LoadOptions,
+    ScriptedLoad,
+    Workload,
+    cases_of,
+    chat,
+)
+from genbatch.clients.cli.command import UsageError, run_command, with_flag_groups
+from genbatch.clients.cli.connection import ConnectionFlags, LoadingBars, import_engine, open_client
+from genbatch.clients.cli.engine_flags import ModelFlags, engine_options
+
+_LOAD = "Load"
+_TRAFFIC = "Traffic"
+_MEASURES = "Measures"
+
+_CHATS = (Workload.W2, Workload.W3, Workload.W4)
+# A flag that is not here is read by every workload.
+_READ_BY = {
+    "num_prompts": _CHATS,
+    "no_sharing": (Workload.W3,),
+    "batch": (Workload.W5,),
+    "context": (Workload.W5,),
+    "floor": (Workload.W5,),
+    "load": (Workload.W4,),
+    "capacity": (Workload.W4,),
+    "request_rate": (Workload.W2, Workload.W3),
+    "burstiness": _CHATS,
+}
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFlags:
+    """What is asked of the service."""
+
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Requests of w2, w3 and w4; {CHAT_REQUESTS} if not given.", rich_help_panel=_LOAD),
+    ] = None
+    scale: Annotated[
+        float, typer.Option(help="Multiplies every length; less than 1 fits a small model.", rich_help_panel=_LOAD)
+    ] = 1.0
+    seed: Annotated[int, typer.Option(help="Decides lengths, tokens and arrivals.", rich_help_panel=_LOAD)] = (
+        DEFAULT_SEED
+    )
+    salt: Annotated[
+        int,
+        typer.Option(
+            help="Another one changes the tokens and nothing else: an earlier run's are in the prefix cache.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = 0
+    no_sharing: Annotated[
+        bool,
+        typer.Option("--no-sharing", help="w3: every request has a system prompt of its own.", rich_help_panel=_LOAD),
+    ] = False
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help=f"w5: requests at once; may be given again; else {_listed(FIXED_BATCHES)}.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None  # fmt: skip
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help=f"w5: tokens of a prompt; may be given again; else {_listed(FIXED_CONTEXTS)}.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None  # fmt: skip
+
+    def options(self, vocab_size: int) -> LoadOptions:
+        """What the workloads are made from.
+
+        Raises:
+            UsageError: the scale is none.
+        """
+        if not 0 < self.scale < math.inf:
+            raise UsageError(f"scale: must be above 0, not {self.scale:g}")
+        return LoadOptions(
+            vocab_size=vocab_size,
+            seed=self.seed,
+            salt=self.salt,
+            num_prompts=self.num_prompts or CHAT_REQUESTS,
+            scale=self.scale,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficFlags:
+    """When it is asked."""
+
+    request_rate: Annotated[
+        float | None,
+        typer.Option(help="w2, w3: requests a second; all at once if not given.", rich_help_panel=_TRAFFIC),
+    ] = None
+    burstiness: Annotated[
+        float | None,
+        typer.Option(
+            help="Shape of the gaps between requests: 1 is Poisson, less is burstier.", rich_help_panel=_TRAFFIC
+        ),
+    ] = None
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests under way at once.", rich_help_panel=_TRAFFIC)
+    ] = None
+    load: Annotated[
+        list[float] | None,
+        typer.Option(
+            help=f"w4: share of the capacity; may be given again; else {_listed(POISSON_LOADS)}.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = None
+    capacity: Annotated[
+        float | None,
+        typer.Option(
+            help="w4: requests a second that the service answers; else w2 is run first to see.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Raises:
+        UsageError: a rate is none, or a flag does nothing without another one.
+        """
+        for name in ("request_rate", "burstiness", "capacity"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name}: must be above 0, not {value:g}")
+        if any(not 0 < share < math.inf for share in self.load or ()):
+            raise UsageError("load: a share of the capacity is above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureFlags:
+    """What is measured beside the latencies."""
+
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC:MS",
+            help="Count requests that keep to it, such as ttft:500, tpot:50 or e2el:9000; may be given again.",
+            rich_help_panel=_MEASURES,
+        ),
+    ] = None
+    floor: Annotated[
+        bool,
+        typer.Option(
+            "--floor", help="w5, private service: time the kernels alone first, as 100 %.", rich_help_panel=_MEASURES
+        ),
+    ] = False
+    return_context_logits: Annotated[
+        bool,
+        typer.Option(
+            "--return-context-logits",
+            help="Through the batch manager in this process: responses bring the prompt's logits.",
+            rich_help_panel=_MEASURES,
+        ),
+    ] = False
+    return_generation_logits: Annotated[
+        bool,
+        typer.Option(
+            "--return-generation-logits",
+            help="Through the batch manager in this process: responses bring the logits of generated tokens.",
+            rich_help_panel=_MEASURES,
+        ),
+    ] = False
+
+    @property
+    def logits(self) -> dict[str, bool]:
+        """The batch manager's options for the logits asked for; empty if there are none."""
+        wanted = {
+            "gather_context_logits": self.return_context_logits,
+            "gather_generation_logits": self.return_generation_logits,
+        }
+        return {name: True for name, value in wanted.items() if value}
+
+
+def case_options(workload: Workload, load: LoadFlags, traffic: TrafficFlags, measures: MeasureFlags) -> CaseOptions:
+    """What sets the workload's cases apart.
+
+    Raises:
+        UsageError: a flag that this workload does not read, or a value out of its range.
+    """
+    for name, value in (asdict(load) | asdict(traffic) | asdict(measures)).items():
+        readers = _READ_BY.get(name, tuple(Workload))
+        if value not in (None, False) and workload not in readers:
+            raise UsageError(f"{name}: {workload} does not read it, only {' and '.join(readers)}")
+    traffic.check()
+    if traffic.burstiness is not None and traffic.request_rate is None and workload is not Workload.W4:
+        raise UsageError("burstiness: without a request_rate all requests are sent at once")
+    return CaseOptions(
+        request_rate=traffic.request_rate or math.inf,
+        sharing=not load.no_sharing,
+        batches=load.batch or FIXED_BATCHES,
+        contexts=load.context or FIXED_CONTEXTS,
+        loads=traffic.load or POISSON_LOADS,
+    )
+
+
+DEFAULT_PARALLEL = 32
+# Flags that the batch manager has no counterpart of.
+_NOT_THE_BATCH_MANAGERS = ("runner", "quantize", "n_threads", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the flags lead to.
+
+    Args:
+        n_parallel: sequences that a private service decodes at once; None is the default.
+
+    Raises:
+        UsageError: flags that only a private service reads, or that the batch manager does not.
+    """
+
+    connection: ConnectionFlags
+    engine: ModelFlags
+    n_parallel: int | None
+    measures: MeasureFlags
+
+    def __post_init__(self) -> None:
+        if self.connection.connect is not None:
+            self._refuse_flags_of_a_private_service(self.connection.connect)
+        if self.measures.logits:
+            self._refuse_flags_beside_logits()
+
+    @asynccontextmanager
+    async def open(self, loads: Sequence[ScriptedLoad]) -> AsyncIterator[tuple[Streams, dict[str, Any]]]:
+        """A client, and what is known of the model.
+
+        Args:
+            loads: what a private service needs room for.
+
+        Raises:
+            GenbatchError, ModelError, OptionError: as the client or the service raises.
+        """
+        if self.measures.logits:
+            async with self._open_batch_manager(loads) as opened:
+                yield opened
+            return
+        engine = self.engine if self.connection.connect is not None else self._roomy(loads)
+        async with open_client(self.connection, engine, n_parallel=self._parallel) as client:
+            yield client, msgspec.to_builtins((await client.models())[0])
+
+    async def floors(self, cases: Sequence[Case]) -> list[float | None]:
+        """Seconds of each case's step by the kernels alone; None where it is not asked for."""
+        if not self.measures.floor:
+            return [None for _ in cases]
+        with LoadingBars(Console(stderr=True)) as bars:
+            await import_engine(bars)
+            return await trio.to_thread.run_sync(self._measure_floors, cases, abandon_on_cancel=True)
+
+    def logits_of(self, client: Streams) -> dict[str, int]:
+        """Logits that came with the last load, in rows and bytes; nothing where none are asked for."""
+        if not self.measures.logits:
+            return {}
+        from genbatch.clients.bench.gpt_manager_client import GptManagerClient
+
+        assert isinstance(client, GptManagerClient)
+        seen = client.take_logits()
+        return {
+            "context_logits_rows": seen.context_rows,
+            "generation_logits_rows": seen.generation_rows,
+            "logits_bytes": seen.num_bytes,
+        }
+
+    @property
+    def _parallel(self) -> int:
+        return self.n_parallel or DEFAULT_PARALLEL
+
+    def _measure_floors(self, cases: Sequence[Case]) -> list[float | None]:
+        from genbatch.clients.bench.floor import DecodeFloor
+
+        floor = DecodeFloor(engine_options(self.connection.model, self.engine))
+        found: list[float | None] = []
+        for case in cases:
+            assert case.batch is not None
+            request = case.load.requests[0]
+            found.append(floor.measure(case.batch, len(request.prompt) + request.max_tokens // 2))
+        return found
+
+    @asynccontextmanager
+    async def _open_batch_manager(self, loads: Sequence[ScriptedLoad]) -> AsyncIterator[tuple[Streams, dict[str, Any]]]:
+        with LoadingBars(Console(stderr=True)) as bars:
+            await import_engine(bars)
+            from genbatch.clients.bench.gpt_manager_client import open_gpt_manager
+            from genbatch.nif.models.model import load_model
+
+            load = partial(load_model, dtype=self.engine.dtype, n_gpu_layers=self.engine.n_gpu_layers, progress=bars)
+            model = await trio.to_thread.run_sync(load, self.connection.model, abandon_on_cancel=True)
+        async with open_gpt_manager(model, loads, self._parallel, **self.measures.logits) as client:
+            yield client, {"id": model.name, "vocab_size": model.vocab_size, "runner": "batch manager"}
+
+    def _roomy(self, loads: Sequence[ScriptedLoad]) -> ModelFlags:
+        """The engine's flags with a KV pool in which no sequence waits for memory, unless its size was given."""
+        default = ModelFlags().n_ctx
+        if self.engine.n_ctx != default:
+            return self.engine
+        wanted = max(load.positions_of(self._parallel) for load in loads)
+        block = 64  # at least what the last block of a sequence holds
+        return replace(self.engine, n_ctx=max(default, wanted + block * self._parallel))
+
+    def _refuse_flags_of_a_private_service(self, address: str) -> None:
+        given = {"n_parallel": self.n_parallel, "floor": self.measures.floor}
+        given["return_context_logits"] = self.measures.return_context_logits
+        given["return_generation_logits"] = self.measures.return_generation_logits
+        for name, value in given.items():
+            if value:
+                raise UsageError(f"{name}: only of a model in this process, not of the service at {address}")
+
+    def _refuse_flags_beside_logits(self) -> None:
+        default = ModelFlags()
+        for name in _NOT_THE_BATCH_MANAGERS:
+            if getattr(self.engine, name) != getattr(default, name):
+                raise UsageError(f"{name}: logits come from the batch manager, which does not read it")
+        if self.measures.floor:
+            raise UsageError("floor: logits come from the batch manager, whose steps have no measured floor")
 
 
 @with_flag_groups

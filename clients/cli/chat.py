@@ -1,30 +1,205 @@
-"""`genbatch chat`: a conversation in the terminal."""
+"""`genbatch chat`: a conversation in the terminal, which can survive the program.
 
+A SessionFile has its turns as JSON in the first line; the rest is its KV as `Context.seq_save` gives it (safetensors),
+where the service is this program's own, so that it goes on at once. Nothing in it is executed.
+"""
+
+import hashlib
+import os
 import re
 import signal
 import sys
+import tempfile
 import termios
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, runtime_checkable
 
+import msgspec
 import trio
 import typer
 from rich.console import Console
 
-from genbatch.clients.cli.command import print_error, run_command
-from genbatch.clients.cli.conversation_store import ConversationStore
+from genbatch.clients.cli.command import print_error, printable, run_command, with_flag_groups
+from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.engine_flags import ModelFlags
-from genbatch.clients.cli.flag_group import with_flag_groups
-from genbatch.clients.cli.sampling_flags import SamplingFlags
-from genbatch.clients.cli.session_file import Session, SessionFile
-from genbatch.clients.cli.terminal_text import printable
-from genbatch.clients.connection import ConnectionFlags, open_client
-from genbatch.clients.interface import Client
-from genbatch.clients.request import GenerateParams
+from genbatch.clients.cli.generate import SamplingFlags
+from genbatch.clients.interface import Client, ClientError, GenerateParams, MessageLike
+from genbatch.nif.trusted_files import NotOurs, check_ours
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import Message
+
+FORMAT = "genbatch-chat-1"
+MAX_HEAD_BYTES = 64 * 2**20
+
+
+class SessionFileError(ClientError):
+    """The file is no session, or cannot be read or written."""
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: str
+    system: str | None
+    turns: list[Message]
+    state_bytes: int
+    state_sha256: str
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """What was said.
+
+    Args:
+        system: the system prompt.
+        turns: without it.
+        state: the KV of their beginning; empty where there is none.
+        is_damaged: whether there was a state that is not what was written.
+    """
+
+    system: str | None = None
+    turns: list[Message] = []
+    state: bytes = b""
+    is_damaged: bool = False
+
+
+class SessionFile:
+    """One conversation's file, readable by its owner only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> Session:
+        """What is in the file; nothing if there is none yet.
+
+        Raises:
+            SessionFileError: it is not a session, so it is not to be written over either.
+        """
+        try:
+            with self.path.open("rb") as file:
+                check_ours(self.path)  # its KV may say anything of what the model was told
+                line = file.readline(MAX_HEAD_BYTES)
+                head = msgspec.json.decode(line, type=_Head)
+                if head.format != FORMAT:
+                    raise SessionFileError(f"{self.path} has the format {head.format!r}, not {FORMAT}")
+                state = file.read()
+        except FileNotFoundError:
+            return Session()
+        except NotOurs as error:
+            raise SessionFileError(str(error)) from error
+        except OSError as error:
+            raise SessionFileError(f"{self.path} cannot be read: {error.strerror}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise SessionFileError(f"{self.path} is not a session of genbatch chat: {error}") from error
+        intact = len(state) == head.state_bytes and hashlib.sha256(state).hexdigest() == head.state_sha256
+        return Session(system=head.system, turns=head.turns, state=state if intact else b"", is_damaged=not intact)
+
+    def write(self, session: Session) -> None:
+        """Replaces the file as a whole: whoever is interrupted leaves the old one or the new one.
+
+        Raises:
+            SessionFileError: it cannot be written.
+        """
+        head = _Head(
+            format=FORMAT,
+            system=session.system,
+            turns=session.turns,
+            state_bytes=len(session.state),
+            state_sha256=hashlib.sha256(session.state).hexdigest(),
+        )
+        try:
+            # Made with mode 0600; in the same folder, so that replacing is one step.
+            descriptor, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        except OSError as error:
+            raise SessionFileError(f"{self.path} cannot be written: {error.strerror}") from error
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(head) + b"\n")
+                file.write(session.state)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(self.path)
+        except BaseException as error:
+            Path(name).unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise SessionFileError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A client whose service gives KV away and takes it back."""
+
+    async def save_session(self, messages: Sequence[MessageLike], *, tenant: str = "") -> bytes: ...
+
+    async def load_session(self, state: bytes, *, tenant: str = "") -> int: ...
+
+
+class ConversationStore:
+    """What is not worth failing for is told on standard error: without its KV a conversation goes on all the same.
+
+    Args:
+        file: where.
+        saved: what is in it.
+        client: who answers; only one that KeepsState saves evaluating the conversation again.
+    """
+
+    def __init__(self, file: SessionFile, saved: Session, client: object) -> None:
+        self._file = file
+        self.saved = saved
+        self._client = client if isinstance(client, KeepsState) else None
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    async def resume(self) -> None:
+        """Gives the service the KV back, and says what there is."""
+        if self._client is None:
+            self._tell("The service is not this program's own: the session keeps what was said, and no KV.")
+        if not self.saved.turns:
+            return
+        length = await self._load()
+        known = f", of which {length} tokens are evaluated already" if length else ""
+        self._tell(f"{self._file.path}: going on after {len(self.saved.turns)} turns{known}.")
+
+    def keep(self, system: str | None, turns: Sequence[Message]) -> None:
+        """Writes what was said, for the case that the program does not come to its end.
+
+        Raises:
+            SessionFileError: as `SessionFile.write`.
+        """
+        self._file.write(Session(system=system, turns=list(turns)))
+
+    async def close(self, system: str | None, turns: Sequence[Message]) -> None:
+        """Writes what was said, and its KV.
+
+        Raises:
+            SessionFileError: as `SessionFile.write`.
+        """
+        state = b""
+        if self._client is not None and turns:
+            told = [] if system is None else [Message(role="system", content=system)]
+            try:
+                state = await self._client.save_session([*told, *turns])
+            except GenbatchError as error:
+                self._warn(f"its KV is not kept: {error}")
+        self._file.write(Session(system=system, turns=list(turns), state=state))
+
+    async def _load(self) -> int:
+        """Positions that the service took over."""
+        if self.saved.is_damaged:
+            self._warn("its KV is damaged; the conversation is evaluated again")
+        if self._client is None or not self.saved.state:
+            return 0
+        try:
+            return await self._client.load_session(self.saved.state)
+        except GenbatchError as error:
+            self._warn(f"its KV is of no use here, the conversation is evaluated again: {error.message}")
+            return 0
+
+    def _tell(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False)
+
+    def _warn(self, text: str) -> None:
+        self._console.print(f"warning: {self._file.path}: {text}", style="yellow", markup=False)
+
 
 _PROMPT = "you> "
 _HINT = "Ctrl-C cancels an answer, Ctrl-D leaves; /help lists the commands."

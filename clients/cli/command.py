@@ -1,16 +1,28 @@
-"""Runs a command to its end: signals cancel it, errors become one line and an exit code.
+"""What every command has: groups of flags, a run to its end, text that is safe to print.
 
-    def stats() -> None:
-        run_command(partial(show_stats, connect))
+    @dataclass
+    class Sampling:
+        temperature: Annotated[float, typer.Option(help="...")] = 0.0
 
-0 is success, 1 a failure, 2 the caller's mistake, 128 + n the end by signal n.
+    @app.command()
+    @with_flag_groups
+    def generate(prompt: str, *, sampling: Sampling) -> None:
+        run_command(partial(show_answer, prompt, sampling))
+
+typer sees `generate(prompt, *, temperature)`; the function gets a `Sampling`. Signals cancel a command, errors become
+one line and an exit code: 0 is success, 1 a failure, 2 the caller's mistake, 128 + n the end by signal n. A terminal
+obeys control characters, and a model may be talked into them: `terminal_text` takes them out.
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, TypeVar, get_type_hints
 
 import trio
 import typer
@@ -20,9 +32,50 @@ from rich.text import Text
 from genbatch.actors.runtime.errors import ActorError, StartFailed
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.errors import AddressError, KeyFileError
-from genbatch.clients.errors import ClientError
+from genbatch.clients.interface import ClientError
 from genbatch.nif.errors import ModelError, NativeError, OptionError
 from genbatch.proto.errors import GenbatchError, InvalidRequest, ModelNotFound, PromptTooLong
+
+
+def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with each parameter that is a dataclass replaced by one keyword parameter per field."""
+    groups: dict[str, type[Any]] = {}
+    parameters: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        if is_dataclass(parameter.annotation) and isinstance(parameter.annotation, type):
+            groups[parameter.name] = parameter.annotation
+            parameters.extend(_flags(parameter.annotation))
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def expanded(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    keyword_only = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+    expanded.__signature__ = Signature(keyword_only)  # type: ignore[attr-defined]  # what typer reads
+    expanded.__annotations__ = {}
+    return expanded
+
+
+def _flags(group: type[Any]) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(group)
+    ]
+
+
+# C0 but tab and newline, DEL, C1; and what reorders or hides other text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str, *, is_terminal: bool) -> str:
+    """`text` without the characters that a terminal would act on; as it is where it goes to a file or a pipe."""
+    return _CONTROL.sub("", text) if is_terminal else text
+
 
 FAILURE = 1
 BAD_INPUT = 2

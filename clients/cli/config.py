@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from genbatch.clients.cli.batcher_flags import BatcherFlags, limits_of
-from genbatch.clients.cli.command import report
+from genbatch.clients.cli.command import report, with_flag_groups
 from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
-from genbatch.clients.cli.flag_group import with_flag_groups
 from genbatch.clients.cli.service_flags import ServiceFlags
 
 if TYPE_CHECKING:  # takes a quarter of a second that --help does not need

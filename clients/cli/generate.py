@@ -1,6 +1,8 @@
-"""`genbatch generate`: one prompt, one answer, streamed."""
+"""`genbatch generate`: one prompt, one answer, streamed; and the flags that say how an answer is drawn."""
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -8,15 +10,114 @@ import trio
 import typer
 from rich.console import Console
 
-from genbatch.clients.cli.command import UsageError, run_command
+from genbatch.clients.cli.command import UsageError, printable, run_command, with_flag_groups
+from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.engine_flags import ModelFlags
-from genbatch.clients.cli.flag_group import with_flag_groups
-from genbatch.clients.cli.sampling_flags import SamplingFlags
-from genbatch.clients.cli.terminal_text import printable
-from genbatch.clients.connection import ConnectionFlags, open_client
-from genbatch.clients.interface import Client
-from genbatch.clients.request import GenerateParams
+from genbatch.clients.interface import Client, GenerateParams
 from genbatch.proto.messages import Result
+
+_SAMPLING = "Sampling"
+_SHAPE = "Shape of the answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """Parameters of a GenerateRequest, under their own names."""
+
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens to generate; as many as fit if not given.", rich_help_panel=_SAMPLING),
+    ] = None
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)] = 0.0
+    top_k: Annotated[
+        int, typer.Option(help="Draw among the k likeliest tokens; 0: off.", rich_help_panel=_SAMPLING)
+    ] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens with this share; 1: off.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Draw among tokens this likely, relative to the likeliest; 0: off.", rich_help_panel=_SAMPLING
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the logits of tokens seen; 1: off.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken once from tokens in the output; 0: off.", rich_help_panel=_SAMPLING)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken from tokens for each time in the output; 0: off.", rich_help_panel=_SAMPLING)
+    ] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.", rich_help_panel=_SAMPLING)] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Ends the output; may be given again.", rich_help_panel=_SAMPLING),
+    ] = None
+    min_tokens: Annotated[
+        int, typer.Option(help="Tokens before which nothing else ends the output.", rich_help_panel=_SAMPLING)
+    ] = 0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.", rich_help_panel=_SAMPLING)
+    ] = False
+    deadline_s: Annotated[
+        float | None, typer.Option(help="Seconds after which the answer ends as it is.", rich_help_panel=_SAMPLING)
+    ] = None
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="Answer in JSON of this schema.", rich_help_panel=_SHAPE
+        ),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="A Lark or GBNF grammar.", rich_help_panel=_SHAPE
+        ),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="A regular expression to match.", rich_help_panel=_SHAPE)
+    ] = None
+
+    def parameters(self) -> GenerateParams:
+        """The parameters of a client's `generate` and `stream`.
+
+        Raises:
+            typer.BadParameter: a file is not text.
+        """
+        shape: GenerateParams = {}
+        if self.json_schema is not None:
+            schema = _read(self.json_schema, "--json-schema")
+            shape["response_format"] = {"type": "json_schema", "schema": schema}
+        if self.grammar is not None:
+            shape["grammar"] = _read(self.grammar, "--grammar")
+        if self.regex is not None:
+            shape["regex"] = self.regex
+        return {
+            **shape,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": self.seed,
+            "stop": self.stop or [],
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "deadline_s": self.deadline_s,
+        }
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{path} is not text in UTF-8", param_hint=flag) from None
 
 
 @with_flag_groups

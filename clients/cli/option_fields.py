@@ -24,7 +24,7 @@ from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFla
 from genbatch.clients.cli.service_flags import ServiceFlags
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.runners.graph_options import GraphOptions
-from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import RequestLimits
 
 SECTIONS = {
     EngineOptions: "Model and memory",

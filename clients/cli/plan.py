@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error
-from genbatch.clients.cli.flag_group import with_flag_groups
+from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error, with_flag_groups
 
 if TYPE_CHECKING:
     from genbatch.clients.plan.fleet_run import FleetOptions
@@ -187,7 +186,7 @@ def plan(*, load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
       genbatch plan --trace conversation.jsonl --bench w5.json --replicas 64 --router least_tokens --router prefix
     """
     from genbatch.actors.fleet.routing import RouterError
-    from genbatch.clients.bench.goodput import GoodputError
+    from genbatch.clients.bench.runs import GoodputError
     from genbatch.clients.plan.report import PlotError
     from genbatch.clients.plan.step_time import StepTimeError
     from genbatch.clients.plan.traces import TraceError
@@ -200,7 +199,7 @@ def plan(*, load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
 
 
 def _plan(load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
-    from genbatch.clients.bench.goodput import Goodput
+    from genbatch.clients.bench.runs import Goodput
     from genbatch.clients.plan.report import plan_table, plot_plan, smallest
     from genbatch.clients.plan.step_time import read_step_time
 

@@ -29,9 +29,9 @@ def replay(
 
       genbatch replay ./incident.flight --ticks
     """
-    from genbatch.actors.recording.record_file import RecordError
+    from genbatch.actors.recording.records import RecordError
+    from genbatch.actors.recording.replay import Timeline
     from genbatch.actors.recording.replay import replay as play
-    from genbatch.actors.recording.timeline import Timeline
     from genbatch.actors.scheduling.scheduler import SchedulerError
     from genbatch.nif.errors import OptionError
 
@@ -52,7 +52,7 @@ def replay(
 
 
 def _print(report: "Report") -> None:
-    from genbatch.actors.recording.timeline import Timeline
+    from genbatch.actors.recording.replay import Timeline
 
     header, timeline = report.header, Timeline()
     typer.echo(f"{header.model}, genbatch {header.genbatch}, {header.began}: {report.num_messages} messages")

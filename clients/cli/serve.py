@@ -1,6 +1,6 @@
-"""`genbatch serve`: a service until a signal ends it."""
+"""`genbatch serve`: a service until a signal ends it; its banner says what runs, where, and how much it can hold."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,23 +10,46 @@ from typing import Annotated, Any, Protocol
 import trio
 import typer
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.observing.observe import log_event, observe, start_logging, start_tracing
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients.cli.banner import banner
 from genbatch.clients.cli.batcher_flags import BatcherFlags
-from genbatch.clients.cli.command import run_service
+from genbatch.clients.cli.command import run_service, with_flag_groups
 from genbatch.clients.cli.config import ConfigFlags, settings_of
+from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
-from genbatch.clients.cli.flag_group import with_flag_groups
-from genbatch.clients.cli.progress import LoadingBars
 from genbatch.clients.cli.service_flags import ServiceFlags
-from genbatch.clients.connection import import_engine
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
-from genbatch.proto.service_messages import Models
+from genbatch.proto.messages import ModelCard, Models
+
+_MEBIBYTE = 2**20
+
+
+def banner(card: ModelCard, stats: Mapping[str, Any], addresses: Sequence[str]) -> Panel:
+    """The banner of a service of this model with these stats, reachable at `addresses`."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="cyan")
+    rows.add_column()
+    rows.add_row("model", card.id)
+    rows.add_row("device", f"{card.device}, {card.dtype}")
+    rows.add_row("kernels", card.runner)
+    rows.add_row("quantize", card.quantize)
+    rows.add_row("KV cache", _kv_size(stats))
+    rows.add_row("sequences", f"{card.n_parallel} at once, of {card.n_ctx} positions at most")
+    for address in addresses:
+        rows.add_row("listening", address)
+    return Panel(rows, title="genbatch", title_align="left", border_style="cyan", expand=False)
+
+
+def _kv_size(stats: Mapping[str, Any]) -> str:
+    blocks, block_size = stats["kv_blocks_max"], stats["kv_block_size"]
+    size = f"{blocks * block_size} positions in {blocks} blocks of {block_size}"
+    return f"{size}, {stats['kv_bytes'] / _MEBIBYTE:.0f} MiB" if "kv_bytes" in stats else size
 
 
 @with_flag_groups

@@ -28,7 +28,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.option_fields import LIMITS, Option, options
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import RequestLimits
 
 FILE_VARIABLE = "GENBATCH_CONFIG"
 DEFAULT, FLAG = "default", "flag"

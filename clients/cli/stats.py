@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from genbatch.clients.cli.command import UsageError, run_command
+from genbatch.clients.cli.command import UsageError, run_command, with_flag_groups
+from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.engine_flags import ModelFlags
-from genbatch.clients.cli.flag_group import with_flag_groups
-from genbatch.clients.connection import ConnectionFlags, open_client
 
 # Heading -> {name in the stats: what a person reads}; whatever else a service counts comes last, as it is.
 _SECTIONS = {

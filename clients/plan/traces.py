@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from genbatch.clients.bench.load import Load
+from genbatch.clients.bench.workloads import ScriptedLoad
 
 # Tokens of a block in Mooncake's files, and in the traces made here.
 FILE_BLOCK, MADE_BLOCK = 512, 64
@@ -157,7 +157,7 @@ def write_trace(trace: Trace, path: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def load_trace(load: Load, arrivals: Sequence[float], block_tokens: int = MADE_BLOCK) -> Trace:
+def load_trace(load: ScriptedLoad, arrivals: Sequence[float], block_tokens: int = MADE_BLOCK) -> Trace:
     """A benchmark's load as a trace: the same requests at the same times."""
     requests = []
     for request, at in zip(load.requests, arrivals, strict=True):

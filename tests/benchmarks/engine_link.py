@@ -24,8 +24,7 @@ from genbatch.actors.engine.engine_process import EngineSession
 from genbatch.actors.engine.engine_wire import FrameStream
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, From, GenServer, reply, start
-from genbatch.proto.messages import GenerateRequest, Result, Token, Usage
-from genbatch.proto.service_messages import Health, Models
+from genbatch.proto.messages import GenerateRequest, Health, Models, Result, Token, Usage
 
 RESULT = Result(text="", token_ids=[], finish_reason="length", usage=Usage(prompt_tokens=1, completion_tokens=1))
 TEXTS = (" the", " of", " answer", "ing", ",")

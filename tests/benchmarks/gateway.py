@@ -23,7 +23,7 @@ from statistics import median
 from gateway_clients import GatewayClients
 from gateway_process import PEERS
 
-from genbatch.clients.bench.percentile import percentile
+from genbatch.clients.bench.runs import percentile
 
 PROCESS = Path(__file__).with_name("gateway_process.py")
 GOAL_PER_S, GOAL_ADDED_P99_MS = 20_000, 1.0

@@ -20,7 +20,7 @@ from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import NOREPLY, From, GenServer, reply, start
 from genbatch.proto.messages import Result, Token, Usage
-from genbatch.proto.rpc_server import token_message
+from genbatch.proto.rpc import token_message
 
 PEERS = ("gateway", "bare")
 MODES = ("flood", "even", "steps")

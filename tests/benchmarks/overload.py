@@ -16,8 +16,8 @@ from pathlib import Path
 import trio
 
 from genbatch.clients import ZeroMQClient
-from genbatch.clients.bench.percentile import percentile
-from genbatch.clients.retry import Retry
+from genbatch.clients.bench.runs import percentile
+from genbatch.clients.remote import Retry
 from genbatch.proto.errors import GenbatchError
 from tests.actors.service.running_service import RunningService
 from tests.nif.tiny_models import build_model

@@ -12,7 +12,7 @@ from statistics import median
 import trio
 
 from genbatch.clients import open_batcher
-from genbatch.clients.batcher import BatcherClient
+from genbatch.clients.in_process import BatcherClient
 
 SEQUENCES = (1, 8, 16, 32)
 

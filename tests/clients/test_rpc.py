@@ -14,9 +14,9 @@ from genbatch.actors.runtime.actor import start
 from genbatch.actors.security.key_files import TokenFile, hash_token
 from genbatch.actors.security.security import Security
 from genbatch.clients.interface import Client
-from genbatch.clients.rpc import RPCClient
-from genbatch.clients.rpc_address import RPCAddress, read_rpc_address
-from genbatch.clients.sync_rpc import SyncRPCClient
+from genbatch.clients.remote import RPCClient
+from genbatch.clients.sync import SyncRPCClient
+from genbatch.clients.transports import RPCAddress, read_rpc_address
 from genbatch.proto.errors import Forbidden, InvalidRequest, MalformedMessage, Unauthenticated, Unavailable
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 

@@ -14,9 +14,9 @@ import trio.testing
 import zmq
 
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
-from genbatch.clients import remote_client
+from genbatch.clients import remote
 from genbatch.clients.interface import Client
-from genbatch.clients.zeromq import ZeroMQClient
+from genbatch.clients.remote import ZeroMQClient
 from genbatch.proto.errors import MalformedMessage, Unavailable
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
 
@@ -97,7 +97,7 @@ async def answer_with(router: ZeroMQSocket, messages: list[Any]) -> None:
 async def test_a_service_that_is_silent_for_the_timeout_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_client, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(remote, "HEARTBEAT_S", 0.02)
     async with open_socket(zmq.ROUTER) as silent, ZeroMQClient(f"ipc://{tmp_path / 's'}") as client:
         silent.bind(client.address)
         async with trio.open_nursery() as nursery:
@@ -122,7 +122,7 @@ async def test_a_service_that_is_heard_may_take_longer_than_the_timeout(
                     await trio.testing.wait_all_tasks_blocked(0.001)
                     while client._last_heard < trio.current_time():
                         await trio.testing.wait_all_tasks_blocked(0.001)
-                    mock_clock.jump(remote_client.HEARTBEAT_S)
+                    mock_clock.jump(remote.HEARTBEAT_S)
             await slow.send([identity, msgpack.packb([1, 1, None, {"steps": 1}])])
 
         async with trio.open_nursery() as nursery:

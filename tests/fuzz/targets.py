@@ -12,17 +12,35 @@ import msgpack
 from genbatch.actors.gateways.addresses import check_address
 from genbatch.actors.security.errors import AddressError, KeyFileError
 from genbatch.actors.security.security import is_loopback
-from genbatch.proto.codec import decode, encode, to_generate_request
+from genbatch.proto.codec import (
+    MAX_FEED_BYTES,
+    REQUEST_LIMITS,
+    RESPONSE_LIMITS,
+    DecodeLimits,
+    MessageSplitter,
+    StreamBroken,
+    decode,
+    encode,
+    to_generate_request,
+)
 from genbatch.proto.errors import FrameTooLarge, InvalidRequest, MalformedMessage
-from genbatch.proto.framing import MAX_FEED_BYTES, MessageSplitter, StreamBroken
-from genbatch.proto.limits import REQUEST_LIMITS, RESPONSE_LIMITS, DecodeLimits
-from genbatch.proto.messages import Token, check_type
-from genbatch.proto.request_limits import RequestLimits
-from genbatch.proto.rpc import CancelRequest, CreditGranted, Heartbeat, Refused, Request
-from genbatch.proto.rpc_client import ClientConnection
-from genbatch.proto.rpc_server import ServerConnection
-from genbatch.proto.service_messages import DetokenizeRequest, DrainRequest, TokenizeRequest
-from genbatch.proto.validation import validate_detokenize, validate_drain, validate_request, validate_tokenize
+from genbatch.proto.messages import DetokenizeRequest, DrainRequest, Token, TokenizeRequest, check_type
+from genbatch.proto.rpc import (
+    CallReceived,
+    CancelRequest,
+    ClientConnection,
+    CreditGranted,
+    Heartbeat,
+    Refused,
+    ServerConnection,
+)
+from genbatch.proto.validation import (
+    RequestLimits,
+    validate_detokenize,
+    validate_drain,
+    validate_request,
+    validate_tokenize,
+)
 
 Target = Callable[[bytes], None]
 
@@ -54,7 +72,7 @@ def server(data: bytes) -> None:
         after = connection.calls.open_calls()
         assert len(after) <= _MAX_CALLS
         match event:
-            case Request(msgid):
+            case CallReceived(msgid):
                 assert after == [*before, msgid]
                 connection.token(msgid, Token(text="t", token_id=1, index=0))
             case Refused(error, reply):

@@ -114,10 +114,10 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "digest of a session file",
-        "clients/cli/session_file.py",
+        "clients/cli/chat.py",
         "len(state) == head.state_bytes and hashlib.sha256(state).hexdigest() == head.state_sha256",
         "True",
-        ("clients/cli/test_chat_session.py::test_a_damaged_state_is_told_and_not_used",),
+        ("clients/cli/test_chat.py::test_a_damaged_state_is_told_and_not_used",),
         "KV that was cut short or changed is used",
     ),
     Mutation(

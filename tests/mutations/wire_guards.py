@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-VALIDATION, CODEC, RPC = "proto/validation.py", "proto/codec.py", "proto/rpc_server.py"
+VALIDATION, CODEC, RPC = "proto/validation.py", "proto/codec.py", "proto/rpc.py"
 OPEN_CALL, ZEROMQ = "actors/gateways/session.py", "actors/gateways/zeromq_gateway.py"
 CAPS = ("proto/test_messages.py::test_the_operator_sets_the_caps",)
 EDGES = ("proto/test_codec.py::test_limits_hold_at_their_edges",)
@@ -42,10 +42,10 @@ WIRE_GUARDS = (
     ),
     Mutation(
         "cap on a grammar's size",
-        "proto/grammar.py",
+        "proto/validation.py",
         "if size > limits.max_grammar_bytes:",
         "if False:",
-        ("proto/test_grammar.py::test_the_operator_sets_how_large_it_may_be",),
+        ("proto/test_validation.py::test_the_operator_sets_how_large_it_may_be",),
         "a grammar takes the compiler's time and memory",
     ),
     Mutation(
@@ -98,10 +98,10 @@ WIRE_GUARDS = (
     ),
     Mutation(
         "cap on a message, msgpack-RPC",
-        "proto/framing.py",
+        "proto/codec.py",
         "if len(self._held) > self.max_bytes:",
         "if False:",
-        ("proto/test_framing.py::test_an_endless_message_holds_no_more_than_its_size_and_breaks_at_the_limit",),
+        ("proto/test_codec.py::test_an_endless_message_holds_no_more_than_its_size_and_breaks_at_the_limit",),
         "a message without an end is kept",
     ),
     Mutation(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genbatch.clients.cli.session_file import Session, SessionFile, SessionFileError
+from genbatch.clients.cli.chat import Session, SessionFile, SessionFileError
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.native import build

@@ -8,8 +8,7 @@ import pytest
 
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, Message
-from genbatch.proto.request_limits import RequestLimits
-from genbatch.proto.validation import validate_request
+from genbatch.proto.validation import RequestLimits, validate_request
 
 LIMITS = RequestLimits()
 

@@ -12,20 +12,21 @@ import trio
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.proto.errors import CLASSES
-from genbatch.proto.messages import GenerateRequest, Result
-from genbatch.proto.rpc import StreamOptions
-from genbatch.proto.service_messages import (
+from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
     DrainRequest,
+    GenerateRequest,
     Health,
     Hello,
     HelloRequest,
     ModelCard,
+    Result,
     Text,
     TokenIds,
     TokenizeRequest,
 )
+from genbatch.proto.rpc import StreamOptions
 from tests.actors.gateways.scripted_batcher import served
 
 README = (Path(__file__).parent.parent.parent / "proto" / "README.md").read_text()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from genbatch.proto.call_phases import IllegalEvent
+from genbatch.proto.codec import REQUEST_LIMITS
 from genbatch.proto.errors import (
     Cancelled,
     FrameTooLarge,
@@ -17,23 +17,25 @@ from genbatch.proto.errors import (
     QueueFull,
     from_wire,
 )
-from genbatch.proto.limits import REQUEST_LIMITS
 from genbatch.proto.messages import GenerateRequest, Token
 from genbatch.proto.rpc import (
     MAX_CREDIT,
-    Answered,
+    CallAnswered,
+    CallFailed,
+    CallReceived,
     CancelRequest,
+    ClientConnection,
     CreditGranted,
-    Failed,
     Heartbeat,
+    IllegalEvent,
     Refused,
-    Request,
+    ServerConnection,
     StreamOptions,
     TokenReceived,
     TokensReceived,
+    token_message,
+    tokens_message,
 )
-from genbatch.proto.rpc_client import ClientConnection
-from genbatch.proto.rpc_server import ServerConnection, token_message, tokens_message
 
 
 def pack(message: Any) -> bytes:
@@ -65,7 +67,7 @@ def token(index: int, text: str = "x", choice: int = 0) -> Token:
 
 def test_a_request_becomes_an_event_and_its_result_the_response() -> None:
     server = ServerConnection(max_calls=4)
-    assert server.receive(pack([0, 2**64 - 1, "generate", [{"prompt": "x"}]])) == Request(
+    assert server.receive(pack([0, 2**64 - 1, "generate", [{"prompt": "x"}]])) == CallReceived(
         2**64 - 1, "generate", {"prompt": "x"}
     )
     assert msgpack.unpackb(server.result(2**64 - 1, {"a": 1})) == [1, 2**64 - 1, None, {"a": 1}]
@@ -73,7 +75,7 @@ def test_a_request_becomes_an_event_and_its_result_the_response() -> None:
 
 
 def test_parameters_may_be_left_out() -> None:
-    assert ServerConnection(4).receive(pack([0, 1, "stats", []])) == Request(1, "stats", {})
+    assert ServerConnection(4).receive(pack([0, 1, "stats", []])) == CallReceived(1, "stats", {})
 
 
 def test_a_token_is_the_documented_notification() -> None:
@@ -106,7 +108,7 @@ def test_a_msgid_in_use_is_refused_without_ending_the_call_that_has_it() -> None
     assert refusal(server.receive(pack([0, 5, "stream", 3]))) == (None, "invalid_request")
     assert server.token(5, token(0)) is not None
     server.result(5, {})
-    assert isinstance(server.receive(pack([0, 5, "stream", [{}]])), Request)
+    assert isinstance(server.receive(pack([0, 5, "stream", [{}]])), CallReceived)
 
 
 def test_too_many_open_calls_are_refused_with_a_time_to_retry() -> None:
@@ -116,7 +118,7 @@ def test_too_many_open_calls_are_refused_with_a_time_to_retry() -> None:
     assert refusal(event) == (2, "queue_full")
     assert isinstance(event, Refused) and isinstance(event.error, QueueFull) and event.error.retry_after_ms
     server.result(1, {})
-    assert isinstance(server.receive(pack([0, 2, "stream", [{}]])), Request)
+    assert isinstance(server.receive(pack([0, 2, "stream", [{}]])), CallReceived)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_a_bad_message_gets_a_typed_error_with_its_msgid_where_there_is_one(
 ) -> None:
     server = ServerConnection(4)
     assert refusal(server.receive(data)) == (msgid, code)
-    assert isinstance(server.receive(pack([0, 7, "generate", [{}]])), Request)  # the connection survives it
+    assert isinstance(server.receive(pack([0, 7, "generate", [{}]])), CallReceived)  # the connection survives it
 
 
 def test_unknown_notifications_are_ignored() -> None:
@@ -183,7 +185,7 @@ def test_a_response_gets_no_response_since_that_might_go_on_for_ever() -> None:
 
 def test_names_may_come_as_binary_data() -> None:
     server = ServerConnection(4)
-    assert server.receive(pack([0, 7, b"stats", []])) == Request(7, "stats", {})
+    assert server.receive(pack([0, 7, b"stats", []])) == CallReceived(7, "stats", {})
     assert server.receive(pack([2, b"cancel", [7]])) == CancelRequest(7)
     assert server.receive(pack([2, b"\xff", [7]])) is None
 
@@ -193,7 +195,7 @@ def test_credit_and_coalescing_are_announced_with_the_stream() -> None:
     options = StreamOptions(credit=3, coalesce=True)
     msgid, data = client.request("stream", {"prompt": "x"}, options)
     assert msgpack.unpackb(data)[3] == [{"prompt": "x"}, {"credit": 3, "coalesce": True}]
-    assert server.receive(data) == Request(msgid, "stream", {"prompt": "x"}, options)
+    assert server.receive(data) == CallReceived(msgid, "stream", {"prompt": "x"}, options)
     assert server.receive(client.credit(msgid, 5)) == CreditGranted(msgid, 5)
     server.result(msgid, {})
     assert server.receive(client.credit(msgid, 5)) is None  # it crossed the final
@@ -261,7 +263,7 @@ def test_a_request_is_what_the_service_reads() -> None:
     client, server = ClientConnection(), ServerConnection(4)
     msgid, data = client.request("generate", GenerateRequest(prompt="x", stop=["a"], max_tokens=3))
     assert msgpack.unpackb(data) == [0, msgid, "generate", [{"prompt": "x", "stop": ["a"], "max_tokens": 3}]]
-    assert server.receive(data) == Request(msgid, "generate", {"prompt": "x", "stop": ["a"], "max_tokens": 3})
+    assert server.receive(data) == CallReceived(msgid, "generate", {"prompt": "x", "stop": ["a"], "max_tokens": 3})
 
 
 def test_tokens_and_the_result_arrive_as_they_were_sent() -> None:
@@ -273,7 +275,7 @@ def test_tokens_and_the_result_arrive_as_they_were_sent() -> None:
         message = sent(server, msgid, each)
         assert message is not None
         assert client.receive(message) == TokenReceived(msgid, each)
-    assert client.receive(server.result(msgid, {"text": "abc"})) == Answered(msgid, {"text": "abc"})
+    assert client.receive(server.result(msgid, {"text": "abc"})) == CallAnswered(msgid, {"text": "abc"})
     assert len(client.calls) == 0
 
 
@@ -282,13 +284,13 @@ def test_an_error_arrives_as_its_class() -> None:
     msgid, data = client.request("stream", {})
     server.receive(data)
     event = client.receive(server.error(msgid, QueueFull("full", retry_after_ms=3)))
-    assert isinstance(event, Failed) and isinstance(event.error, QueueFull)
+    assert isinstance(event, CallFailed) and isinstance(event.error, QueueFull)
     assert (event.msgid, event.error.retry_after_ms) == (msgid, 3)
 
 
 def test_an_error_about_no_call_in_particular_arrives_without_a_msgid() -> None:
     event = ClientConnection().receive(pack([1, None, {"code": "malformed_message", "message": "x"}, None]))
-    assert isinstance(event, Failed) and event.msgid is None
+    assert isinstance(event, CallFailed) and event.msgid is None
     assert isinstance(event.error, MalformedMessage)
 
 
@@ -411,11 +413,11 @@ class TwoEnds(RuleBasedStateMachine):
                 assert msgid not in self.given_up
                 assert received.index == self.received.get(msgid, 0)
                 self.received[msgid] = received.index + 1
-            case Answered(msgid, result):
+            case CallAnswered(msgid, result):
                 assert msgid not in self.given_up
                 assert result == {"n": msgid}
                 assert self.received.get(msgid, 0) == self.sent.get(msgid, 0)
-            case Failed(msgid, _):
+            case CallFailed(msgid, _):
                 assert msgid not in self.given_up
 
     def post(self, message: bytes) -> None:

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES, MessageSplitter
 from genbatch.proto.errors import GenbatchError, Unavailable
-from genbatch.proto.framing import MessageSplitter
-from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 from genbatch.proto.messages import Choice, Result, Token
-from genbatch.proto.rpc import PLAIN_STREAM, Answered, Failed, StreamOptions, TokenReceived, TokensReceived
-from genbatch.proto.rpc_client import ClientConnection
+from genbatch.proto.rpc import (
+    PLAIN_STREAM,
+    CallAnswered,
+    CallFailed,
+    ClientConnection,
+    StreamOptions,
+    TokenReceived,
+    TokensReceived,
+)
 from tests.simulation.pipe import End
 from tests.simulation.sim_request import WORDS, SimRequest
 
@@ -186,11 +192,11 @@ class SimClient:
             case TokensReceived(tokens):
                 for received in tokens:
                     self._token(received.msgid, received.token)
-            case Answered(int(msgid), value):
+            case CallAnswered(int(msgid), value):
                 self._final(msgid, value)
-            case Failed(int(msgid), error):
+            case CallFailed(int(msgid), error):
                 self._final(msgid, error)
-            case Failed(None, error):
+            case CallFailed(None, error):
                 raise AssertionError(f"{self.name}: told of a fault that is not its own: {error}")
 
     def _token(self, msgid: int, token: Token) -> None:

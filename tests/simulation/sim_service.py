@@ -25,11 +25,9 @@ from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
-from genbatch.proto.framing import MessageSplitter
-from genbatch.proto.limits import MAX_TRANSPORT_BYTES
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES, MessageSplitter
 from genbatch.proto.messages import GenerateRequest
-from genbatch.proto.rpc import PLAIN_STREAM, Answered, Failed, StreamOptions, TokenReceived
-from genbatch.proto.rpc_client import ClientConnection
+from genbatch.proto.rpc import PLAIN_STREAM, CallAnswered, CallFailed, ClientConnection, StreamOptions, TokenReceived
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.pipe import End, pair
 from tests.simulation.seeded_loop import run_seeded
@@ -86,7 +84,7 @@ class SimCaller:
             case TokenReceived(msgid, _):
                 assert not self.calls[msgid].finals, "a token after the final"
                 self.calls[msgid].token_times.append(trio.current_time())
-            case Answered(int(msgid), end) | Failed(int(msgid), end):
+            case CallAnswered(int(msgid), end) | CallFailed(int(msgid), end):
                 call = self.calls[msgid]
                 call.finals += 1
                 assert call.finals == 1, "two finals"

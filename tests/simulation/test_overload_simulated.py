@@ -10,7 +10,7 @@ import trio
 
 from genbatch.actors.batching.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from genbatch.actors.batching.options import QUEUE_PER_SLOT, BatcherOptions
-from genbatch.clients.bench.percentile import percentile
+from genbatch.clients.bench.runs import percentile
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import QueueFull
 from genbatch.proto.messages import GenerateRequest

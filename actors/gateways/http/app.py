@@ -19,14 +19,14 @@ from starlette.types import ASGIApp
 
 from genbatch.actors.gateways.http.anthropic import read_count, read_message
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
-from genbatch.actors.gateways.http.front import Authenticate, Front
+from genbatch.actors.gateways.http.front import Front
 from genbatch.actors.gateways.http.generating import Generating, Messages, Responses
 from genbatch.actors.gateways.http.openai_request import read_chat, read_completion, read_messages
-from genbatch.actors.gateways.http.service_calls import OpenCalls, ServiceCalls
+from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.observing.metrics import render
+from genbatch.actors.security.security import Authenticate
 from genbatch.proto.errors import EngineError, GenbatchError
-from genbatch.proto.messages import check_type
-from genbatch.proto.service_messages import ModelCard
+from genbatch.proto.messages import ModelCard, check_type
 
 # Nothing is loaded from elsewhere, nothing is inline, nobody frames it: text of a model that got out of its element
 # would still not run.
@@ -95,7 +95,7 @@ class ServiceRoutes:
         calls: who answers.
     """
 
-    def __init__(self, calls: ServiceCalls) -> None:
+    def __init__(self, calls: HTTPCalls) -> None:
         self._calls = calls
         self._created = int(time.time())
 
@@ -166,7 +166,7 @@ POST, GET = ["POST"], ["GET"]
 
 
 def make_app(
-    calls: ServiceCalls, open_calls: OpenCalls, *, authenticate: Authenticate | None, only_loopback: bool
+    calls: HTTPCalls, open_calls: OpenCalls, *, authenticate: Authenticate | None, only_loopback: bool
 ) -> ASGIApp:
     """The ASGI application.
 

@@ -5,7 +5,6 @@ connection is not pushed out by others, until it is answered. An endpoint finds
 `caller` and `body` in the scope's state, and what it receives after that is only ever that the client has gone.
 """
 
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import trio
@@ -17,11 +16,9 @@ from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.gateways.http.service_calls import HTTPCaller
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.security.key_files import bearer_token
-from genbatch.actors.security.security import is_loopback
+from genbatch.actors.security.security import Authenticate, is_loopback
+from genbatch.proto.codec import REQUEST_LIMITS
 from genbatch.proto.errors import Forbidden, FrameTooLarge, GenbatchError, Unauthenticated
-from genbatch.proto.limits import REQUEST_LIMITS
-
-Authenticate = Callable[[str], str | None]
 
 # As on the other wires.
 MAX_BODY_BYTES = REQUEST_LIMITS.max_bytes

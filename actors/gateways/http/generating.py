@@ -16,7 +16,7 @@ from genbatch.actors.gateways.http.bodies import JSON, decode_json, renamed
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest, read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response
-from genbatch.actors.gateways.http.service_calls import HTTPCaller, OpenCalls, ServiceCalls, TokenNames
+from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import Result, Token
@@ -103,7 +103,7 @@ class Generating:
         open_calls: where running calls are kept.
     """
 
-    def __init__(self, read: Read, calls: ServiceCalls, open_calls: OpenCalls) -> None:
+    def __init__(self, read: Read, calls: HTTPCalls, open_calls: OpenCalls) -> None:
         self._read = read
         self._calls = calls
         self._open_calls = open_calls
@@ -198,7 +198,7 @@ class Messages(Generating):
 class Responses(Generating):
     """OpenAI's /v1/responses, with the conversations that may be gone on with."""
 
-    def __init__(self, calls: ServiceCalls, open_calls: OpenCalls) -> None:
+    def __init__(self, calls: HTTPCalls, open_calls: OpenCalls) -> None:
         self._conversations = Conversations()
         super().__init__(read_chat, calls, open_calls)
 

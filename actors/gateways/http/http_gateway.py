@@ -23,7 +23,7 @@ from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_conne
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.app import make_app
 from genbatch.actors.gateways.http.http_address import HTTPAddress
-from genbatch.actors.gateways.http.service_calls import OpenCalls, ServiceCalls
+from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.security.errors import AddressError
 from genbatch.actors.security.security import Security, check_bind
@@ -110,7 +110,7 @@ class HTTPGateway:
         self._context = WorkerContext(None)
         self._config = _config()
         app = make_app(
-            ServiceCalls(dispatcher),
+            HTTPCalls(dispatcher),
             self._open_calls,
             authenticate=security.tokens.tenant if security.tokens else None,
             only_loopback=address.is_loopback,

@@ -9,8 +9,7 @@ from genbatch.actors.gateways.http.bodies import describe, to_json
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest
 from genbatch.actors.gateways.http.service_calls import TokenTexts
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import Choice, Result, Token, TokenLogprob, Usage
-from genbatch.proto.tools import ToolCallDelta
+from genbatch.proto.messages import Choice, Result, Token, TokenLogprob, ToolCallDelta, Usage
 
 # JSON has no infinity; OpenAI's own value for "as good as never".
 LOWEST = -9999.0

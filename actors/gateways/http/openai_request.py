@@ -34,7 +34,7 @@ REFUSED = {
 }
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StreamExtras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a stream tells what it cost.
 
     Args:
@@ -76,7 +76,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamExtras | None = None
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None

@@ -9,10 +9,9 @@ import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.proto.errors import ModelNotFound, Unavailable
-from genbatch.proto.messages import Result, Token
-from genbatch.proto.service_messages import Health, ModelCard, Models, Text, TokenIds
+from genbatch.proto.messages import Health, ModelCard, Models, Result, Text, Token, TokenIds
 
-Detokenize = Callable[[int], Awaitable[str]]
+TextOf = Callable[[int], Awaitable[str]]
 
 
 class TokenTexts:
@@ -22,7 +21,7 @@ class TokenTexts:
         detokenize: the text of one token id, by itself.
     """
 
-    def __init__(self, detokenize: Detokenize) -> None:
+    def __init__(self, detokenize: TextOf) -> None:
         self._detokenize = detokenize
         self._known: dict[int, str] = {}
 
@@ -74,7 +73,7 @@ class HTTPCaller:
         return self.client if self.tenant is None else f"tenant:{self.tenant}"
 
 
-class ServiceCalls:
+class HTTPCalls:
     """Calls of the Dispatcher, typed.
 
     Args:

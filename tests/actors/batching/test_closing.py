@@ -20,8 +20,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.grammar_checker import GrammarChecker
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import GenerateRequest, Message
-from genbatch.proto.service_messages import TokenizeRequest
+from genbatch.proto.messages import GenerateRequest, Message, TokenizeRequest
 from tests.simulation.sim_worker import SimWorker
 
 # Seconds, of which the callers below take about one. Each moment is a run of its own.

@@ -13,7 +13,7 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Generate
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
-from genbatch.clients.token_stream import TokenStream
+from genbatch.clients.interface import TokenStream
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.largest import Largest

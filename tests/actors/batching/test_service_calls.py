@@ -14,14 +14,16 @@ from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetHeal
 from genbatch.actors.batching.text_calls import INLINE_TOKEN_IDS
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import Message, Result, Token
-from genbatch.proto.service_messages import (
+from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
     Health,
+    Message,
     ModelCard,
     Models,
+    Result,
     Text,
+    Token,
     TokenIds,
     TokenizeRequest,
 )

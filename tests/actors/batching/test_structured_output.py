@@ -23,8 +23,7 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.grammar_constraint import GrammarConstraint
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, Result, Token
-from genbatch.proto.response_format import ResponseFormat
+from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token
 
 TinyModel = Callable[[str], Model]
 

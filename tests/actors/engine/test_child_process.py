@@ -23,7 +23,7 @@ from genbatch.actors.security.errors import AddressError
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import RequestLimits
 
 
 @pytest.mark.parametrize(

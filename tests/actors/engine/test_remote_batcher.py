@@ -36,16 +36,19 @@ from genbatch.proto.errors import (
     InvalidRequest,
     Unavailable,
 )
-from genbatch.proto.messages import GenerateRequest, Result, Token, Usage
-from genbatch.proto.service_messages import (
+from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    GenerateRequest,
     Health,
     ModelCard,
     Models,
+    Result,
     Text,
+    Token,
     TokenIds,
     TokenizeRequest,
+    Usage,
 )
 
 CARD = ModelCard(

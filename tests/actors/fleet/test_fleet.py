@@ -20,15 +20,18 @@ from genbatch.proto.errors import (
     QueueFull,
     Unavailable,
 )
-from genbatch.proto.messages import GenerateRequest, Result, Token, Usage
-from genbatch.proto.service_messages import (
+from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    GenerateRequest,
     Health,
     ModelCard,
+    Result,
     Text,
+    Token,
     TokenIds,
     TokenizeRequest,
+    Usage,
 )
 
 CARD = ModelCard(

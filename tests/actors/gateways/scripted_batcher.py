@@ -22,10 +22,8 @@ from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
 from genbatch.proto.errors import EngineError, GenbatchError, QueueFull
-from genbatch.proto.messages import Result, Token, Usage
-from genbatch.proto.request_limits import RequestLimits
-from genbatch.proto.service_messages import Drained, Health, ModelCard, Models, Text, TokenIds
-from genbatch.proto.validation import validate_request
+from genbatch.proto.messages import Drained, Health, ModelCard, Models, Result, Text, Token, TokenIds, Usage
+from genbatch.proto.validation import RequestLimits, validate_request
 
 # Seconds that a test may take on a machine that is busy with others; less than `make mutations` waits for one.
 PATIENCE_S = 100.0

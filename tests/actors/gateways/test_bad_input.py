@@ -11,7 +11,7 @@ import trio
 import zmq
 
 from genbatch.actors.runtime.zeromq_socket import open_socket
-from genbatch.proto.limits import REQUEST_LIMITS
+from genbatch.proto.codec import REQUEST_LIMITS
 from tests.actors.gateways.scripted_batcher import served
 
 pytestmark = pytest.mark.trio

@@ -19,8 +19,8 @@ from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.actors.security.errors import AddressError
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.limits import MAX_TRANSPORT_BYTES
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher, Served, served
 
 pytestmark = pytest.mark.trio

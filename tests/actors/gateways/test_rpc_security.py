@@ -19,7 +19,7 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.security.errors import InsecureBind, KeyFileError
 from genbatch.actors.security.key_files import client_context, server_context
 from genbatch.actors.security.security import open_security
-from genbatch.clients.rpc import RPCClient
+from genbatch.clients.remote import RPCClient
 from genbatch.proto.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 

@@ -9,7 +9,7 @@ import trio.lowlevel
 
 from genbatch.actors.gateways import zeromq_gateway, zeromq_guard
 from genbatch.actors.security.security import Security
-from genbatch.proto.limits import MAX_TRANSPORT_BYTES
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from tests.actors.gateways.guarded import ask, dealer, listening, until_closed, zmtp_stream
 
 pytestmark = pytest.mark.trio

@@ -16,8 +16,7 @@ from genbatch.actors.batching.batcher import Batcher
 from genbatch.actors.batching.batcher_messages import Drain, Generate
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.recording import records
-from genbatch.actors.recording.record_file import RecordError, RecordReader, RecordWriter
-from genbatch.actors.recording.records import Record
+from genbatch.actors.recording.records import Record, RecordError, RecordReader, RecordWriter
 from genbatch.actors.recording.replay import Report, replay
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.scheduling.batching_type import BatchingType
@@ -180,18 +179,20 @@ def test_recorded_loads_replay_to_the_same_ticks(tiny_model: TinyModel, tmp_path
         report, shown = played(path)
         assert report.difference is None, f"seed {seed}: {report}"
         assert report.fault is None and report.end is not None
-        ticks = [record for record in shown if isinstance(record, records.Tick)]
+        ticks = [record for record in shown if isinstance(record, records.TickRecord)]
         assert report.num_ticks == len(ticks) > 50
-        met |= set(batcher.stats.finished) | {record.fault for record in shown if isinstance(record, records.Stepped)}
+        met |= set(batcher.stats.finished) | {
+            record.fault for record in shown if isinstance(record, records.SteppedRecord)
+        }
         met |= {type(record).__name__ for record in shown}
         arrived = [record for record in shown if isinstance(record, records.Arrived)]
         met |= {f"n {record.wanted.n}" for record in arrived} | {f"beams {record.beam_width}" for record in arrived}
-        draws = [draw for record in shown if isinstance(record, records.Stepped) for draw in record.draws if draw]
+        draws = [draw for record in shown if isinstance(record, records.SteppedRecord) for draw in record.draws if draw]
         met |= {draw.end for draw in draws}
         met |= {"held" for tick in ticks for group in tick.groups for part in group if part.request == 0}
         met |= {"paused"} if batcher.stats.preemptions else set()
         met |= {"swapped"} if batcher.stats.swaps else set()
-    wanted = {"cancelled", "deadline", "error", "stop", "length", "fault", "Left", "DrainOver", "n 2", "beams 3"}
+    wanted = {"cancelled", "deadline", "error", "stop", "length", "fault", "Left", "DrainOverRecord", "n 2", "beams 3"}
     assert wanted | {"held", "paused", "swapped", records.RAISED} <= met, met
 
 
@@ -222,7 +223,7 @@ def test_a_function_that_raises_at_the_last_token_of_one_choice_replays(tiny_mod
     raising.run()
     report, shown = played(path)
     assert report.difference is None, report
-    ends = {draw.end for record in shown if isinstance(record, records.Stepped) for draw in record.draws if draw}
+    ends = {draw.end for record in shown if isinstance(record, records.SteppedRecord) for draw in record.draws if draw}
     assert records.RAISED in ends
 
 
@@ -241,7 +242,7 @@ def test_the_first_tick_that_another_scheduler_plans_differently_is_shown(
     report, shown = played(path, scheduler="prefill_first")
     assert report.difference is not None and report.message is not None
     tick, planned = report.difference
-    ticks = [record for record in shown if isinstance(record, records.Tick)]
+    ticks = [record for record in shown if isinstance(record, records.TickRecord)]
     assert tick == ticks[report.num_ticks] and planned is not None and planned != tick
 
 
@@ -268,7 +269,7 @@ def test_a_record_replays_up_to_where_it_is_damaged(recorded: Path, tmp_path: Pa
 def test_a_record_that_lacks_a_message_is_another_flight(recorded: Path, tmp_path: Path) -> None:
     path = tmp_path / "forged.flight"
     kept = list(RecordReader(recorded))
-    kept.remove(next(record for record in kept if isinstance(record, records.Encoded)))
+    kept.remove(next(record for record in kept if isinstance(record, records.EncodedRecord)))
     writer = RecordWriter(str(path), 2**30)
     for record in kept:
         writer.write(record)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch.clients.batcher import open_batcher
+from genbatch.clients.in_process import open_batcher
 from genbatch.nif.errors import OptionError
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import is_running

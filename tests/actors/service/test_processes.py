@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from genbatch.clients import ZeroMQClient, remote_client
+from genbatch.clients import ZeroMQClient, remote
 from genbatch.proto.errors import EngineLost, GenbatchError, Unavailable
 from genbatch.proto.messages import Result
 from tests.actors.engine.stage import Stage
@@ -40,7 +40,7 @@ def service(tiny_model_dir: Callable[[str], Path], directory: Path, stage: Stage
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_client, "LEASE_S", 60.0)  # this process may wait for its turn
+    monkeypatch.setattr(remote, "LEASE_S", 60.0)  # this process may wait for its turn
 
 
 def connect(service: RunningService) -> ZeroMQClient:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch.clients import ZeroMQClient, remote_client
+from genbatch.clients import ZeroMQClient, remote
 from genbatch.proto.errors import EngineLost
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
 
@@ -30,7 +30,7 @@ def service(
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_client, "LEASE_S", 60.0)
+    monkeypatch.setattr(remote, "LEASE_S", 60.0)
 
 
 def other_rank(service: RunningService) -> int:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from genbatch.clients.bench.machine import machine
+from genbatch.clients.bench.runs import machine
 from tests.benchmarks.compare.engines import MODES, Engines, LlamaVariant
 from tests.benchmarks.compare.markdown import report
 from tests.benchmarks.compare.measured import Results

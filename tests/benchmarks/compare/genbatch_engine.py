@@ -10,10 +10,9 @@ from typing import Any
 import trio
 
 from genbatch.clients import open_batcher
-from genbatch.clients.batcher import BatcherClient
-from genbatch.clients.bench.load import Load, LoadRequest
-from genbatch.clients.bench.load_run import LoadRun, run_load
-from genbatch.clients.bench.summary import decode_rate, prefill_rate
+from genbatch.clients.bench.runs import LoadRun, decode_rate, prefill_rate, run_load
+from genbatch.clients.bench.workloads import LoadRequest, ScriptedLoad
+from genbatch.clients.in_process import BatcherClient
 from tests.benchmarks.compare.command_lines import CommandLines
 
 
@@ -52,7 +51,7 @@ class Commands:
         return {"answers": answers}
 
     async def _run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> LoadRun:
-        load = Load("by command", tuple(LoadRequest(tuple(prompt), max_tokens) for prompt in prompts))
+        load = ScriptedLoad("by command", tuple(LoadRequest(tuple(prompt), max_tokens) for prompt in prompts))
         run = await run_load(self._batcher, load)
         failed = [times.error for times in run.times if times.error is not None]
         if failed:

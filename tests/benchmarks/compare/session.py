@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from genbatch.clients import ZeroMQClient
-from genbatch.clients.bench.arrivals import arrival_times
-from genbatch.clients.bench.load import Load
-from genbatch.clients.bench.load_run import run_load
-from genbatch.clients.bench.summary import disturbance, summary
-from genbatch.clients.bench.workloads import LoadOptions, chat, fixed_batch, shared_prompt
+from genbatch.clients.bench.runs import disturbance, run_load, summary
+from genbatch.clients.bench.workloads import LoadOptions, ScriptedLoad, arrival_times, chat, fixed_batch, shared_prompt
 from tests.benchmarks.compare.engine_process import EngineProcess
 from tests.benchmarks.compare.engines import Engines, LlamaVariant
 from tests.benchmarks.compare.measured import Results
@@ -56,7 +53,7 @@ class Session:
         """The same at the plan's scale."""
         return self.options(self.plan.scale)
 
-    def chat_load(self, part: str) -> Load:
+    def chat_load(self, part: str) -> ScriptedLoad:
         """W2 or W3."""
         return chat(self.chat_options()) if part == "w2" else shared_prompt(self.chat_options())
 
@@ -82,7 +79,7 @@ class Session:
         self,
         engine: EngineProcess | ServiceProcess,
         address: str,
-        load: Load,
+        load: ScriptedLoad,
         *,
         rate: float = float("inf"),
         keep: bool = True,

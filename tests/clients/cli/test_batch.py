@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from genbatch.clients.cli.batch_file import BatchFile
+from genbatch.clients.cli.batch import BatchFile
 
 LINES = [
     '{"id": "a", "token_ids": [5, 6, 7], "max_tokens": 4}',

@@ -17,7 +17,7 @@ from genbatch.clients.cli.option_table import markdown_table
 from genbatch.clients.cli.settings import read_settings
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import RequestLimits
 
 PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "options.md"
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from genbatch.clients.cli.demo_screen import Answer, answer_panels, summary
+from genbatch.clients.cli.demo import DemoAnswer, answer_panels, summary
 
 
-def answered(prompt: str, words: list[str], started_at: float = 0.0) -> Answer:
-    answer = Answer(prompt, asked_at=started_at)
+def answered(prompt: str, words: list[str], started_at: float = 0.0) -> DemoAnswer:
+    answer = DemoAnswer(prompt, asked_at=started_at)
     for index, word in enumerate(words):
         answer.add(word, started_at + 0.5 + 0.25 * index)
     answer.finish_reason = "stop"
@@ -42,7 +42,7 @@ def test_a_panel_shows_the_end_of_a_long_answer() -> None:
 
 
 def test_the_table_counts_each_request_and_all_together() -> None:
-    answers = [answered("first", ["a", "b", "c"]), answered("second", ["d"], started_at=1.0), Answer("none", 1.0)]
+    answers = [answered("first", ["a", "b", "c"]), answered("second", ["d"], started_at=1.0), DemoAnswer("none", 1.0)]
     counted = {"steps": 3, "mean_batch_size": 1.5, "shared_tokens": 7, "prompt_tokens": 20}
     console = Console(width=100, file=io.StringIO())
     with console.capture() as captured:

@@ -24,7 +24,7 @@ from genbatch.clients.cli.main import app
 from genbatch.clients.cli.settings import read_settings
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
-from genbatch.proto.request_limits import RequestLimits
+from genbatch.proto.validation import RequestLimits
 
 GENBATCH = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()"]
 # Longer than any of them takes, so that a hanging one fails instead of holding up the rest.

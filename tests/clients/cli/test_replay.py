@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from genbatch.actors.recording.record_file import RecordReader
+from genbatch.actors.recording.records import RecordReader
 from genbatch.clients import SyncZeroMQClient
 from genbatch.clients.cli.main import app
 from tests.actors.service.running_service import TIMEOUT_S, RunningService

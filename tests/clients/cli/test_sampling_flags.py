@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from genbatch.clients.cli.sampling_flags import SamplingFlags
-from genbatch.clients.request import generate_request
-from genbatch.proto.grammar import Grammar, grammar_of
+from genbatch.clients.cli.generate import SamplingFlags
+from genbatch.clients.interface import generate_request
+from genbatch.proto.validation import Grammar, grammar_of
 
 
 def test_a_schema_a_grammar_and_a_regex_come_from_their_flags(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from genbatch.actors.runtime.actor import start
 from genbatch.clients.cli import top
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.stats import stats_table
-from genbatch.clients.cli.top_history import TopHistory
-from genbatch.clients.cli.top_screen import top_screen
+from genbatch.clients.cli.top import TopHistory, top_screen
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner

@@ -25,8 +25,7 @@ from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.sampling.truncated_draw import CHUNK, _invert_whole, _pick
 from genbatch.nif.sampling.uniform_draw import uniform
 from genbatch.proto.messages import GenerateRequest
-from genbatch.proto.request_limits import RequestLimits
-from genbatch.proto.validation import validate_request
+from genbatch.proto.validation import RequestLimits, validate_request
 
 NUM_DRAWS = 20_000
 

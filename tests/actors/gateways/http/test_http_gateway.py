@@ -24,8 +24,7 @@ from genbatch.actors.security.key_files import TokenFile, server_context
 from genbatch.actors.security.security import Security
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
-from genbatch.proto.messages import Choice, Result, Usage
-from genbatch.proto.service_messages import Health
+from genbatch.proto.messages import Choice, Health, Result, Usage
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 

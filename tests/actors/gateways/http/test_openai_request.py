@@ -18,8 +18,7 @@ from genbatch.actors.gateways.http.openai_request import (
 from genbatch.actors.security.errors import AddressError
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.request_limits import RequestLimits
-from genbatch.proto.validation import validate_request
+from genbatch.proto.validation import RequestLimits, validate_request
 
 USER = {"role": "user", "content": "x"}
 

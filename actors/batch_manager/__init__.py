@@ -1,1 +1,0 @@
-"""The batch manager of TensorRT-LLM as a facade over the Batcher."""

@@ -1,0 +1,1 @@
+"""TensorRT-LLM's batch manager as a facade over the Batcher."""

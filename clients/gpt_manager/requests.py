@@ -1,0 +1,370 @@
+"""What goes into the batch manager and what comes out: an id with named tensors.
+
+    request = InferenceRequest(2**64 - 1, {"input_ids": np.array([[5, 6, 7]], np.int32)})
+    assert decode_inference_request(encode_inference_request(request)).request_id == request.request_id
+
+A tensor travels as its dtype, its shape and its elements in row order, little-endian. A GptRequest is an
+InferenceRequest on its way through the batch manager; ResponseTensors are the answer, CPU tensors of the documented
+shapes.
+
+Input tensors, TensorRT-LLM's names; all but `input_ids` and `request_output_len` may be left out, and a scalar may
+have any shape with one element:
+
+    input_ids             token ids of the prompt
+    request_output_len    most tokens to generate
+    beam_width            1
+    end_id, pad_id        the model's; a negative end_id lets nothing but the length end the output
+    temperature, runtime_top_k, runtime_top_p, random_seed     greedy unless one of the first three is given
+    repetition_penalty, presence_penalty, frequency_penalty, min_length
+    streaming             false
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genbatch.actors.batching.batcher_messages import Generate
+from genbatch.actors.batching.keep import Keep
+from genbatch.clients.gpt_manager.params import GptEngine
+from genbatch.proto.codec import REQUEST_LIMITS, DecodeLimits, decode, encode
+from genbatch.proto.errors import InvalidRequest, MalformedMessage, PromptTooLong
+from genbatch.proto.messages import Choice, GenerateRequest, Result, Token
+
+Tensor: TypeAlias = npt.NDArray[Any]
+
+MAX_REQUEST_ID = 2**64 - 1
+# Plain numbers only: object arrays would need unpickling.
+DTYPES = frozenset(
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+)
+MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InferenceRequest:
+    """What the client hands to the batch manager.
+
+    Args:
+        request_id: uint64; unique among the requests in flight.
+        tensors: input tensors by name.
+
+    Raises:
+        InvalidRequest: the id is no uint64, or a tensor is none that can travel.
+    """
+
+    request_id: int
+    tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if type(self.request_id) is not int or not 0 <= self.request_id <= MAX_REQUEST_ID:
+            raise InvalidRequest("request_id", f"must be an integer from 0 to 2**64 - 1, not {self.request_id!r}")
+        for name, tensor in self.tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
+                raise InvalidRequest(f"tensors[{name!r}]", "tensors are numpy arrays named by strings")
+            if tensor.dtype.name not in DTYPES:
+                raise InvalidRequest(f"tensors[{name!r}]", f"dtype {tensor.dtype} is not one of plain numbers")
+            if tensor.ndim > MAX_DIMENSIONS:
+                raise InvalidRequest(f"tensors[{name!r}]", f"has {tensor.ndim} dimensions, {MAX_DIMENSIONS} are taken")
+
+
+def encode_inference_request(request: InferenceRequest) -> bytes:
+    """The request as msgpack."""
+    tensors = {name: _tensor_to_wire(tensor) for name, tensor in request.tensors.items()}
+    return encode({"request_id": request.request_id, "tensors": tensors})
+
+
+def decode_inference_request(data: bytes, limits: DecodeLimits = REQUEST_LIMITS) -> InferenceRequest:
+    """The request in its msgpack bytes; nothing is executed and nothing unpickled.
+
+    Raises:
+        FrameTooLarge, MalformedMessage: not one well-formed message within `limits`.
+        InvalidRequest: a message that is no inference request; the error names the field.
+    """
+    value = decode(data, limits)
+    if not isinstance(value, dict) or set(value) != {"request_id", "tensors"}:
+        raise MalformedMessage("not a map of request_id and tensors")
+    if not isinstance(value["tensors"], dict):
+        raise InvalidRequest("tensors", "must be a map")
+    tensors = {name: _tensor_from_wire(f"tensors[{name!r}]", tensor) for name, tensor in value["tensors"].items()}
+    return InferenceRequest(value["request_id"], tensors)
+
+
+def _tensor_to_wire(tensor: Tensor) -> dict[str, object]:
+    little = np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<"))
+    return {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "data": little.tobytes()}
+
+
+def _tensor_from_wire(field: str, value: object) -> Tensor:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data"}:
+        raise InvalidRequest(field, "must be a map of dtype, shape and data")
+    name, shape, data = value["dtype"], value["shape"], value["data"]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise InvalidRequest(f"{field}.dtype", f"{name!r} is unknown")
+    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not sizes or len(shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(f"{field}.shape", f"must be at most {MAX_DIMENSIONS} sizes, not {shape!r:.100}")
+    dtype = np.dtype(name).newbyteorder("<")
+    if not isinstance(data, bytes) or len(data) != math.prod(shape) * dtype.itemsize:
+        raise InvalidRequest(f"{field}.data", f"is not {math.prod(shape)} elements of {name}")
+    # A copy in the machine's order: the bytes are read-only and belong to the message.
+    return np.frombuffer(data, dtype).reshape(shape).astype(np.dtype(name))
+
+
+# Per tensor of one number: the parameter it becomes, and its type.
+SCALARS: Mapping[str, tuple[str, type[int] | type[float]]] = {
+    "temperature": ("temperature", float),
+    "runtime_top_k": ("top_k", int),
+    "runtime_top_p": ("top_p", float),
+    "random_seed": ("seed", int),
+    "repetition_penalty": ("repetition_penalty", float),
+    "presence_penalty": ("presence_penalty", float),
+    "frequency_penalty": ("frequency_penalty", float),
+    "min_length": ("min_tokens", int),
+}
+OTHERS = frozenset(["input_ids", "request_output_len", "beam_width", "end_id", "pad_id", "streaming"])
+DRAWS = ("temperature", "top_k", "top_p")
+
+
+@dataclass(slots=True, eq=False)
+class GptRequest:
+    """One request from its arrival to its final response.
+
+    Args:
+        request_id: the client's.
+        message: what the Batcher is sent; its tag is this request's own, as ids may come twice.
+        micro_batch: which of the two it belongs to; 0 without overlap.
+        tokens: a stream's tokens that no response held yet.
+        num_sent: tokens that responses held.
+        cum_logprob: of the tokens sent, float32.
+        result, error: how it ended; at most one of them is set.
+        fault: why it is being stopped before its end; its final response says so.
+    """
+
+    request_id: int
+    message: Generate
+    pad_id: int
+    streaming: bool
+    micro_batch: int = 0
+    tokens: list[tuple[Token, Any]] = field(default_factory=list)
+    num_sent: int = 0
+    cum_logprob: np.float32 = field(default_factory=lambda: np.float32(0))
+    result: Result | None = None
+    error: Exception | None = None
+    fault: str | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        """Its input ids."""
+        assert self.message.request.token_ids is not None
+        return self.message.request.token_ids
+
+
+def read_request(request: InferenceRequest, engine: GptEngine) -> GptRequest:
+    """Reads the tensors and checks them against the engine's limits.
+
+    Raises:
+        InvalidRequest: a tensor is missing, unknown, malformed or out of its range; `field` names it.
+        PromptTooLong: more input ids than the engine takes.
+    """
+    tensors = request.tensors
+    for name in tensors:
+        if name not in OTHERS and name not in SCALARS:
+            raise InvalidRequest(name, "there is no such input tensor")
+    prompt = _prompt(tensors, engine)
+    beam_width = _integer(tensors, "beam_width", 1)
+    if not 1 <= beam_width <= engine.max_beam_width:
+        raise InvalidRequest("beam_width", f"must be at least 1 and at most {engine.max_beam_width}, not {beam_width}")
+    streaming = bool(_scalar(tensors, "streaming", False))
+    if streaming and beam_width > 1:
+        raise InvalidRequest("streaming", "which beam is the best shows at the end: beams cannot be streamed")
+    model = engine.engine.model
+    end_ids = sorted(model.eos_token_ids)
+    parameters: dict[str, Any] = {}
+    if "end_id" in tensors:
+        end_id = _integer(tensors, "end_id", 0)
+        end_ids = [end_id] if end_id >= 0 else []
+        parameters |= {"ignore_eos": True, "stop_token_ids": end_ids}
+    for name, (ours, kind) in SCALARS.items():
+        if name in tensors:
+            parameters[ours] = _number(tensors, name, kind)
+    if any(name in parameters for name in DRAWS):
+        parameters.setdefault("temperature", 1.0)
+    tag = object()
+    keep = Keep(context=engine.build.context_logits, generation=engine.build.generation_logits)
+    return GptRequest(
+        request.request_id,
+        Generate(
+            GenerateRequest(
+                token_ids=prompt, max_tokens=_output_len(tensors, len(prompt), engine), logprobs=0, **parameters
+            ),
+            tag=tag,
+            beam_width=beam_width,
+            keep=keep,
+            client="batch-manager",
+        ),
+        pad_id=_integer(tensors, "pad_id", end_ids[0] if end_ids else 0),
+        streaming=streaming,
+    )
+
+
+def _prompt(tensors: Mapping[str, Tensor], engine: GptEngine) -> list[int]:
+    ids = tensors.get("input_ids")
+    if ids is None:
+        raise InvalidRequest("input_ids", "is missing")
+    if ids.dtype.kind not in "iu" or ids.size != max(ids.shape, default=0) or not ids.size:
+        raise InvalidRequest("input_ids", f"must be one row of token ids, not {ids.dtype} of shape {ids.shape}")
+    if ids.size > engine.max_input_len:
+        raise PromptTooLong(f"{ids.size} tokens are more than max_input_len, {engine.max_input_len}", field="input_ids")
+    prompt: list[int] = ids.reshape(-1).tolist()
+    return prompt
+
+
+def _output_len(tensors: Mapping[str, Tensor], num_prompt: int, engine: GptEngine) -> int:
+    if "request_output_len" not in tensors:
+        raise InvalidRequest("request_output_len", "is missing")
+    wanted = _integer(tensors, "request_output_len", 0)
+    if not 1 <= wanted <= engine.max_output_len:
+        raise InvalidRequest(
+            "request_output_len",
+            f"must be at least 1 and at most max_output_len, {engine.max_output_len}, not {wanted}",
+        )
+    if num_prompt + wanted > engine.max_seq_len:
+        raise InvalidRequest("request_output_len", f"{wanted} after {num_prompt} exceed {engine.max_seq_len} positions")
+    return wanted
+
+
+def _scalar(tensors: Mapping[str, Tensor], name: str, default: bool | int | float) -> bool | int | float:
+    tensor = tensors.get(name)
+    if tensor is None:
+        return default
+    if tensor.size != 1:
+        raise InvalidRequest(name, f"must hold one element, not {tensor.size}")
+    value: bool | int | float = tensor.reshape(-1)[0].item()
+    return value
+
+
+def _number(tensors: Mapping[str, Tensor], name: str, kind: type[int] | type[float]) -> int | float:
+    return _integer(tensors, name, 0) if kind is int else float(_scalar(tensors, name, 0.0))
+
+
+def _integer(tensors: Mapping[str, Tensor], name: str, default: int) -> int:
+    value = _scalar(tensors, name, default)
+    if type(value) is not int:
+        raise InvalidRequest(name, f"must be an integer, not {value!r}")
+    return value
+
+
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
+
+
+class ResponseTensors(NamedTuple):
+    """The list of tensors of one response, in the documents' order.
+
+    A whole response holds input and output; beams shorter than the longest are filled up, ids with the pad id and
+    numbers with 0. A stream's response holds one token: maxSeqLength and outputLength are 1 in it (0 in a final one
+    that brings no token), sequence length counts up, and the context logits come with the first.
+
+    Args:
+        output_ids: [1, beamWidth, maxSeqLength] int32, input ids and output ids; a stream's only the new one.
+        sequence_length: [1, 1] int32, input and output together; with beams, the longest output's.
+        context_logits: [1, promptLength, vocabSizePadded] float32; [1, 1, 1] where they are not gathered.
+        generation_logits: [1, beamWidth, outputLength, vocabSizePadded] float32; [1, 1, 1, 1] where not gathered.
+        log_probs: [1, beamWidth, outputLength] float32, of the output ids under the model's own distribution.
+        cum_log_probs: [1, beamWidth] float32, their sums.
+    """
+
+    output_ids: Int32s
+    sequence_length: Int32s
+    context_logits: Float32s
+    generation_logits: Float32s
+    log_probs: Float32s
+    cum_log_probs: Float32s
+
+
+def whole_response(request: GptRequest, engine: GptEngine) -> ResponseTensors:
+    """Everything a request produced."""
+    result = request.result
+    assert result is not None and request.message.keep is not None
+    first = Choice(text="", token_ids=result.token_ids, finish_reason=result.finish_reason, logprobs=result.logprobs)
+    choices = result.choices or (first,)
+    width, prompt = request.message.beam_width, request.prompt
+    length = max(len(choice.token_ids) for choice in choices)
+    ids = np.full((1, width, engine.max_seq_len), request.pad_id, np.int32)
+    ids[:, :, : len(prompt)] = prompt
+    log_probs = np.zeros((1, width, length), np.float32)
+    for beam, choice in enumerate(choices):
+        count = len(choice.token_ids)
+        ids[0, beam, len(prompt) : len(prompt) + count] = choice.token_ids
+        log_probs[0, beam, :count] = [score.logprob for score in choice.logprobs or ()]
+    return ResponseTensors(
+        ids,
+        _sequence_length(len(prompt) + length),
+        _context_logits(request, engine),
+        _generation_logits(request, engine, length),
+        log_probs,
+        log_probs.sum(axis=2, dtype=np.float32),
+    )
+
+
+def stream_response(request: GptRequest, token: Token, row: torch.Tensor | None, engine: GptEngine) -> ResponseTensors:
+    """One token of a stream.
+
+    Args:
+        row: the logits it was chosen from, [vocab_size]; None where they are not kept.
+    """
+    assert token.logprob is not None
+    request.num_sent += 1
+    request.cum_logprob = request.cum_logprob + np.float32(token.logprob)
+    return ResponseTensors(
+        np.array([[[token.token_id]]], np.int32),
+        _sequence_length(len(request.prompt) + request.num_sent),
+        _context_logits(request, engine) if request.num_sent == 1 else np.zeros((1, 1, 1), np.float32),
+        np.zeros((1, 1, 1, 1), np.float32) if row is None else row.numpy()[None, None, None],
+        np.array([[[token.logprob]]], np.float32),
+        np.array([[request.cum_logprob]], np.float32),
+    )
+
+
+def last_response(request: GptRequest) -> ResponseTensors:
+    """The end of a stream that was stopped between two tokens."""
+    return ResponseTensors(
+        np.zeros((1, 1, 0), np.int32),
+        _sequence_length(len(request.prompt) + request.num_sent),
+        np.zeros((1, 1, 1), np.float32),
+        np.zeros((1, 1, 1, 1), np.float32),
+        np.zeros((1, 1, 0), np.float32),
+        np.array([[request.cum_logprob]], np.float32),
+    )
+
+
+def _sequence_length(length: int) -> Int32s:
+    return np.array([[length]], np.int32)
+
+
+def _context_logits(request: GptRequest, engine: GptEngine) -> Float32s:
+    if not engine.build.context_logits:
+        return np.zeros((1, 1, 1), np.float32)
+    assert request.message.keep is not None
+    rows = request.message.keep.context_logits()
+    if rows is None:  # stopped before its context was evaluated
+        return np.zeros((1, 0, engine.engine.model.vocab_size), np.float32)
+    logits: Float32s = rows.numpy()[None]
+    return logits
+
+
+def _generation_logits(request: GptRequest, engine: GptEngine, length: int) -> Float32s:
+    if not engine.build.generation_logits:
+        return np.zeros((1, 1, 1, 1), np.float32)
+    assert request.message.keep is not None
+    logits = np.zeros((1, request.message.beam_width, length, engine.engine.model.vocab_size), np.float32)
+    for beam in range(request.message.beam_width):
+        rows = request.message.keep.generation_logits(beam)
+        if rows is not None:
+            logits[0, beam, : len(rows)] = rows.numpy()
+    return logits

@@ -1,0 +1,364 @@
+"""OfflineScheduler: many prompts through one model without a service.
+
+    scheduler = OfflineScheduler("smollm2")
+    ids = [scheduler.add_request(prompt, max_new_tokens=32) for prompt in prompts]
+    texts = scheduler.run()                    # or: while scheduler.has_unfinished(): scheduler.step()
+
+Requests may be added between two steps: they join the batch in mid decode, and nobody's output changes. An
+InferenceEngine is the model and its KV cache, stepped by hand; an InferenceSession one generation, its tokens and when
+it ends.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from genbatch.nif.batch import Entry
+from genbatch.nif.context import Context
+from genbatch.nif.errors import BatchError, OutOfBlocks
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.text.detokenizer import Detokenizer
+from genbatch.proto.errors import InvalidRequest, PromptTooLong
+from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.validation import RequestLimits, validate_request
+
+
+class InferenceSession:
+    """What one prompt became.
+
+    Args:
+        model: gives the tokenizer and the end-of-sequence tokens.
+        prompt_tokens: at least one.
+        max_new_tokens: tokens to generate at most; 0 is unlimited.
+        temperature, top_k, top_p: how to draw; they count only with `do_sample`, which is off for greedy.
+        seed: makes the draws repeatable, whatever else is in the batch.
+        stop_on_eos: end at the model's end-of-sequence tokens.
+        max_positions: most positions the engine can hold; the session ends there in any case.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompt_tokens: list[int],
+        *,
+        max_new_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        do_sample: bool = False,
+        seed: int = 0,
+        stop_on_eos: bool = True,
+        max_positions: int,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.generated_ids: list[int] = []
+        self.finished = False
+        self.seq_id: int | None = None  # its place in the context; None while it waits and once it has ended
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = model.eos_token_ids if stop_on_eos else frozenset[int]()
+        self._max_positions = max_positions
+        self._text = Detokenizer(model.tokenizer.backend, prompt_tokens)
+        self._pieces: list[str] = []
+        params = SamplingParams(seed=seed, temperature=temperature if do_sample else 0.0, top_k=top_k, top_p=top_p)
+        self._sampler = SamplerState(params, prompt_tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt_tokens + self.generated_ids
+
+    def apply_batch_logits(self, last_logits: torch.Tensor) -> int | None:
+        """Draws the next token from this session's row of logits, [vocab_size].
+
+        Returns:
+            The token id; None, and nothing changes, once the session has finished.
+
+        Raises:
+            ValueError: the logits hold nothing that could be drawn.
+        """
+        if self.finished:
+            return None
+        position = len(self.prompt_tokens) + len(self.generated_ids)
+        [drawn] = sample(last_logits.view(1, -1), [self._sampler], [position])
+        if not isinstance(drawn, Sampled):
+            raise ValueError(drawn.reason)
+        self._sampler.accept(drawn.token_id)
+        self.generated_ids.append(drawn.token_id)
+        self._pieces.append(self._text.push(drawn.token_id))
+        num_generated = len(self.generated_ids)
+        self.finished = (
+            drawn.token_id in self._stop_ids
+            or num_generated == self._max_new_tokens
+            # The token drawn last needs no place: its KV is never computed.
+            or position >= self._max_positions
+        )
+        if self.finished:
+            self._pieces.append(self._text.flush())
+        return drawn.token_id
+
+    def decode_text(self) -> str:
+        """The text generated so far, special tokens left out."""
+        return "".join(self._pieces)
+
+
+class InferenceEngine:
+    """One forward for all sessions at once, each of its own length, none padded.
+
+    Args:
+        model: a loaded model, or what `load_model` takes.
+        n_ctx: positions in the KV pool, all sessions together.
+        n_parallel: sessions that run at once.
+        use_amp: run the forward under autocast.
+        amp_dtype: autocast's precision.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: Model | str = "smollm2",
+        *,
+        n_ctx: int = 8192,
+        n_parallel: int = 8,
+        use_amp: bool = False,
+        amp_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.model = load_model(model) if isinstance(model, str) else model
+        self.use_amp = use_amp
+        self.amp_dtype = amp_dtype
+        self.context = Context(self.model, TorchRunner(self.model), n_ctx=n_ctx, n_parallel=n_parallel)
+        self.free_slots = list(range(n_parallel))
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions one session may hold."""
+        return self.context.max_positions
+
+    def has_room(self, num_positions: int, *, spare: int) -> bool:
+        """Whether the pool has the blocks for so many positions and `spare` blocks more."""
+        kv = self.context.kv
+        needed = kv.most_held(num_positions, self.context.n_batch)
+        return all(count + spare <= free for count, free in zip(needed, kv.free_blocks, strict=True))
+
+    def prefill(self, session: InferenceSession) -> None:
+        """Gives a session a slot and evaluates all its tokens but the last, which the next step takes.
+
+        Raises:
+            OutOfBlocks: the pool has no room for it now; nothing is held.
+        """
+        slot = self.free_slots.pop(0)
+        tokens = session.tokens
+        try:
+            held = self.context.attach_prefix(slot, tokens)
+            if held < len(tokens) - 1:
+                with self._autocast():
+                    self.context.prefill(tokens[held:-1], slot, held)
+        except BaseException:
+            self.context.seq_rm(slot)
+            self.free_slots.insert(0, slot)
+            raise
+        session.seq_id = slot
+
+    @torch.inference_mode()
+    def decode_step_sessions(self, sessions: Sequence[InferenceSession]) -> torch.Tensor:
+        """Evaluates the last token of every session in one forward.
+
+        Args:
+            sessions: prefilled ones that have not finished, at least one.
+
+        Returns:
+            The logits of each session's next token, [len(sessions), vocab_size] float32.
+
+        Raises:
+            BatchError: a session has finished or was not prefilled; nothing was changed.
+            OutOfBlocks: the pool cannot hold the new tokens; nothing was changed.
+        """
+        batch = []
+        for session in sessions:
+            if session.finished or session.seq_id is None:
+                raise BatchError("a session has finished or was not prefilled")
+            tokens = session.tokens
+            batch.append(Entry(session.seq_id, tokens[-1:], len(tokens) - 1))
+        with self._autocast():
+            return torch.cat(self.context.eval(batch))
+
+    def release_kv_blocks(self, session: InferenceSession) -> None:
+        """Gives a session's slot and blocks back; fine if it holds none."""
+        if session.seq_id is not None:
+            self.context.seq_rm(session.seq_id)
+            self.free_slots.append(session.seq_id)
+            session.seq_id = None
+
+    def close(self) -> None:
+        """Releases the KV pool."""
+        self.context.close()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, dtype=self.amp_dtype, enabled=self.use_amp)
+
+
+class OfflineScheduler:
+    """Runs as many sessions at once as there are slots; the others wait in their order.
+
+    Args:
+        model: a loaded model, what `load_model` takes, or a ready InferenceEngine.
+        options: further arguments of InferenceEngine.
+    """
+
+    def __init__(self, model: InferenceEngine | Model | str = "smollm2", **options: Any) -> None:
+        self.engine = model if isinstance(model, InferenceEngine) else InferenceEngine(model, **options)
+        self._sessions: dict[int, InferenceSession] = {}
+        self._waiting: list[InferenceSession] = []
+        self._running: dict[int, InferenceSession] = {}  # by request id, longest running first
+        self._ids: dict[InferenceSession, int] = {}
+        self._next_id = 0
+
+    def add_request(
+        self,
+        prompt: str | list[int],
+        *,
+        max_new_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        do_sample: bool = False,
+        seed: int = 0,
+        stop_on_eos: bool = True,
+    ) -> int:
+        """Queues a prompt, text or token ids; returns its id. The options are InferenceSession's.
+
+        Raises:
+            InvalidRequest: an option is out of range; the error names it.
+            PromptTooLong: no token fits after the prompt.
+        """
+        text = isinstance(prompt, str)
+        wanted = GenerateRequest(
+            prompt=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else list(prompt),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+        validate_request(wanted, RequestLimits())
+        if max_new_tokens < 0:
+            raise InvalidRequest("max_new_tokens", f"{max_new_tokens} is negative; 0 is unlimited")
+        model, room = self.engine.model, self.engine.max_positions
+        tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for index, token_id in enumerate(tokens):
+            if token_id >= model.vocab_size:
+                raise InvalidRequest(f"token_ids[{index}]", f"{token_id} is outside 0..{model.vocab_size - 1}")
+        if not tokens or len(tokens) >= room:
+            field = "prompt" if text else "token_ids"
+            raise PromptTooLong(f"{len(tokens)} tokens leave no room among {room} positions", field=field)
+        session = InferenceSession(
+            model,
+            tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            do_sample=do_sample,
+            seed=seed,
+            stop_on_eos=stop_on_eos,
+            max_positions=room,
+        )
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        self._sessions[request_id] = session
+        self._ids[session] = request_id
+        self._waiting.append(session)
+        return request_id
+
+    def has_unfinished(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._running)
+
+    def step(self) -> dict[int, int]:
+        """Lets waiting requests join, then draws one token for every running one; {} when nothing is left.
+
+        Returns:
+            Token ids by request id.
+
+        Raises:
+            OutOfBlocks: the KV pool cannot hold even one request.
+        """
+        self._join()
+        if not self._running:
+            return {}
+        sessions, logits = self._decode()
+        tokens: dict[int, int] = {}
+        for session, row in zip(sessions, logits, strict=True):
+            request_id = self._ids[session]
+            token_id = session.apply_batch_logits(row)
+            if token_id is not None:
+                tokens[request_id] = token_id
+            if session.finished:
+                del self._running[request_id]
+                self.engine.release_kv_blocks(session)
+        return tokens
+
+    def run(self) -> dict[int, str]:
+        """Steps until nothing is left; the texts of all requests by id."""
+        while self.has_unfinished():
+            self.step()
+        return {request_id: session.decode_text() for request_id, session in self._sessions.items()}
+
+    def session(self, request_id: int) -> InferenceSession:
+        """The session of a request, running or finished."""
+        return self._sessions[request_id]
+
+    def close(self) -> None:
+        """Releases the engine's KV pool."""
+        self.engine.close()
+
+    def _decode(self) -> tuple[list[InferenceSession], torch.Tensor]:
+        """One forward over those running; the newest are paused until the others fit."""
+        while True:
+            sessions = list(self._running.values())
+            try:
+                return sessions, self.engine.decode_step_sessions(sessions)
+            except OutOfBlocks:
+                if len(sessions) == 1:
+                    raise
+                self._pause(sessions[-1])
+
+    def _join(self) -> None:
+        while self._waiting and self.engine.free_slots:
+            session = self._waiting[0]
+            # A block to grow into for everybody who runs: else one would join only to be paused at once.
+            if self._running and not self.engine.has_room(len(session.tokens), spare=len(self._running) + 1):
+                return
+            self.engine.prefill(session)
+            self._waiting.pop(0)
+            self._running[self._ids[session]] = session
+
+    def _pause(self, session: InferenceSession) -> None:
+        """Frees the newest session's blocks; it goes on from its own tokens once there is room."""
+        del self._running[self._ids[session]]
+        self.engine.release_kv_blocks(session)
+        self._waiting.insert(0, session)
+
+
+def generate_batch(
+    prompts: Iterable[str],
+    model: InferenceEngine | Model | str = "smollm2",
+    *,
+    show_progress: bool = True,
+    **params: Any,
+) -> list[str]:
+    """The texts for all prompts, in their order; `params` are those of `OfflineScheduler.add_request`."""
+    scheduler = OfflineScheduler(model)
+    ids = [scheduler.add_request(prompt, **params) for prompt in prompts]
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not show_progress) as progress:
+        task = progress.add_task("generating", total=len(ids))
+        while scheduler.has_unfinished():
+            scheduler.step()
+            progress.update(task, completed=sum(scheduler.session(i).finished for i in ids))
+    return [scheduler.session(request_id).decode_text() for request_id in ids]

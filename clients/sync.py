@@ -1,0 +1,547 @@
+"""SyncZeroMQClient and SyncRPCClient: a service at an address, for programs without an event loop.
+
+with SyncZeroMQClient("ipc:///run/user/1000/genbatch/zeromq.sock") as client:
+    print(client.generate("Hello", max_tokens=8).text)
+"""
+
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import zmq
+
+from genbatch.actors.runtime.zeromq_socket import set_defaults
+from genbatch.clients.interface import (
+    CallResult,
+    ClientClosed,
+    GenerateParams,
+    MessageLike,
+    Params,
+    SyncServiceCalls,
+    build_request,
+)
+from genbatch.clients.remote import Deadline, Retry, RPCCalls
+from genbatch.clients.transports import (
+    CONNECTION_EVENTS,
+    LINGER_MS,
+    RPCLink,
+    SyncTransport,
+    load_client_keys,
+    no_answer,
+    read_refusal,
+    read_rpc_address,
+    socket_options,
+)
+from genbatch.proto.codec import to_answer
+from genbatch.proto.errors import GenbatchError, Unauthenticated, Unavailable
+from genbatch.proto.messages import Result, Token
+from genbatch.proto.rpc import PLAIN_STREAM, StreamOptions
+
+
+class SyncTokenStream(CallResult):
+    """Read by one thread.
+
+    Args:
+        wait_for: receives messages until its argument, called without arguments, is true.
+        reopen: sends the request again.
+        grant: lets the service send so many tokens more.
+        window: tokens that the service may be ahead of the reader.
+        retry: which refusals are not final.
+    """
+
+    __slots__ = ("_grant", "_has_begun", "_num_read", "_reopen", "_retry", "_wait_for", "_window")
+
+    def __init__(
+        self,
+        wait_for: Callable[[Callable[[], bool]], None],
+        reopen: Callable[[], None],
+        grant: Callable[[int], None],
+        *,
+        window: int,
+        retry: Retry,
+    ) -> None:
+        super().__init__()
+        self._wait_for = wait_for
+        self._reopen = reopen
+        self._grant = grant
+        self._window = window
+        self._retry = retry
+        self._has_begun = False
+        self._num_read = 0  # since credit was granted last
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        if not self._has_begun:
+            self._begin()
+        self._wait_for(self._has_something)
+        if not self.tokens:
+            self.unwrap()
+            raise StopIteration
+        self._num_read += 1
+        if self._num_read * 2 >= self._window:
+            if self.final is None:
+                self._grant(self._num_read)
+            self._num_read = 0
+        return self.tokens.popleft()
+
+    def ended(self) -> Any:
+        """Waits for the final, whatever tokens come before it, and returns or raises it."""
+        self._wait_for(lambda: self.final is not None)
+        return self.unwrap()
+
+    def _begin(self) -> None:
+        """Waits for the first token or the final. Nothing has come yet, so a refused request may be sent again."""
+        for attempt in self._retry.attempts():
+            with attempt:
+                if attempt.num > 1:
+                    self.final = None
+                    self._reopen()
+                self._wait_for(self._has_something)
+                if not self.tokens:
+                    self.unwrap()
+        self._has_begun = True
+
+    def _has_something(self) -> bool:
+        return bool(self.tokens) or self.final is not None
+
+
+# Seconds. Heartbeats leave only while a method waits, so the lease covers what a program does between two tokens.
+HEARTBEAT_S, LEASE_S = 1.0, 60.0
+# Tokens of a stream that the service may be ahead of its reader.
+WINDOW = 1024
+
+
+class SyncRemoteClient(SyncServiceCalls):
+    """Has the interface of `SyncClient`. Use it inside `with`.
+
+    One thread uses a client; several streams may be open at once and be read in turns.
+
+    Args:
+        transport: carries the messages.
+        timeout: seconds of silence, not of work, after which the service counts as gone.
+        retry: what is done about requests that are refused for now.
+    """
+
+    def __init__(self, transport: SyncTransport, *, timeout: float, retry: Retry | None) -> None:
+        self.address = transport.address
+        self.timeout = timeout
+        self.retry = retry or Retry()
+        self._transport = transport
+        self._calls = RPCCalls()
+        self._is_open = False
+        self._last_beat = 0.0
+
+    def __enter__(self) -> Self:
+        self._transport.open()
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._fail_all(Unavailable("the client was closed"))
+        self._is_open = False
+        self._transport.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        **params: Unpack[GenerateParams],
+    ) -> Result:
+        """See `Client.generate`."""
+        deadline = Deadline(build_request(prompt, messages, params), time.monotonic)
+        result: Result = self._ask_again("generate", deadline.remaining_request, Result)
+        return result
+
+    @contextmanager
+    def stream(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        **params: Unpack[GenerateParams],
+    ) -> Iterator[SyncTokenStream]:
+        """See `Client.stream`."""
+        deadline = Deadline(build_request(prompt, messages, params), time.monotonic)
+        with self._call(
+            "stream", deadline.remaining_request, Result, StreamOptions(credit=WINDOW, coalesce=True)
+        ) as call:
+            yield call
+
+    def wait_for(self, is_true: Callable[[], bool]) -> None:
+        """Receives messages until `is_true()`; a stream's `for` waits here."""
+        if is_true():
+            return
+        if not self._is_open:
+            raise ClientClosed
+        last_heard = time.monotonic()
+        while not is_true():
+            self._beat()
+            try:
+                messages = self._transport.receive(HEARTBEAT_S)
+            except GenbatchError as lost:
+                self._fail_all(lost)
+                continue
+            for message in messages:
+                self._calls.receive(message)
+                last_heard = time.monotonic()
+            if time.monotonic() - last_heard > self.timeout:
+                self._fail_all(Unavailable(f"the service at {self.address} was silent for {self.timeout:g} s"))
+
+    def _ask(self, method: str, params: Params, wanted: Any) -> Any:
+        return self._ask_again(method, lambda: params, wanted)
+
+    def _ask_again(self, method: str, params: Callable[[], Params], wanted: Any) -> Any:
+        """The answer, after as many tries as it takes or are made."""
+        for attempt in self.retry.attempts():
+            with attempt, self._call(method, params, wanted) as call:
+                return call.ended()
+        raise AssertionError("the last attempt returns or raises")
+
+    @contextmanager
+    def _call(
+        self, method: str, params: Callable[[], Params], wanted: Any, options: StreamOptions = PLAIN_STREAM
+    ) -> Iterator[SyncTokenStream]:
+        """An open call; one that has not ended when the body does is cancelled."""
+        msgid = 0
+
+        def open_call() -> None:
+            nonlocal msgid
+            read = partial(to_answer, wanted=wanted)
+            msgid, request = self._calls.open(method, params(), call, read, options)
+            try:
+                self._connect()
+            except BaseException:
+                self._calls.close(msgid)
+                raise
+            self._transport.send(request)
+
+        def grant(count: int) -> None:
+            if self._is_open:
+                self._transport.send(self._calls.credit(msgid, count))
+
+        if not self._is_open:
+            raise ClientClosed
+        call = SyncTokenStream(self.wait_for, open_call, grant, window=WINDOW, retry=self.retry)
+        open_call()
+        try:
+            yield call
+        finally:
+            cancel = self._calls.close(msgid)
+            if cancel is not None and self._is_open:
+                self._transport.send(cancel)
+
+    def _connect(self) -> None:
+        """Waits until messages can be sent. The service must know of the lease before it works for us."""
+        if len(self._calls) == 1:  # the one being opened
+            self._transport.forget_losses()
+        try:
+            self._transport.connect(self.timeout)
+        except GenbatchError as error:
+            self._fail_all(error)
+            raise
+        self._last_beat = 0.0
+        self._beat()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_beat >= HEARTBEAT_S:
+            self._last_beat = now
+            self._transport.send(self._calls.heartbeat(LEASE_S))
+
+    def _fail_all(self, error: GenbatchError) -> None:
+        for cancel in self._calls.fail_all(error):
+            if self._is_open:
+                self._transport.send(cancel)
+
+
+# Seconds between attempts to connect, and in which the last cancellations may leave.
+RECONNECT_S, LINGER_S = 0.05, 0.5
+MAX_BYTES = 2**16
+
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class SyncRPCTransport:
+    """Implements `SyncTransport`.
+
+    Args:
+        address: unix://PATH or rpc://HOST:PORT.
+        token, tls: see RPCClient.
+    """
+
+    def __init__(self, address: str, *, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        self.address = address
+        self._token = token
+        self._tls = tls
+        self._socket: socket.socket | None = None
+        self._link: RPCLink
+        self._outgoing = bytearray()
+        self._incoming: list[bytes] = []
+        self._lost: GenbatchError | None = None  # told once its last messages have been taken
+
+    def open(self) -> None:
+        """See `SyncTransport.open`."""
+        self._where = read_rpc_address(self.address)
+
+    def close(self) -> None:
+        """See `SyncTransport.close`."""
+        end = time.monotonic() + LINGER_S
+        while self._socket is not None and self._outgoing and time.monotonic() < end:
+            self._exchange(LINGER_S)
+        self._disconnect()
+
+    def forget_losses(self) -> None:
+        """See `SyncTransport.forget_losses`."""
+        self._exchange(0)
+        self._lost = None
+        self._incoming.clear()
+
+    def connect(self, timeout: float) -> None:
+        """See `SyncTransport.connect`."""
+        end = time.monotonic() + timeout
+        self._exchange(0)  # notices an end that came while nobody waited
+        if self._lost is not None:  # other calls are to be told
+            lost, self._lost = self._lost, None
+            raise lost
+        while self._socket is None:
+            try:
+                self._socket = self._connect(max(0.001, end - time.monotonic()))
+            except ssl.SSLCertVerificationError as error:
+                raise Unauthenticated(f"the service at {self.address} is not trusted: {error}") from None
+            except OSError as error:
+                if time.monotonic() + RECONNECT_S > end:
+                    raise Unavailable(f"no service answers at {self.address} within {timeout:g} s") from error
+                time.sleep(RECONNECT_S)
+            else:
+                self._link = RPCLink(self._token)
+                self._outgoing = bytearray(self._link.greeting)
+
+    def send(self, message: bytes) -> None:
+        """See `SyncTransport.send`; what does not leave at once does while somebody receives."""
+        if self._socket is not None:
+            self._outgoing += message
+            self._exchange(0)
+
+    def receive(self, timeout: float) -> list[bytes]:
+        """See `SyncTransport.receive`."""
+        if not self._incoming and self._lost is None:
+            self._exchange(timeout)
+        messages, self._incoming = self._incoming, []
+        if not messages and self._lost is not None:
+            lost, self._lost = self._lost, None
+            raise lost
+        return messages
+
+    def _connect(self, timeout: float) -> socket.socket:
+        where = self._where
+        if where.path is not None:
+            made = socket.socket(socket.AF_UNIX)
+            made.settimeout(timeout)
+            try:
+                made.connect(where.path)
+            except OSError:
+                made.close()
+                raise
+        else:
+            made = socket.create_connection((where.host, where.port), timeout)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                made = self._tls.wrap_socket(made, server_hostname=where.host)
+        made.setblocking(False)
+        return made
+
+    def _exchange(self, timeout: float) -> None:
+        """Sends and receives what is possible, waiting up to `timeout` seconds for something to be."""
+        if self._socket is None:
+            return
+        try:
+            if not self._has_pending():
+                with selectors.DefaultSelector() as selector:
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+                    selector.register(self._socket, events)
+                    selector.select(timeout)
+            self._write(self._socket)
+            self._read(self._socket)
+        except OSError:
+            self._lose(Unavailable(f"the connection to {self.address} was lost"))
+        except GenbatchError as error:
+            self._lose(error)
+
+    def _has_pending(self) -> bool:
+        """Whether TLS has read more than it gave; the operating system does not tell of that."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def _write(self, connection: socket.socket) -> None:
+        while self._outgoing:
+            try:
+                sent = connection.send(memoryview(self._outgoing)[:MAX_BYTES].tobytes())
+            except _NOT_NOW:
+                return
+            del self._outgoing[:sent]
+
+    def _read(self, connection: socket.socket) -> None:
+        while True:
+            try:
+                data = connection.recv(MAX_BYTES)
+            except _NOT_NOW:
+                return
+            if not data:
+                raise ConnectionResetError
+            self._incoming += self._link.receive(data)
+
+    def _lose(self, error: GenbatchError) -> None:
+        self._lost = error
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._outgoing.clear()
+
+
+class SyncZeroMQTransport:
+    """Implements `SyncTransport`; ZeroMQ itself connects, now and again.
+
+    Args:
+        address: ipc://PATH or tcp://HOST:PORT.
+        client_key, server_key: see SyncZeroMQClient.
+
+    Raises:
+        KeyFileError: a file of keys is missing, faulty, or exposed to others.
+    """
+
+    def __init__(self, address: str, *, client_key: str | None = None, server_key: str | None = None) -> None:
+        self.address = address
+        self._keys = load_client_keys(client_key, server_key)
+        self._refusal: Unauthenticated | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._socket: zmq.Socket[bytes]
+        self._monitor: zmq.Socket[bytes]
+
+    def open(self) -> None:
+        """See `SyncTransport.open`."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        set_defaults(self._socket)
+        for option, value in socket_options(self.address, self._keys):
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(CONNECTION_EVENTS)
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise Unavailable(f"{self.address} is no address to connect to: {error}") from error
+
+    def close(self) -> None:
+        """See `SyncTransport.close`."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(LINGER_MS)
+        self._context.term()
+
+    def connect(self, timeout: float) -> None:
+        """See `SyncTransport.connect`."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self._monitor, zmq.POLLIN)
+        end = time.monotonic() + timeout
+        while self._refusal is None and time.monotonic() < end:
+            ready = dict(poller.poll(max(0, round((end - time.monotonic()) * 1000))))
+            if self._socket in ready:
+                return
+            if self._monitor in ready:
+                self._read_monitor()
+        raise self._refusal or Unavailable(no_answer(self.address, timeout, has_keys=self._keys is not None))
+
+    def send(self, message: bytes) -> None:
+        """See `SyncTransport.send`."""
+        with suppress(zmq.Again):
+            self._socket.send(message, zmq.NOBLOCK)
+
+    def receive(self, timeout: float) -> list[bytes]:
+        """See `SyncTransport.receive`."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(round(timeout * 1000)))
+        if self._socket in ready:
+            return self._take()
+        if self._monitor in ready:  # after what was sent before the connection ended
+            self._read_monitor()
+            raise self._refusal or Unavailable(f"the connection to {self.address} was lost")
+        return []
+
+    def forget_losses(self) -> None:
+        """See `SyncTransport.forget_losses`."""
+        while self._monitor.poll(0):
+            self._read_monitor()
+
+    def _take(self) -> list[bytes]:
+        messages: list[bytes] = []
+        with suppress(zmq.Again):
+            while True:
+                messages.append(self._socket.recv_multipart(zmq.NOBLOCK)[-1])
+        return messages
+
+    def _read_monitor(self) -> None:
+        event, *_ = self._monitor.recv_multipart()
+        self._refusal = read_refusal(event, self.address, has_keys=self._keys is not None) or self._refusal
+
+
+class SyncRPCClient(SyncRemoteClient):
+    """A client of one service; has the interface of `SyncClient`. Use it inside `with`.
+
+    Args:
+        address: the service's, unix://PATH or rpc://HOST:PORT.
+        timeout, retry: see SyncRemoteClient.
+        token, tls: see RPCClient.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float = 10.0,
+        retry: Retry | None = None,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(SyncRPCTransport(address, token=token, tls=tls), timeout=timeout, retry=retry)
+
+
+class SyncZeroMQClient(SyncRemoteClient):
+    """A client of one service; has the interface of `SyncClient`. Use it inside `with`.
+
+    Args:
+        address: the service's, ipc://PATH or tcp://HOST:PORT.
+        timeout, retry: see SyncRemoteClient.
+        client_key: file with this client's keys, for a service that asks for them.
+        server_key: the service's public key, or its file; None where the client's file has it too.
+
+    Raises:
+        KeyFileError: a file of keys is missing, faulty, or exposed to others.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float = 10.0,
+        retry: Retry | None = None,
+        client_key: str | None = None,
+        server_key: str | None = None,
+    ) -> None:
+        transport = SyncZeroMQTransport(address, client_key=client_key, server_key=server_key)
+        super().__init__(transport, timeout=timeout, retry=retry)

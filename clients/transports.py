@@ -1,0 +1,442 @@
+"""What carries a client's messages to a service and back: ZeroMQ, or msgpack-RPC over a socket, in one interface."""
+
+import ssl
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import trio
+import zmq
+
+from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, monitored, open_socket
+from genbatch.actors.security.curve_keys import ClientKeys
+from genbatch.proto.codec import MAX_FEED_BYTES, RESPONSE_LIMITS, MessageSplitter, StreamBroken, decode, encode
+from genbatch.proto.errors import ErrorInfo, GenbatchError, MalformedMessage, Unauthenticated, Unavailable, from_wire
+from genbatch.proto.messages import HelloRequest, check_type
+
+OnMessage = Callable[[bytes], None]
+OnLost = Callable[[GenbatchError], None]
+
+
+class Transport(Protocol):
+    """For trio. It connects when there is something to send, and again after a connection was lost."""
+
+    address: str
+
+    async def run(
+        self, on_message: OnMessage, on_lost: OnLost, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Works until cancelled.
+
+        Args:
+            on_message: called with each message that arrives; must not block or raise.
+            on_lost: called when nothing will be answered of what was sent so far; the same.
+            task_status: started once `send` may be called.
+
+        Raises:
+            Unavailable: the address is none.
+        """
+
+    async def send(self, messages: Sequence[bytes]) -> None:
+        """Sends, as soon as there is a connection: all of them or, if cancelled, none.
+
+        Raises:
+            Unauthenticated: the service does not let this client in.
+        """
+
+    def try_send(self, message: bytes) -> bool:
+        """Sends if that needs no waiting; whether it did."""
+
+    def no_answer(self, timeout: float) -> str:
+        """What to say when `send` did not get through within `timeout` seconds."""
+
+
+class SyncTransport(Protocol):
+    """Without an event loop; used by one thread."""
+
+    address: str
+
+    def open(self) -> None:
+        """Makes ready; connects later.
+
+        Raises:
+            Unavailable: the address is none.
+        """
+
+    def close(self) -> None:
+        """Ends the connection, after a moment for what was sent last."""
+
+    def forget_losses(self) -> None:
+        """Nobody has asked for anything: connections that were lost until now are not told of."""
+
+    def connect(self, timeout: float) -> None:
+        """Waits until there is a connection.
+
+        Raises:
+            Unavailable: none came about within `timeout` seconds, or the one that there was is lost.
+            Unauthenticated: the service does not let this client in.
+        """
+
+    def send(self, message: bytes) -> None:
+        """Sends what the connection takes; what it does not take has nobody to read it, which silence will tell."""
+
+    def receive(self, timeout: float) -> list[bytes]:
+        """The messages that have arrived; waits for one, up to `timeout` seconds.
+
+        Raises:
+            GenbatchError: the connection was lost, once its last messages were taken: nothing more will be answered
+                of what was sent so far.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RPCAddress:
+    """The file of a Unix socket, or a host and a port."""
+
+    path: str | None = None
+    host: str = ""
+    port: int = 0
+
+
+def read_rpc_address(address: str) -> RPCAddress:
+    """Reads unix://PATH, rpc://HOST:PORT or tcp://HOST:PORT.
+
+    Raises:
+        Unavailable: it is none of these.
+    """
+    transport, _, rest = address.partition("://")
+    if transport == "unix" and rest:
+        return RPCAddress(path=rest)
+    host, _, port = rest.rpartition(":")
+    if transport in ("rpc", "tcp") and host and port.isascii() and port.isdecimal() and int(port) < 2**16:
+        return RPCAddress(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+    raise Unavailable(f"{address} is no address to connect to: it must be unix://PATH or rpc://HOST:PORT")
+
+
+# Calls are counted from 1.
+HELLO_MSGID = 0
+
+
+class RPCLink:
+    """Splits what arrives into messages, and shows the token before anything else.
+
+    Args:
+        token: what to show; None where none is asked for.
+    """
+
+    def __init__(self, token: str | None) -> None:
+        self._splitter = MessageSplitter(RESPONSE_LIMITS.max_bytes)
+        self._awaits_welcome = token is not None
+        self.greeting = b"" if token is None else encode([0, HELLO_MSGID, "hello", [HelloRequest(token=token)]])
+
+    def receive(self, data: bytes) -> list[bytes]:
+        """The messages that end in `data`, without the answer to the greeting.
+
+        Raises:
+            Unauthenticated: the service does not know the token.
+            MalformedMessage, FrameTooLarge: the service does not speak the protocol.
+        """
+        messages: list[bytes] = []
+        try:
+            for start in range(0, len(data), MAX_FEED_BYTES):
+                messages += self._splitter.feed(data[start : start + MAX_FEED_BYTES])
+        except StreamBroken as broken:
+            raise broken.error from None
+        if self._awaits_welcome and messages:
+            self._awaits_welcome = False
+            _read_welcome(messages.pop(0))
+        return messages
+
+
+def _read_welcome(message: bytes) -> None:
+    match decode(message, RESPONSE_LIMITS):
+        case [1, int(), None, _]:
+            return
+        case [1, _, dict(error), None]:
+            refusal: GenbatchError = from_wire(check_type(error, ErrorInfo))
+            raise refusal if isinstance(refusal, Unauthenticated) else Unauthenticated(str(refusal))
+    raise MalformedMessage("the service did not answer the greeting")
+
+
+# Seconds between attempts to connect, and in which the last cancellations may leave.
+RECONNECT_S, LINGER_S = 0.05, 0.5
+MAX_RECEIVE_BYTES = 2**16
+
+
+class _Connection:
+    """A stream, and what is to be written to it."""
+
+    def __init__(self, stream: trio.abc.Stream, link: RPCLink) -> None:
+        self.stream = stream
+        self.link = link
+        self.mail = trio.Event()
+        self.outgoing = bytearray()
+
+    def post(self, message: bytes) -> None:
+        self.outgoing += message
+        self.mail.set()
+
+    async def write(self) -> None:
+        """Writes until the connection breaks, which reading tells."""
+        while True:
+            await self.mail.wait()
+            self.mail = trio.Event()
+            await self.flush()
+
+    async def flush(self) -> None:
+        while self.outgoing:
+            data, self.outgoing = self.outgoing, bytearray()
+            try:
+                await self.stream.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+
+
+class RPCTransport:
+    """Implements `Transport`.
+
+    Args:
+        address: unix://PATH or rpc://HOST:PORT.
+        token, tls: see RPCClient.
+    """
+
+    def __init__(self, address: str, *, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        self.address = address
+        self._token = token
+        self._tls = tls
+        self._refusal: Unauthenticated | None = None
+        self._connection: _Connection | None = None
+        self._connecting = trio.Lock()
+        self._tasks: trio.Nursery
+        self._on_message: OnMessage
+        self._on_lost: OnLost
+
+    async def run(
+        self, on_message: OnMessage, on_lost: OnLost, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """See `Transport.run`."""
+        self._where = read_rpc_address(self.address)
+        self._on_message, self._on_lost = on_message, on_lost
+        async with trio.open_nursery() as self._tasks:
+            task_status.started()
+            await trio.sleep_forever()
+
+    async def send(self, messages: Sequence[bytes]) -> None:
+        """See `Transport.send`."""
+        async with self._connecting:
+            if self._connection is None:
+                await self._connect()
+        if self._refusal is not None:
+            raise self._refusal
+        for message in messages:
+            if self._connection is not None:  # else it was lost meanwhile, which ends the calls
+                self._connection.post(message)
+
+    def try_send(self, message: bytes) -> bool:
+        """See `Transport.try_send`."""
+        if self._connection is None:
+            return False
+        self._connection.post(message)
+        return True
+
+    def no_answer(self, timeout: float) -> str:
+        """See `Transport.no_answer`."""
+        return f"no service answers at {self.address} within {timeout:g} s"
+
+    async def _connect(self) -> None:
+        while True:
+            try:
+                stream = await self._open_stream()
+                break
+            except (OSError, trio.BrokenResourceError):
+                await trio.sleep(RECONNECT_S)
+        self._refusal = None
+        connection = _Connection(stream, RPCLink(self._token))
+        connection.post(connection.link.greeting)
+        self._connection = connection
+        self._tasks.start_soon(self._serve, connection)
+
+    async def _open_stream(self) -> trio.abc.Stream:
+        where = self._where
+        if where.path is not None:
+            return await trio.open_unix_socket(where.path)
+        plain = await trio.open_tcp_stream(where.host, where.port)
+        if self._tls is None:
+            return plain
+        encrypted = trio.SSLStream(plain, self._tls, server_hostname=where.host, https_compatible=True)
+        try:
+            await encrypted.do_handshake()
+        except BaseException as error:
+            await trio.aclose_forcefully(encrypted)
+            if isinstance(error.__cause__, ssl.SSLCertVerificationError):
+                raise Unauthenticated(f"the service at {self.address} is not trusted: {error.__cause__}") from None
+            raise
+        return encrypted
+
+    async def _serve(self, connection: _Connection) -> None:
+        """Reads until the connection ends; writes what is left when the client is closed."""
+        lost: GenbatchError = Unavailable(f"the connection to {self.address} was lost")
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(connection.write)
+                try:
+                    await self._read(connection)
+                except GenbatchError as error:
+                    lost = error
+                nursery.cancel_scope.cancel()
+        except trio.Cancelled:
+            with trio.move_on_after(LINGER_S, shield=True):
+                await connection.flush()
+            raise
+        finally:
+            if self._connection is connection:
+                self._connection = None
+            await trio.aclose_forcefully(connection.stream)
+        if isinstance(lost, Unauthenticated):
+            self._refusal = lost
+        self._on_lost(lost)
+
+    async def _read(self, connection: _Connection) -> None:
+        while True:
+            try:
+                data = await connection.stream.receive_some(MAX_RECEIVE_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+            if not data:
+                return
+            for message in connection.link.receive(bytes(data)):
+                self._on_message(message)
+
+
+# Milliseconds in which the last cancellations may leave.
+LINGER_MS = 500
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+# What a client listens for beside its messages: the end of a connection, and a service that shuts the door.
+CONNECTION_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSALS
+_EVENT = struct.Struct("=HI")  # what happened; a descriptor, a status or a reason
+
+
+def load_client_keys(client_key: str | None, server_key: str | None) -> ClientKeys | None:
+    """The keys in these files; None where none are given.
+
+    Raises:
+        KeyFileError: a file is missing, faulty, or exposed to others.
+        ValueError: a server key without a client key.
+    """
+    if client_key is not None:
+        return ClientKeys.load(client_key, server_key)
+    if server_key is not None:
+        raise ValueError("server_key without client_key: a service that has keys wants the client's too")
+    return None
+
+
+def socket_options(address: str, keys: ClientKeys | None) -> Iterator[tuple[int, Any]]:
+    """What a DEALER is set to before it connects, beside what every socket is."""
+    yield zmq.MAXMSGSIZE, RESPONSE_LIMITS.max_bytes
+    yield zmq.RCVHWM, 0  # as much as we asked for; a full queue would cut the connection off
+    yield zmq.IMMEDIATE, 1  # nothing is queued for a service that may never come
+    yield zmq.IPV6, int(address.startswith("tcp://["))
+    if keys is not None:
+        yield from keys.options()
+
+
+def read_refusal(event: bytes, address: str, *, has_keys: bool) -> Unauthenticated | None:
+    """Why the service at `address` does not let this client in, if that is what the monitor's event says."""
+    kind, _ = _EVENT.unpack(event)
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return Unauthenticated(f"the service at {address} does not have this client's key on its list")
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        if has_keys:
+            return Unauthenticated(f"the service at {address} has no keys: connect without one, if you trust the way")
+        return Unauthenticated(f"the service at {address} asks for a key: give client_key (--client-key FILE)")
+    return None
+
+
+def no_answer(address: str, timeout: float, *, has_keys: bool) -> str:
+    """What to say when no connection came about."""
+    other = "another one than the server key belongs to" if has_keys else "one that asks for a key"
+    hint = f", or it is {other}" if has_keys or address.startswith("tcp://") else ""
+    return f"no service answers at {address} within {timeout:g} s{hint}"
+
+
+MESSAGES_PER_TURN = 64
+
+
+class ZeroMQTransport:
+    """Implements `Transport`; ZeroMQ itself connects, now and again.
+
+    Args:
+        address: ipc://PATH or tcp://HOST:PORT.
+        client_key, server_key: see ZeroMQClient.
+
+    Raises:
+        KeyFileError: a file of keys is missing, faulty, or exposed to others.
+    """
+
+    def __init__(self, address: str, *, client_key: str | None = None, server_key: str | None = None) -> None:
+        self.address = address
+        self._keys = load_client_keys(client_key, server_key)
+        self._refusal: Unauthenticated | None = None
+        self._connecting: set[trio.CancelScope] = set()
+        self._socket: ZeroMQSocket | None = None
+
+    async def run(
+        self, on_message: OnMessage, on_lost: OnLost, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """See `Transport.run`."""
+        async with open_socket(zmq.DEALER, linger_ms=LINGER_MS) as socket:
+            for option, value in socket_options(self.address, self._keys):
+                socket.set(option, value)
+            async with monitored(socket, CONNECTION_EVENTS) as monitor:
+                try:
+                    socket.connect(self.address)
+                except zmq.ZMQError as error:
+                    raise Unavailable(f"{self.address} is no address to connect to: {error}") from error
+                self._socket = socket
+                task_status.started()
+                try:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._notice_disconnection, monitor, on_lost)
+                        await _receive(socket, on_message)
+                finally:
+                    self._socket = None
+
+    async def send(self, messages: Sequence[bytes]) -> None:
+        """See `Transport.send`."""
+        assert self._socket is not None
+        with trio.CancelScope() as scope:
+            self._connecting.add(scope)
+            try:
+                if self._refusal is None:
+                    for message in messages:
+                        await self._socket.send([message])
+                    return
+            finally:
+                self._connecting.remove(scope)
+        assert self._refusal is not None
+        raise self._refusal
+
+    def try_send(self, message: bytes) -> bool:
+        """See `Transport.try_send`."""
+        return self._socket is not None and self._socket.try_send([message])
+
+    def no_answer(self, timeout: float) -> str:
+        """See `Transport.no_answer`."""
+        return no_answer(self.address, timeout, has_keys=self._keys is not None)
+
+    async def _notice_disconnection(self, monitor: ZeroMQSocket, on_lost: OnLost) -> None:
+        while True:
+            event, *_ = await monitor.recv()
+            self._refusal = read_refusal(event, self.address, has_keys=self._keys is not None) or self._refusal
+            on_lost(self._refusal or Unavailable(f"the connection to {self.address} was lost"))
+            if self._refusal is not None:  # ZeroMQ does not try again
+                for scope in self._connecting:
+                    scope.cancel()
+
+
+async def _receive(socket: ZeroMQSocket, on_message: OnMessage) -> None:
+    while True:
+        for frames in await socket.recv_many(MESSAGES_PER_TURN):
+            on_message(frames[-1])
+        await trio.lowlevel.checkpoint()

@@ -1,0 +1,52 @@
+"""What callers write, as the request it becomes."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from genbatch.clients.interface import GenerateParams, build_request, generate_request
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import GenerateRequest, Message
+
+
+def test_a_string_is_a_prompt_and_a_sequence_of_ints_is_token_ids() -> None:
+    assert generate_request("a", seed=5) == GenerateRequest(prompt="a", seed=5)
+    assert generate_request((1, 2)) == GenerateRequest(token_ids=[1, 2])
+    assert generate_request(range(3)) == GenerateRequest(token_ids=[0, 1, 2])
+
+
+def test_messages_are_objects_or_dicts() -> None:
+    hello = Message(role="user", content="hello")
+    assert generate_request(messages=[hello, {"role": "user", "content": "hello"}]).messages == [hello, hello]
+
+
+def test_sequences_of_any_kind_do_for_lists() -> None:
+    request = generate_request("a", stop=("x", "y"), stop_token_ids=(1, 2), logit_bias={3: 1})
+    assert (request.stop, request.stop_token_ids, request.logit_bias) == (["x", "y"], [1, 2], {3: 1.0})
+    assert generate_request("a", stop="x").stop == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages", "params", "field"),
+    [
+        (5, None, {}, "prompt"),
+        (b"bytes", None, {}, "prompt"),
+        ([1, "2"], None, {}, "token_ids[1]"),
+        ("a", "hello", {}, "messages"),
+        ("a", {"role": "user", "content": "x"}, {}, "messages"),
+        (None, [{"role": "user"}], {}, "messages[0].content"),
+        (None, [5], {}, "messages[0]"),
+        ("a", None, {"max_tokens": 1.5}, "max_tokens"),
+        ("a", None, {"prompt_logprob": 1}, "prompt_logprob"),
+    ],
+)
+def test_a_mistake_is_named_by_its_path(prompt: Any, messages: Any, params: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as info:
+        build_request(prompt, messages, params)
+    assert info.value.field == field
+
+
+def test_every_parameter_of_a_request_can_be_given() -> None:
+    names = {field.name for field in msgspec.structs.fields(GenerateRequest)}
+    assert set(GenerateParams.__annotations__) == names - {"prompt", "token_ids", "messages"}
