@@ -104,6 +104,12 @@ $(VENV)/.test: $(VENV)/.demo
 	@$(PIP) install -e ".$(EXTRAS)"
 	@touch $@
 
+# On a machine with an NVIDIA GPU: tries everything on it and measures it, in ten minutes; one file says what was found.
+# Without a network, with the wheels in a folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make gpu
+.PHONY: gpu
+gpu: $(VENV)/.test
+	$(BIN)/python tests/benchmarks/gpu.py $(ARGS)
+
 # Every GPU kernel for every kind of GPU, without one: registers, shared memory, instructions; minutes at first.
 .PHONY: gpu-compile
 gpu-compile: $(VENV)/.test

@@ -4,6 +4,7 @@ A row's tokens are ordered by descending weight, then ascending id. top_k, top_p
 order, and the token drawn is where the cumulative weight first exceeds the uniform's share. All of these are questions
 "how heavy are the tokens at least this heavy?", which a search over the weights' bit patterns answers.
 
+Each row's largest logit is found first, by many programs a row; a greedy row wants nothing else. One program draws.
 The plain-torch twin is `genbatch.nif.sampling.truncated_draw.draw`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
@@ -168,13 +169,47 @@ def _draw_whole(logits_ptr, vocab_size, best, temperature, point, CHUNK: tl.cons
     return tl.minimum(token, last)
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
+def _survey_kernel(
+    bests_ptr,  # [R, pieces] float32: the largest logit of each piece, +inf where one is no finite number
+    tokens_ptr,  # [R, pieces] int32: its token
+    logits_ptr,  # [R, vocab_size] float32 with row stride
+    vocab_size,
+    row_stride,
+    PIECE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program: one piece of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    logits_ptr += row * row_stride
+    best = tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    broken = tl.full([], 0, tl.int32)
+    for start in range(piece * PIECE, tl.minimum((piece + 1) * PIECE, vocab_size), CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        logits = tl.load(logits_ptr + columns, mask=columns < vocab_size, other=float("-inf"))
+        broken += tl.sum(((logits != logits) | (logits == float("inf"))).to(tl.int32), 0)
+        chunk_best = tl.max(logits, 0)
+        lowest = tl.min(tl.where(logits == chunk_best, columns, vocab_size), 0)
+        token = tl.where(chunk_best > best, lowest, token)  # the lowest id among equals
+        best = tl.maximum(best, chunk_best)
+    cell = row * tl.num_programs(1) + piece
+    tl.store(bests_ptr + cell, tl.where(broken > 0, float("inf"), best))
+    tl.store(tokens_ptr + cell, token)
+
+
+@triton.jit
 def _sample_kernel(
     tokens_ptr,  # [R] int64
+    bests_ptr,  # [R, PIECES] float32, as `_survey_kernel` left them
+    candidates_ptr,  # [R, PIECES] int32
     logits_ptr,  # [R, vocab_size] float32 with row stride
     params_ptr,  # [R, 5] float64: temperature, top_k, top_p, min_p, uniform
     vocab_size,
     row_stride,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
     NONE: tl.constexpr,
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -183,18 +218,13 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     params_ptr += row * 5
-    best = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], 0, tl.int32)
-    broken = tl.full([], 0, tl.int32)
-    for start in range(0, vocab_size, CHUNK):
-        columns = start + tl.arange(0, CHUNK)
-        logits = tl.load(logits_ptr + columns, mask=columns < vocab_size, other=float("-inf"))
-        broken += tl.sum(((logits != logits) | (logits == float("inf"))).to(tl.int32), 0)
-        chunk_best = tl.max(logits, 0)
-        lowest = tl.min(tl.where(logits == chunk_best, columns, vocab_size), 0)
-        token = tl.where(chunk_best > best, lowest, token)  # the lowest id among equals
-        best = tl.maximum(best, chunk_best)
-    if (broken > 0) | (best == float("-inf")):
+    pieces = tl.arange(0, PIECES_PAD)
+    bests = tl.load(bests_ptr + row * PIECES + pieces, mask=pieces < PIECES, other=float("-inf"))
+    candidates = tl.load(candidates_ptr + row * PIECES + pieces, mask=pieces < PIECES, other=0)
+    best = tl.max(bests, 0)
+    # Pieces are in the order of ids, and each has its lowest.
+    token = tl.min(tl.where(bests == best, candidates, vocab_size), 0)
+    if (best == float("inf")) | (best == float("-inf")):
         tl.store(tokens_ptr + row, NONE)
         return
     temperature = tl.load(params_ptr).to(tl.float32)
@@ -226,15 +256,27 @@ def draw_tokens(logits: torch.Tensor, params: torch.Tensor, out: torch.Tensor | 
     """
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    chunk = min(_CHUNK, triton.next_power_of_2(vocab_size))
+    piece = 2 * chunk
+    pieces = triton.cdiv(vocab_size, piece)
+    bests = torch.empty((rows, pieces), dtype=torch.float32, device=logits.device)
+    candidates = torch.empty((rows, pieces), dtype=torch.int32, device=logits.device)
+    _survey_kernel[(rows, pieces)](
+        bests, candidates, logits, vocab_size, logits.stride(0), PIECE=piece, CHUNK=chunk, num_warps=8
+    )
     _sample_kernel[(rows,)](
         tokens,
+        bests,
+        candidates,
         logits,
         params,
         vocab_size,
         logits.stride(0),
+        PIECES=pieces,
+        PIECES_PAD=triton.next_power_of_2(pieces),
         NONE=NONE,
         LARGEST=_LARGEST,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(vocab_size)),
+        CHUNK=chunk,
         num_warps=8,
     )
     return tokens

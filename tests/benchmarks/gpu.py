@@ -1,8 +1,15 @@
-"""Measures the GPU path in one call: correctness first, then decode and a mixed load against transformers.
+"""Tries and measures the GPU path in one call, in parts: what is there, tests, races, the table beside its peers.
 
-    python tests/benchmarks/gpu.py                 # on a machine with a GPU, under 9 minutes, no network
-    python tests/benchmarks/gpu.py --dry-run       # the same path over a tiny model, under Triton's interpreter
+    make gpu                                             # on a machine with a GPU, under ten minutes, no network
+    python tests/benchmarks/gpu.py --parts tests races   # some parts
+    python tests/benchmarks/gpu.py --dry-run             # all parts over a tiny model, under Triton's interpreter
 
+    machine     driver, torch, compute capability                       seconds
+    tests       every kernel test and every test marked gpu, on it      two minutes
+    races       steps held up with torch.cuda._sleep; compute-sanitizer two minutes, where it is installed
+    table       decode at B = 1, 16, 64, 256, a mixed load, peers       five minutes
+
+What was found is in one file, written anew after each part: --result FILE; by default gpu.json beside the others.
 Models have the shapes of Qwen3-0.6B, Qwen3-1.7B and Llama-3.1-8B and random weights. A figure that could not be taken
 before the time ran out, or whose peer failed, is printed as what happened instead.
 """
@@ -12,13 +19,16 @@ before the time ran out, or whose peer failed, is printed as what happened inste
 
 import argparse
 import gc
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / ".ns"), str(Path(__file__).parent)]
 
 import torch
+import triton
 from gpu_loads import (
     DRY_PLAN,
     Plan,
@@ -40,9 +51,11 @@ from gpu_loads import (
     run_mixed_load,
 )
 from gpu_models import SHAPES, TINY, build_model, bytes_per_step
-from gpu_peers import peer_generate_batch, peer_static_cache, synchronize
+from gpu_peers import peer_generate_batch, peer_static_cache, peer_vllm, synchronize
 
 from genbatch.nif.models.self_check import check_paged_path
+
+PARTS = ("tests", "races", "table")
 
 
 @dataclass
@@ -54,6 +67,11 @@ class Report:
     def add(self, case: str, figure: str, note: str = "") -> None:
         self.rows.append((case, figure, note))
         print(f"  {case}: {figure} {note}", flush=True)
+
+    def write(self, path: Path) -> None:
+        """The rows as a file, whatever comes after."""
+        rows = [{"case": case, "figure": figure, "note": note} for case, figure, note in self.rows]
+        path.write_text(json.dumps({"dry_run": DRY_RUN, "rows": rows}, indent=1) + "\n")
 
     def table(self) -> str:
         """The rows as a Markdown table."""
@@ -81,19 +99,75 @@ def measured_bandwidth(device: torch.device) -> float:
     return 2 * size / median(times[1:])
 
 
-def run_tests() -> str:
-    """Every kernel test on the GPU and the tests marked gpu; what pytest says last."""
+def machine(report: Report) -> None:
+    """What is there; a GPU that torch cannot use ends it here."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    driver = "no nvidia-smi"
+    if nvidia_smi is not None:
+        query = [nvidia_smi, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    report.add("driver", driver)
+    report.add("torch", torch.__version__, f"CUDA {torch.version.cuda}, triton {triton.__version__}")
+    if DRY_RUN:
+        report.add("device", "CPU, interpreted: figures mean nothing")
+        return
+    if torch.version.cuda is None:
+        sys.exit('this torch is for the CPU; pip install "torch===2.13.0" takes the one with CUDA')
+    if not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no CUDA device: {driver}; --dry-run tries the script without one")
+    major, minor = torch.cuda.get_device_capability(0)
+    report.add("device", torch.cuda.get_device_name(0), f"compute capability {major}.{minor}")
+
+
+def run_tests(report: Report) -> None:
+    """Every kernel test on the GPU and the tests marked gpu, without stopping at the first that fails."""
+    chosen = ["tests/nif/kernels", "tests/nif/test_gpu.py"]
+    if DRY_RUN:
+        chosen = ["tests/nif/kernels/test_kernel_elementwise.py", "tests/nif/test_gpu.py", "-k", "next_tokens or h15"]
+    report.add("tests", pytest_of(chosen, report))
+
+
+def run_races(report: Report) -> None:
+    """What only time shows: steps that overlap while the device is held up, and the sanitizer over the kernels."""
+    report.add("steps held up", pytest_of(["tests/nif/test_gpu.py", "-k", "held_up"], report))
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    kernels = ["tests/nif/kernels/test_kernel_paged_attention.py", "-k", "padding_row or every_head_size or one_long"]
+    for tool in ("memcheck", "racecheck"):
+        if sanitizer is None:
+            report.add(f"compute-sanitizer {tool}", "not there", "it comes with the CUDA toolkit")
+            continue
+        prefix = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all")
+        report.add(f"compute-sanitizer {tool}", pytest_of(kernels, report, prefix))
+
+
+def pytest_of(chosen: Sequence[str], report: Report, prefix: Sequence[str] = ()) -> str:
+    """What pytest says last, and before it each test that failed."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/nif/kernels", "tests/nif/test_gpu.py"],
+        [*prefix, sys.executable, "-m", "pytest", "-q", *chosen],
         cwd=ROOT,
         env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT / ".ns")},
         capture_output=True,
         text=True,
         check=False,
     )
+    lines = done.stdout.strip().splitlines()
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR", "========= ERROR")):
+            report.add("failed", line[:300])
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
-    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
+    return f"{lines[-1] if lines else done.stderr.strip()[-200:]} (exit {done.returncode})"
+
+
+def run_table(report: Report, models: Sequence[str], plan: Plan) -> None:
+    """The figures, as many as the time allows."""
+    started = time.monotonic()
+    bandwidth = measured_bandwidth(target()[0])
+    report.add("copy bandwidth", f"{bandwidth / 1e12:.3f} TB/s", "read and written together")
+    for _ in cases(plan, models, bandwidth, report):
+        if time.monotonic() - started > plan.budget_s:
+            report.add("the rest", "not measured", f"the {plan.budget_s:.0f} s were over")
+            break
 
 
 def cases(plan: Plan, models: Sequence[str], bandwidth: float, report: Report) -> Iterator[None]:
@@ -122,6 +196,9 @@ def cases(plan: Plan, models: Sequence[str], bandwidth: float, report: Report) -
             theirs = peer(report, f"{name} W1 generate_batch", partial(peer_generate_batch, model, plan, requests))
             if theirs is not None:
                 report.add(f"{name} W1, ratio to generate_batch", f"{ours / theirs:.2f}")
+            yield
+        if find_spec("vllm") is not None:
+            peer(report, f"{name} vLLM B={plan.batches[1]}", partial(peer_vllm, model, plan, plan.batches[1]))
             yield
         for batch_size in plan.batches[:2]:
             case = f"{name} generate static cache, prefill included, B={batch_size}"
@@ -152,26 +229,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU, under Triton's interpreter")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--skip-tests", action="store_true", help="measure without running the tests first")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--result", type=Path, default=ROOT / "tests/benchmarks/results/gpu.json")
     arguments = parser.parse_args()
-    if not DRY_RUN and not torch.cuda.is_available():
-        sys.exit("no CUDA device; --dry-run tries the script without one")
-    plan = DRY_PLAN if DRY_RUN else Plan()
+    report, started = Report(), time.monotonic()
     models = ["tiny"] if DRY_RUN else arguments.models
-    started, report = time.monotonic(), Report()
-    device, _ = target()
-    print(
-        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU, interpreted: figures mean nothing'}"
-    )
-    if not DRY_RUN and not arguments.skip_tests:
-        report.add("tests", run_tests())
-    bandwidth = measured_bandwidth(device)
-    report.add("copy bandwidth", f"{bandwidth / 1e12:.3f} TB/s", "read and written together")
-    for _ in cases(plan, models, bandwidth, report):
-        if time.monotonic() - started > plan.budget_s:
-            report.add("the rest", "not measured", f"the {plan.budget_s:.0f} s were over")
-            break
+    parts: dict[str, Callable[[], None]] = {
+        "tests": partial(run_tests, report),
+        "races": partial(run_races, report),
+        "table": partial(run_table, report, models, DRY_PLAN if DRY_RUN else Plan()),
+    }
+    machine(report)
+    for name in arguments.parts:
+        print(f"{name}:", flush=True)
+        begin = time.monotonic()
+        parts[name]()
+        report.add(f"the part {name} took", f"{time.monotonic() - begin:.0f} s")
+        report.write(arguments.result)
+    report.add("all of it took", f"{time.monotonic() - started:.0f} s")
+    report.write(arguments.result)
     print(report.table())
+    print(f"written to {arguments.result}")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,24 @@ def peer_static_cache(model: Model, plan: Plan, batch_size: int) -> float:
     return batch_size * plan.steps / elapsed
 
 
+def peer_vllm(model: Model, plan: Plan, batch_size: int) -> float:
+    """Answer tokens a second of vLLM over random weights of the same shape, where it is installed."""
+    import tempfile
+
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.config.save_pretrained(directory)
+        engine = LLM(directory, load_format="dummy", skip_tokenizer_init=True, gpu_memory_utilization=0.4)
+        prompts = [{"prompt_token_ids": [1 + row] * plan.context} for row in range(batch_size)]
+        settings = SamplingParams(temperature=0.0, max_tokens=plan.steps, ignore_eos=True, detokenize=False)
+        for _ in range(2):
+            begin = time.perf_counter()
+            engine.generate(prompts, settings, use_tqdm=False)
+            elapsed = time.perf_counter() - begin
+    return batch_size * plan.steps / elapsed
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -200,6 +200,28 @@ def test_h15_a_step_is_under_way_when_the_one_before_is_read(gpu_model: Any) -> 
 
 
 @pytest.mark.parametrize("graphed", [True, False])
+def test_h15_steps_that_are_held_up_are_not_written_over(gpu_model: Any, graphed: bool) -> None:
+    """Each step waits on the device while the next one's input is copied in, in buffers that grow with the tables."""
+    from genbatch.nif.runners.graph_options import GraphOptions
+
+    model = gpu_model("llama")
+    drawn: list[list[list[int | None]]] = []
+    for cycles in (0, 5_000_000):
+        runner = runner_for(model, graphs=GraphOptions(max_batch_size=8) if graphed else None)
+        launched = None
+        tokens = []
+        for length in range(1, 30):
+            torch.cuda._sleep(cycles)
+            step = runner.launch(decode_batch(1, 1 + length % 2, length), draws_of(1 + length % 2, length), None)
+            if launched is not None:
+                tokens.append(launched.wait())
+            launched = step
+        tokens.append(launched.wait())
+        drawn.append(tokens)
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("graphed", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_h15_a_run_whose_steps_overlap_draws_what_single_steps_draw(gpu_model: Any, family: str, graphed: bool) -> None:
     from genbatch.nif.batch import Entry

@@ -41,7 +41,13 @@ BLOCK_SIZE = 16
 ROWS = (1, 2, 16, 17, 256)
 """Sizes of steps, some of which divide by 16 and one of which is 1: what Triton would specialise for."""
 # Kernels of which every byte counts: what they stream is most of what a step reads.
-STREAMING = ("_decode_attention_kernel", "_chunk_attention_kernel", "_linear_kernel")
+STREAMING = (
+    "_decode_attention_kernel",
+    "_chunk_attention_kernel",
+    "_linear_kernel",
+    "_survey_kernel",
+    "_sample_kernel",
+)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -177,7 +183,7 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
         found.append(f"spills {kernel.spilled} bytes")
     if kernel.shared > SHARED_MEMORY[capability] * 1024:
         found.append(f"wants {kernel.shared} bytes of shared memory, of {SHARED_MEMORY[capability]} KiB")
-    is_narrow = "fp32" in kernel.variant.split("{", 1)[1].split("}")[0].split("key_ptr")[0].split("query_ptr")[-1]
+    is_narrow = "'query_ptr': '*fp32'" in kernel.variant  # whose dot products are no matrix instructions
     if kernel.name in STREAMING and not kernel.loads_wide and not is_narrow:
         found.append("loads nothing 16 bytes at a time")
     if kernel.name == "_chunk_attention_kernel" and not is_narrow and "'SHARE': 0" in kernel.variant:

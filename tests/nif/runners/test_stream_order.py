@@ -15,6 +15,7 @@ from genbatch.nif.runners.side_stream import SideStream
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
+from tests.benchmarks.launch_model import Card, decode_step, predict
 from tests.nif.runners.fake_gpu import CUDA, FakeGpu, Race, WaitsForDevice
 
 CONFIG = LlamaConfig(
@@ -168,13 +169,12 @@ def test_a_number_of_a_tensor_on_the_gpu_is_waited_for_and_found() -> None:
         torch.zeros(3, device=CUDA).tolist()
 
 
-def test_h14_a_step_of_28_layers_is_less_than_200_launches() -> None:
-    gpu = FakeGpu()
-    with gpu.active():
-        model = gpu.model(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 28, "max_position_embeddings": 4096}))
-        context = Context(model, TritonRunner(model), n_ctx=1024, n_parallel=1, block_size=BLOCK_SIZE)
-        before = len(gpu.operations)
-        run = context.decode_run([Entry(0, [7], 0)], [SamplerState(SamplingParams(seed=0), ())], max_steps=1)
-        run.step(ahead=False)
-        run.close()
-    assert 28 * 5 < len(gpu.operations) - before < 200
+def test_h14_a_captured_step_of_28_layers_is_less_than_200_launches_and_reads_each_weight_once() -> None:
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 28, "vocab_size": 4096, "hidden_size": 256})
+    operations = decode_step(config, rows=1, context=64)
+    assert 28 * 6 < len(operations) < 200
+    one = predict(operations, 1, 64, Card())
+    weights = 2 * (28 * 256 * ((4 + 2 * 2 + 4) * 8 + 3 * 64) + 4096 * 256)
+    assert weights < one.nbytes < 1.5 * weights
+    assert one.total == len(operations)
+    assert one.graph_s < one.eager_s

@@ -1,0 +1,151 @@
+"""What a decode step on a GPU consists of and how long it should take: launches, bytes and times, without a GPU.
+
+    python -m tests.benchmarks.launch_model                         # Qwen3-0.6B's and Llama-3.1-8B's shapes
+    python -m tests.benchmarks.launch_model --models qwen3-0.6b --rows 1 64 --context 4096 --quantize int4
+
+The runner's own code runs over a GPU that computes nothing (`tests/nif/runners/fake_gpu.py`); every launch is counted
+with the bytes of its arguments. A launch takes as long as its bytes or its products, whichever is longer, and no less
+than a kernel takes to begin and end. All figures are predictions: none has been measured.
+"""
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from transformers import PreTrainedConfig
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.runners.triton_runner import TritonRunner
+from tests.benchmarks.gpu_models import SHAPES
+from tests.nif.runners.fake_gpu import FakeGpu, Operation
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as the model sees it; the defaults are an H200's, of its data sheet less what copies do not reach."""
+
+    bytes_per_s: float = 4.3e12
+    products_per_s: float = 790e12 / 2  # multiply-adds in 16 bits
+    kernel_s: float = 1.5e-6  # to begin and end a kernel inside a graph
+    launch_s: float = 16e-6  # for the host to launch one, Python and Triton included
+    own_share: float = 0.7  # of the bandwidth that our own kernels reach: assumed, until one has run
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's launches, bytes and seconds."""
+
+    launches: Counter[str]
+    nbytes: float
+    graph_s: float
+    eager_s: float
+
+    @property
+    def total(self) -> int:
+        return self.launches.total()
+
+
+def decode_step(config: PreTrainedConfig, rows: int, context: int, quantize: str = "none") -> list[Operation]:
+    """The operations of one captured decode step of so many rows, each holding `context` positions."""
+    gpu = FakeGpu()
+    with gpu.active():
+        model = gpu.model(config)
+        blocks = -(-context // BLOCK_SIZE)
+        graphs = GraphOptions(max_batch_size=rows, q_padding_interval_size=rows)
+        runner = TritonRunner(model, graphs=graphs, longest=blocks * BLOCK_SIZE, quantize=quantize)
+        runner.allocate([rows * blocks], BLOCK_SIZE)
+        table = torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
+        position = blocks * BLOCK_SIZE - 1
+        batch = RaggedBatch(
+            input_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.full((rows,), position),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32),
+            kv_lens=torch.full((rows,), position + 1, dtype=torch.int32),
+            slots=(table[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1,),
+            block_tables=(table,),
+            logit_rows=torch.arange(rows),
+            max_query_len=1,
+            max_kv_len=position + 1,
+        )
+        begin = len(gpu.operations)
+        runner.launch(batch, torch.zeros((rows, 5), dtype=torch.float64), None).wait()
+        made = gpu.operations[begin:]
+        runner.close()
+    return made
+
+
+def bytes_of(operation: Operation, rows: int, context: int) -> float:
+    """Bytes that a launch moves: of what it gathers from, only what it gathers."""
+    total = 0.0
+    for name, shape, nbytes, _ in operation.arguments:
+        if name in ("key_ptr", "value_ptr"):
+            per_position = nbytes / (shape[0] * shape[2])
+            total += per_position * rows * (context if "attention" in operation.name else 1)
+        elif name in ("table_ptr", "cos_ptr", "sin_ptr") and "attention" not in operation.name:
+            total += nbytes / shape[0] * rows
+        elif name in ("partial_ptr", "stats_ptr"):
+            total += nbytes if "join" in operation.name or shape[0] > rows else 0
+        else:
+            total += nbytes
+    return total
+
+
+def products_of(operation: Operation) -> float:
+    """Multiply-adds of a launch."""
+    shapes = {name: shape for name, shape, _, _ in operation.arguments}
+    if "_linear_kernel" in operation.name:
+        return float(shapes["x_ptr"][0] * prod(shapes["weight_ptr"]))
+    if "aten.linear" in operation.name or "aten.mm" in operation.name:
+        return float(shapes["argument 0"][0] * prod(shapes["argument 1"]))
+    return 0.0
+
+
+def predict(operations: Sequence[Operation], rows: int, context: int, card: Card) -> Prediction:
+    launches: Counter[str] = Counter()
+    nbytes = graph_s = eager_s = 0.0
+    for operation in operations:
+        moved = bytes_of(operation, rows, context)
+        is_copy_in = "copy over" in operation.name
+        share = 1.0 if "aten" in operation.name or "copy" in operation.name else card.own_share
+        seconds = max(moved / (card.bytes_per_s * share), products_of(operation) / card.products_per_s)
+        busy = 0.0 if is_copy_in else seconds  # copies go beside the kernels
+        launches[operation.name.removeprefix("replayed ").split(" (")[0]] += 1
+        nbytes += 0 if is_copy_in else moved
+        graph_s += max(busy, card.kernel_s)
+        eager_s += max(busy, card.kernel_s, card.launch_s)
+    return Prediction(launches, nbytes, graph_s, eager_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.1-8b"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--quantize", choices=["none", "int8", "fp8", "int4"], default="none")
+    chosen = parser.parse_args()
+    print("Predicted for one H200, greedy; nothing of it is measured.\n")
+    print("| model | rows | launches | GB | step in a graph | tok/s | step eager | tok/s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in chosen.models:
+        for rows in chosen.rows:
+            operations = decode_step(SHAPES[name](), rows, chosen.context, chosen.quantize)
+            one = predict(operations, rows, chosen.context, Card())
+            print(
+                f"| {name} | {rows} | {one.total} | {one.nbytes / 1e9:.2f} | {one.graph_s * 1e3:.2f} ms | "
+                f"{rows / one.graph_s:,.0f} | {one.eager_s * 1e3:.2f} ms | {rows / one.eager_s:,.0f} |",
+                flush=True,
+            )
+    print("\n" + ", ".join(f"{count} {kernel}" for kernel, count in one.launches.most_common()))
+
+
+if __name__ == "__main__":
+    main()
