@@ -82,6 +82,12 @@ class TritonRunner:
             raise OptionError("batch_invariant", f"only the lean tier's rows are independent: {reason}")
         if quantize != "none" and not lean:
             raise OptionError("quantize", f"only the lean tier reads packed weights: {reason}")
+        if (
+            quantize == "fp8"
+            and model.device.type == "cuda"
+            and torch.cuda.get_device_capability(model.device) < (8, 9)
+        ):
+            raise OptionError("quantize", "fp8 needs a GPU of compute capability 8.9 or newer")
         self.quantize = quantize
         self.name = "triton, lean loop" if lean else "triton, general"
         if quantize != "none":
