@@ -40,6 +40,8 @@ Draws: TypeAlias = list[Sampled | SampleFault | None]
 
 GREEDY = SamplingParams(seed=0)
 
+_N_CTX = 8192  # positions, where nobody says
+
 
 class Context:
     """A model's KV pool and the sequences that live in it.
@@ -48,7 +50,8 @@ class Context:
         model: what was loaded; its tokenizer gives the text that `decode_batch` returns.
         runner: executes the forward pass and owns the KV tensors.
         n_ctx: positions in the pool, all sequences together.
-        num_blocks: instead of n_ctx, the blocks of every layer group.
+            None: what `num_blocks` hold, or 8192.
+        num_blocks: the blocks of every layer group; groups with a window need fewer than n_ctx asks for.
         n_parallel: sequences that callers use; their ids are 0 .. n_parallel - 1.
         n_held: further sequences, with the ids after those, for prompts held to be shared.
         block_size: positions a KV block holds.
@@ -65,7 +68,7 @@ class Context:
         model: Model,
         runner: Runner,
         *,
-        n_ctx: int = 8192,
+        n_ctx: int | None = None,
         num_blocks: Sequence[int] | None = None,
         n_parallel: int = 8,
         n_held: int = 0,
@@ -75,7 +78,7 @@ class Context:
         allow_block_sharing: bool = True,
     ) -> None:
         for option, value in (("n_ctx", n_ctx), ("n_parallel", n_parallel), ("block_size", block_size)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise OptionError(option, f"must be at least 1, not {value}")
         if n_batch < 1:
             raise OptionError("n_batch", f"must be at least 1, not {n_batch}")
@@ -84,12 +87,11 @@ class Context:
         self.n_batch = n_batch
         self.num_sequences = n_parallel + n_held
         if num_blocks is None:
+            n_ctx = _N_CTX if n_ctx is None else n_ctx
             num_blocks = [
                 group_blocks(group.window, n_ctx, block_size, n_batch, self.num_sequences) for group in runner.groups
             ]
-            self.n_ctx = n_ctx
-        else:
-            self.n_ctx = max(num_blocks) * block_size
+        self.n_ctx = max(num_blocks) * block_size if n_ctx is None else n_ctx
         self.kv = KVCache(
             runner.groups,
             num_blocks=num_blocks,

@@ -53,6 +53,7 @@ class Engine:
         return Context(
             self.model,
             runner,
+            n_ctx=size.positions,
             num_blocks=size.num_blocks,
             n_parallel=n_parallel,
             n_held=n_held,
@@ -115,15 +116,23 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
         load = partial(load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
         shard, new_runner = open_ranks(options, load)
         return Engine(shard, options, lambda _: new_runner())
-    on_cpu = options.n_gpu_layers == 0 or not torch.cuda.is_available()
+    on_cpu, reason = options.n_gpu_layers == 0 or not torch.cuda.is_available(), None
     if on_cpu and options.runner in ("auto", "native"):
         model = describe_model(options.model_path, dtype=options.dtype, progress=progress)
         if model is not None:
             try:
                 return Engine(model, options)
             except NativeUnavailable as unavailable:
-                log.info("%s is loaded as a module: %s", model.name, unavailable.reason)
-    model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers, progress=progress)
+                reason = unavailable.reason
+                log.info("%s is loaded as a module: %s", model.name, reason)
+    try:
+        model = load_model(
+            options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers, progress=progress
+        )
+    except ModelError as error:
+        if reason is None:
+            raise
+        raise ModelError(error.model, f"{error.reason}; natively: {reason}") from error
     return Engine(model, options)
 
 

@@ -53,6 +53,8 @@ class KvCacheConfig(_Named):
     Args:
         max_tokens: most positions, all requests together; None leaves it to the memory.
         max_attention_window: positions a token attends to, itself included; None is all before it.
+        sink_token_length: StreamingLLM's first tokens that stay in sight of a window; None or 0. Keys hold their
+            rotation by absolute position here, and StreamingLLM rotates by the place within the window.
         free_gpu_memory_fraction: share of the memory that is free once the model is loaded (the host's on a CPU)
             that the cache and a step may take; with max_tokens the smaller of the two counts.
         enable_block_reuse: whether KV blocks of earlier requests are reused by content.
@@ -63,6 +65,7 @@ class KvCacheConfig(_Named):
 
     max_tokens: int | None = None
     max_attention_window: int | None = None
+    sink_token_length: int | None = None
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = False
 
@@ -71,6 +74,12 @@ class KvCacheConfig(_Named):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(name, f"must be at least 1, not {value}")
+        if self.sink_token_length:
+            raise OptionError(
+                "sink_token_length",
+                f"{self.sink_token_length} is not possible: keys are kept as rotated for their absolute positions, and "
+                "StreamingLLM's sinks are rotated anew as the window moves; leave it out",
+            )
         if not 0 < self.free_gpu_memory_fraction <= 1:
             raise OptionError("free_gpu_memory_fraction", f"must be above 0 and at most 1, not "
                               f"{self.free_gpu_memory_fraction}")  # fmt: skip

@@ -118,11 +118,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Blocks per layer group, what they and a step take, and the limit that was the smallest."""
+    """Blocks per layer group, what they and a step take, and the limit that was the smallest.
+
+    `positions` is what the pool holds: a group with a window holds as many with fewer blocks.
+    """
 
     num_blocks: tuple[int, ...]
     footprint: Footprint
     limited_by: str
+    positions: int
 
 
 def cache_size(
@@ -149,7 +153,8 @@ def cache_size(
             group_blocks(group.window, whole * block_size, block_size, step.max_batch_tokens, step.num_sequences)
             for group in groups
         )
-        return CacheSize(counts, _footprint(step, counts, bytes_per_block, block_size, whole), limited_by)
+        footprint = _footprint(step, counts, bytes_per_block, block_size, whole)
+        return CacheSize(counts, footprint, limited_by, whole * block_size)
 
     caps = {
         "max_tokens": None if limits.max_tokens is None else limits.max_tokens // block_size,

@@ -12,7 +12,7 @@ file.
 import re
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -223,17 +223,97 @@ class GgufFamily:
         layer_names: transformers' name for each of a layer's tensors.
         norm_offset: to be added to the elements of norms.
         rotates_pairs: rows of queries and keys lie in the order that rotates neighbours, not halves.
+        kind: transformers' name of the architecture, where it is another.
+        settings: keys of the metadata, without the architecture, and transformers' names for them.
+        fixed: what the files do not say.
     """
 
     layer_names: dict[str, str]
     norm_offset: float = 0.0
     rotates_pairs: bool = False
+    kind: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
 
+
+_SETTINGS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.key_length": "head_dim",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+_SANDWICH_NAMES = {
+    **_LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED_NAMES = {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 FAMILIES = {
     "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True),
     "qwen2": GgufFamily(_LAYER_NAMES),
     "qwen3": GgufFamily(_LAYER_NAMES),
+    "gemma2": GgufFamily(
+        _SANDWICH_NAMES,
+        norm_offset=-1.0,
+        settings={
+            **_SETTINGS,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+    ),
+    "gemma3": GgufFamily(_SANDWICH_NAMES, norm_offset=-1.0, kind="gemma3_text", settings=_SETTINGS),
+    "phi3": GgufFamily(_FUSED_NAMES, settings=_SETTINGS),
+    "olmo2": GgufFamily(_SANDWICH_NAMES, settings=_SETTINGS),
+    "granite": GgufFamily(
+        _LAYER_NAMES,
+        rotates_pairs=True,
+        settings={
+            **_SETTINGS,
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    "smollm3": GgufFamily(_LAYER_NAMES, rotates_pairs=True, settings=_SETTINGS),
+    "glm4": GgufFamily(
+        {
+            **_LAYER_NAMES,
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        settings=_SETTINGS,
+    ),
+    "starcoder2": GgufFamily(
+        {**_LAYER_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        settings={**_SETTINGS, "attention.layer_norm_epsilon": "norm_epsilon"},
+    ),
+    "qwen3moe": GgufFamily(
+        {
+            **_LAYER_NAMES,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": "mlp.experts.gate_proj",
+            "ffn_up_exps": "mlp.experts.up_proj",
+            "ffn_down_exps": "mlp.experts.down_proj",
+        },
+        kind="qwen3_moe",
+        settings={
+            **_SETTINGS,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={"norm_topk_prob": True},  # llama.cpp always does
+    ),
 }
 """By `general.architecture`; files of other families are converted. Mistral's are written as "llama"."""
 
@@ -303,13 +383,17 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         ModelError: the metadata lack something or contradict themselves.
     """
     architecture = file.architecture
+    family = FAMILIES.get(architecture)
     known: Any = GGUF_CONFIG_MAPPING
-    names = known.get(architecture)
+    names = known.get(architecture) if family is None or not family.settings else family.settings
     if names is None:
         raise file.fault(f"transformers does not know the architecture {architecture!r}")
     named_mistral = "mistral" in str(file.metadata.get("general.name")).lower()
     kind = "mistral" if architecture == "llama" and named_mistral else architecture
     settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {})
+    if family is not None:
+        kind = family.kind or kind
+        settings.update(family.fixed)
     settings["tie_word_embeddings"] = "output.weight" not in file.names()
     for key, value in file.metadata.items():
         prefix, _, rest = key.partition(".")
@@ -322,11 +406,47 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     settings["vocab_size"] = file.tensor("token_embd.weight").shape[0]
     if (head_dim := file.metadata.get(f"{architecture}.attention.key_length")) is not None:
         settings["head_dim"] = head_dim
+    _settle_attention(file, settings)
     try:
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
     except Exception as fault:
         raise file.fault(f"its metadata are no configuration of {kind}: {fault}") from fault
     return config
+
+
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the one that scales its scores by its width
+
+
+def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
+    """What the metadata say in other words than a configuration: the scale of scores, and the rotary embedding."""
+
+    def value(key: str) -> Any:
+        return file.metadata.get(f"{file.architecture}.{key}")
+
+    head_dim = settings.get("head_dim")
+    if head_dim is None and settings.get("hidden_size") and settings.get("num_attention_heads"):
+        head_dim = settings["hidden_size"] // settings["num_attention_heads"]
+    if file.architecture in _LARGEST_GEMMA and head_dim:
+        largest = value("block_count") == _LARGEST_GEMMA[file.architecture]
+        settings["query_pre_attn_scalar"] = (
+            settings["hidden_size"] // settings["num_attention_heads"] if largest else head_dim
+        )
+    if file.architecture == "gemma3" and value("rope.scaling.type") == "linear":
+        settings["rope_scaling"] = {"rope_type": "linear", "factor": value("rope.scaling.factor")}
+    if file.architecture not in ("phi3", "glm4"):
+        return
+    rotated = value("rope.dimension_count")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.pop("rope_theta", 10000.0)}
+    if rotated and head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if "rope_factors_short.weight" in file.names():
+        rope["rope_type"] = "longrope"
+        for length in ("short", "long"):
+            rope[f"{length}_factor"] = file.tensor(f"rope_factors_{length}.weight").whole().tolist()
+        original = value("rope.scaling.original_context_length")
+        if original is not None:
+            settings["original_max_position_embeddings"] = original
+    settings["rope_parameters"] = rope
 
 
 _TOKENIZER_KEYS = {

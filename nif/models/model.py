@@ -21,8 +21,9 @@ from transformers import (
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.layer_shape import LayerShape
+from genbatch.nif.models.architectures import ARCHITECTURES, LACKING, described
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens, gguf_tokenizer
-from genbatch.nif.models.model_layout import DESCRIBED, layer_groups, layer_shapes, max_position
+from genbatch.nif.models.model_layout import layer_groups, layer_shapes, max_position
 from genbatch.nif.models.model_source import ModelSource, resolve_model
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
@@ -91,6 +92,8 @@ def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, prog
     with quiet_transformers():
         report("load", 0, _LOAD_STEPS)
         files = _open_files(source, found)
+        if not files.model_class.is_backend_compatible():
+            raise ModelError(source, _not_replaceable(files.model_class))
         text_config = files.config.get_text_config(decoder=True)
         groups = layer_groups(source, text_config)
         tokenizer = files.tokenizer()
@@ -135,13 +138,14 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
         report("load", 0, _LOAD_STEPS)
         files = _open_files(source, found)
         config: Any = files.config
-        if config.model_type not in DESCRIBED:
+        if not described(files.model_class):
             return None
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
         weights = files.weights()
+        attention = ATTENTION_NAME if files.model_class.is_backend_compatible() else "eager"
         with torch.device("meta"):
-            hf = files.model_class._from_config(config, dtype=torch_dtype, attn_implementation=ATTENTION_NAME)
+            hf = files.model_class._from_config(config, dtype=torch_dtype, attn_implementation=attention)
         _check_complete(source, hf, weights)
         report("load", 2, _LOAD_STEPS)
         model = Model(
@@ -163,14 +167,19 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
 
 
 def _check_complete(source: str, hf: PreTrainedModel, weights: WeightSource) -> None:
-    """Whether every tensor that the module wants is there, in its shape."""
+    """Whether every tensor that the module wants is there, in its shape; experts are looked at when they are packed."""
+    architecture = ARCHITECTURES[type(hf).__name__](hf.config)
+    tensors, experts = architecture.tensors, architecture.experts
     wanted = hf.state_dict()
     if hf.config.tie_word_embeddings:
-        wanted.pop("lm_head.weight", None)
-    if missing := sorted(wanted.keys() - set(weights.names())):
+        wanted.pop(f"{tensors.head}.weight", None)
+    if experts is not None:
+        wanted = {name: value for name, value in wanted.items() if not any(part in name for part in experts.whole)}
+    names = {name: tensors.stored(name, weights.names()) for name in wanted}
+    if missing := sorted(name for name, stored in names.items() if stored not in weights.names()):
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     for name, parameter in wanted.items():
-        shape = weights.tensor(name).shape
+        shape = weights.tensor(names[name]).shape
         if shape != tuple(parameter.shape):
             raise ModelError(
                 source,
@@ -182,7 +191,9 @@ def _check_complete(source: str, hf: PreTrainedModel, weights: WeightSource) -> 
 def _device(n_gpu_layers: int) -> torch.device:
     if n_gpu_layers not in (-1, 0) or isinstance(n_gpu_layers, bool):
         raise OptionError(
-            "n_gpu_layers", f"{n_gpu_layers!r} is not possible: all layers go to the GPU (-1) or none (0)"
+            "n_gpu_layers",
+            f"{n_gpu_layers!r} is not possible: layers are not split between GPU and CPU. Take -1 for all of them on "
+            "the GPU, or 0 for none: a model too large for the GPU runs on the CPU, smaller with quantize=int8",
         )
     return torch.device("cuda", 0) if n_gpu_layers == -1 and torch.cuda.is_available() else torch.device("cpu")
 
@@ -286,9 +297,20 @@ def _supported_class(source: str, config: PreTrainedConfig) -> Any:
         raise ModelError(source, f"its weights are a {written[0]}, which is not a causal language model")
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(source, f"{kind} keeps a recurrent state; only attention over a KV cache is served")
-    if not model_class.is_backend_compatible():
-        raise ModelError(source, f"transformers' {kind} does not let its attention be replaced")
+    if not model_class.is_backend_compatible() and not described(model_class):
+        raise ModelError(source, _not_replaceable(model_class))
     return model_class
+
+
+def _not_replaceable(model_class: Any) -> str:
+    """Why a module cannot attend over blocks of KV, and what would be needed."""
+    name = model_class.__name__
+    if described(model_class):
+        return f"transformers' {name} does not let its attention be replaced: only the native runner, on a CPU, runs it"
+    return (
+        f"transformers' {name} does not let its attention be replaced, and the native runner does not know it: "
+        f"{LACKING.get(name, 'it has no Architecture')} (nif/native/README.md says how to add one)"
+    )
 
 
 def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -299,7 +321,8 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
             place, settings["use_safetensors"] = files.directory, True
         else:
             place, weights = None, files.weights()
-            settings["state_dict"] = {name: weights.tensor(name).whole() for name in weights.names()}
+            stored = {name: weights.tensor(name).whole() for name in weights.names()}
+            settings["state_dict"] = _merged_experts(files, stored)
         hf, report = files.model_class.from_pretrained(place, output_loading_info=True, **settings)
     except ModelError:
         raise
@@ -310,6 +333,21 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     model: PreTrainedModel = hf.eval().requires_grad_(False).to(device)
     return model
+
+
+def _merged_experts(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with each layer's gates and ups in one, as a module has them."""
+    make = ARCHITECTURES.get(files.model_class.__name__)
+    experts = None if make is None else make(files.config).experts
+    if experts is None:
+        return tensors
+    gates, ups, downs = (f"{name}.weight" for name in experts.stacked)
+    for name in [name for name in tensors if name.endswith(gates)]:
+        start = name.removesuffix(gates)
+        parts = [tensors.pop(start + part) for part in (gates, ups)]
+        tensors[start + experts.whole[0]] = torch.cat(parts, dim=1)
+        tensors[start + experts.whole[1]] = tensors.pop(start + downs)
+    return tensors
 
 
 def _line(fault: Exception) -> str:

@@ -7,9 +7,7 @@ from transformers import PreTrainedConfig
 from genbatch.nif.errors import ModelError
 from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.layer_shape import LayerShape
-
-DESCRIBED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Kinds of model whose layers the configuration describes wholly, so that no module has to be asked."""
+from genbatch.nif.models.architectures import head_dim_of, kv_heads_of
 
 
 def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
@@ -47,10 +45,9 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
-    """What each layer of a model of `DESCRIBED` keeps in the KV cache."""
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    count: int = config.num_hidden_layers
-    return (LayerShape(config.num_key_value_heads, head_dim, head_dim),) * count
+    """What each layer keeps in the KV cache, of a model that has an `Architecture`."""
+    head_dim, count = head_dim_of(config), int(config.num_hidden_layers)
+    return (LayerShape(kv_heads_of(config), head_dim, head_dim),) * count
 
 
 def max_position(name: str, config: PreTrainedConfig) -> int:

@@ -9,16 +9,17 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource
-from genbatch.nif.native.architectures import (
+from genbatch.nif.models.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
     NONE,
     PER_HEAD,
     Architecture,
     head_dim_of,
+    kv_heads_of,
 )
-from genbatch.nif.native.architectures import Experts as ExpertNames
+from genbatch.nif.models.architectures import Experts as ExpertNames
+from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource
 from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.library import (
@@ -118,7 +119,7 @@ class ModelWeights:
         source = model.weights or ModuleWeights(model.hf)
         packer = WeightPacker(self.library, available_cores())
         self._loader = loader = _Loader(model, architecture, source, packer, self.kind)
-        layers = (Layer * config.num_hidden_layers)()
+        self.layers = layers = (Layer * config.num_hidden_layers)()
         for group_id, group in enumerate(model.groups):
             window = ALL_POSITIONS if group.window is None else group.window
             for index, layer in enumerate(group.layers):
@@ -197,7 +198,7 @@ class _Loader:
         # What the module has, the source must have in the same shape; only experts may be merged in one of them.
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.hf.state_dict().items()}
         self._held: list[Any] = []  # what structs point to
-        self.num_kv_heads: int = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
+        self.num_kv_heads = kv_heads_of(self._config)
 
     def layer(self, index: int) -> Layer:
         """One layer; its place in a group and its rotary table are left to the caller."""
@@ -229,21 +230,13 @@ class _Loader:
         Raises:
             ModelError: it is missing, or of another shape than the configuration asks for.
         """
-        tensor = self._source.tensor(self._in_file(name))
+        tensor = self._source.tensor(self._architecture.tensors.stored(name, self._source.names()))
         wanted = shape or self._shapes.get(name, tensor.shape)
         if tensor.shape != wanted:
             raise ModelError(
                 self._name, f"{name} has the shape {list(tensor.shape)}; config.json asks for {list(wanted)}"
             )
         return tensor
-
-    def _in_file(self, name: str) -> str:
-        """What the source calls a tensor."""
-        for part, written in self._architecture.tensors.in_files:
-            renamed = name.replace(part, written)
-            if name not in self._source.names() and renamed in self._source.names():
-                return renamed
-        return name
 
     def norm(self, name: str | None, start: str = "") -> Norm:
         """A norm by its name; None is none."""
@@ -301,6 +294,15 @@ class _Loader:
         names = (f"{start}{name.format(index)}.weight" for name in experts.single)
         gate, up, down = (
             self.tensor(name, shape) for name, shape in zip(names, (inner, inner, inner[::-1]), strict=True)
+        )
+        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None])
+
+    def _stacked_expert(self, start: str, experts: ExpertNames, index: int) -> tuple[Linear, Linear]:
+        inner = (experts.count, experts.intermediate, self._config.hidden_size)
+        outer = (experts.count, self._config.hidden_size, experts.intermediate)
+        names = [f"{start}{name}.weight" for name in experts.stacked]
+        gate, up, down = (
+            self.tensor(name, shape).part(index) for name, shape in zip(names, (inner, inner, outer), strict=True)
         )
         return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None])
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from genbatch.nif.native.architectures import head_dim_of
+from genbatch.nif.models.architectures import head_dim_of
 
 _FIRST_POSITIONS = 1024
 

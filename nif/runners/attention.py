@@ -64,7 +64,11 @@ def paged_attention(
     """
     layer = getattr(module, "layer_idx", None)
     if genbatch_step is None:
-        raise ValueError(f"attention {ATTENTION_NAME!r} was called outside a paged step")
+        owner = type(module).__name__
+        raise ValueError(
+            f"{owner} was called without a step: the layer around it passes no keyword arguments on to attention, "
+            "so only the native runner can run such a model"
+        )
     if not isinstance(layer, int):
         raise ValueError(f"{type(module).__name__} does not know its layer index")
     if attention_mask is not None:

@@ -92,3 +92,16 @@ def test_h08_pins_are_honoured_and_the_smallest_wins(tiny_model: TinyModel) -> N
 def test_a09_the_cap_is_n_ctx_over_n_parallel(tiny_model: TinyModel) -> None:
     assert context(tiny_model("llama"), n_ctx=128, cap_per_sequence=True).max_positions == 32
     assert context(tiny_model("llama"), n_ctx=128).max_positions == 128
+
+
+def test_a_window_takes_fewer_blocks_and_no_positions_away(tiny_model: TinyModel) -> None:
+    """Every layer of this model looks back 8 positions: two sequences need a few blocks of the 64."""
+    options = EngineOptions(n_ctx=256, block_size=4, runner="torch")
+    context = Engine(tiny_model("mistral"), options).open_context(n_parallel=2, n_held=0, n_batch=16)
+    try:
+        assert context.n_ctx == context.max_positions == 256
+        tokens = [token % 300 + 3 for token in range(200)]  # more than the blocks hold at once
+        context.prefill(tokens, seq_id=0, n_past=0)
+        assert len(context.decode_batch([(0, 5, 200)])) == 1
+    finally:
+        context.close()

@@ -196,7 +196,7 @@ def test_a_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(header("gemma2"))
+    (tmp_path / "broken.gguf").write_bytes(header("falcon"))
     with pytest.raises(ModelError, match=r"broken\.gguf cannot be converted"):
         resolve_model(str(tmp_path / "broken.gguf"))
     assert [path.suffix for path in (cache / "converted").iterdir()] == [".lock"]

@@ -156,8 +156,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         lambda: GraniteConfig(
             **_sizes(64, 96, 4, 2, 16),
             embedding_multiplier=3.0,
-            attention_multiplier=0.11,
-            residual_multiplier=0.4,
+            attention_multiplier=0.125,
+            residual_multiplier=0.375,
             logits_scaling=3.0,
         ),
     ),
@@ -218,11 +218,14 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
 _WEIGHTS_BEYOND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")  # their norms add 1
 
 
-def random_model(name: str) -> Any:
+def random_model(name: str, **changes: Any) -> Any:
     """A random model in eval mode; biases, norms and sinks are random too, so that none is idle."""
     model_class, make_config = CONFIGS[name]
     torch.manual_seed(len(name))
-    model = model_class(make_config()).eval().requires_grad_(False)
+    config = make_config()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = model_class(config).eval().requires_grad_(False)
     for key, parameter in model.named_parameters():
         if key.endswith("bias"):
             parameter.normal_(std=0.2)

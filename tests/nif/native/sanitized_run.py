@@ -75,6 +75,7 @@ def main() -> None:
             config = make_config()
             dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
             model = SimpleNamespace(
+                name=name,
                 weights=None,
                 hf=model_class(config).to(dtype).eval().requires_grad_(False),
                 config=config,

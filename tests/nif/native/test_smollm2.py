@@ -65,7 +65,7 @@ def test_int8_keeps_the_4_bit_weights_as_they_are_and_the_likelihood_close(
     smollm2: Model, layout: Callable[..., RaggedBatch], generated: list[tuple[list[int], list[int]]]
 ) -> None:
     weights = ModelWeights(smollm2, "int8")
-    assert {layer.gate_up.kind for layer in weights._layers} == {WEIGHT_U4}
+    assert {layer.gate_up.kind for layer in weights.layers} == {WEIGHT_U4}
     assert weights.struct.head.kind == WEIGHT_I8
     losses = []
     for packed in (ModelWeights(smollm2), weights):

@@ -144,7 +144,7 @@ class _Layer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"genbatch_step": None}, "outside a paged step"),
+        ({"genbatch_step": None}, "only the native runner"),
         ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "own attention mask"),
         ({"position_bias": torch.zeros(1)}, "position bias"),
         ({"is_causal": False}, "later tokens"),

@@ -1,10 +1,10 @@
 """Architecture: what the C kernels have to know of a model beside its sizes, as data.
 
 Neither the kernels nor the loader has a branch for any architecture: they ask where the norms stand, which activation
-there is, what the tensors are called. How to add one: README.md in this folder.
+there is, what the tensors are called. How to add one: nif/native/README.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,11 @@ class Tensors:
     sinks: str | None = None
     in_files: tuple[tuple[str, str], ...] = ()
 
+    def stored(self, name: str, names: Collection[str]) -> str:
+        """What a source with these names calls a tensor; its own name where it has none of them."""
+        renamed = (name.replace(part, written) for part, written in self.in_files)
+        return next((other for other in renamed if name not in names and other in names), name)
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -66,7 +71,8 @@ class Experts:
         normalised: whether the weights of those chosen sum to 1.
         router: name of the router.
         whole: names of gates and ups, and of downs, of all experts in one tensor each, [experts, outputs, inputs].
-        single: names of one expert's gates, ups and downs; {} is its number. A file has one form or the other.
+        single: names of one expert's gates, ups and downs; {} is its number.
+        stacked: names of the gates, the ups and the downs of all experts. A source has one of the three forms.
         transposed: whether `whole` is [experts, inputs, outputs], gates and ups taking turns.
         layers: the layers that have experts; None: all.
     """
@@ -82,6 +88,7 @@ class Experts:
         "mlp.experts.{}.up_proj",
         "mlp.experts.{}.down_proj",
     )
+    stacked: tuple[str, str, str] = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
     transposed: bool = False
     layers: frozenset[int] | None = None
 
@@ -132,6 +139,25 @@ class Architecture:
     gate_slope: float = 0.0
     gate_limit: float = 0.0
     experts: Experts | None = None
+
+
+LACKING = {
+    "BloomForCausalLM": "its positions are biases of scores (ALiBi), which the attention kernels do not add",
+    "FalconForCausalLM": "its KV heads and norms go by settings of their own, and some models add ALiBi's biases",
+    "GPTJForCausalLM": "its rotary embedding and inner size go by settings of their own",
+}
+"""What would be needed for some that transformers cannot run over blocks of KV either."""
+
+
+def described(model_class: type) -> bool:
+    """Whether a configuration says all that there is to know of a model of this class of transformers."""
+    return model_class.__name__ in ARCHITECTURES
+
+
+def kv_heads_of(config: Any) -> int:
+    """Heads of keys and values."""
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
 
 
 def head_dim_of(config: Any) -> int:

@@ -1,0 +1,164 @@
+"""GGUF files of each family, named as llama.cpp's converter does: the configuration and every tensor come back."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, GgufWeights, gguf_config
+from genbatch.nif.native.rope_table import RopeTables
+
+ARCH = {
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
+# What only some files say: key, and the configuration's name for it.
+MORE = {
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "attention.sliding_window": "sliding_window",
+    },
+    "gemma3": {"attention.sliding_window": "sliding_window"},
+    "granite": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "phi3": {"rope.scaling.original_context_length": "original_max_position_embeddings"},
+    "qwen3_moe": {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> ModuleType:
+    """The small random models of the native tests; tests are no package, so the module is loaded by its path."""
+    path = Path(__file__).parent.parent / "native" / "models.py"
+    spec = importlib.util.spec_from_file_location("native_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def put_number(writer: gguf.GGUFWriter, key: str, value: float) -> None:
+    if isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
+def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
+    arch = gguf.MODEL_ARCH_NAMES[ARCH[name]]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    eps = "layer_norm_epsilon" if name == "starcoder2" else "layer_norm_rms_epsilon"
+    values = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        f"attention.{eps}": float(getattr(config, "rms_norm_eps", None) or config.norm_epsilon),
+        "rope.freq_base": float(rope["rope_theta"] if "rope_theta" in rope else rope["full_attention"]["rope_theta"]),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        **{key: getattr(config, ours) for key, ours in MORE.get(name, {}).items()},
+    }
+    if name == "gemma3":
+        writer.add_string(f"{arch}.rope.scaling.type", "linear")
+        values["rope.scaling.factor"] = float(rope["full_attention"]["factor"])
+    for key, value in values.items():
+        put_number(writer, f"{arch}.{key}", value)
+
+
+def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
+    config, family = model.config, FAMILIES[gguf.MODEL_ARCH_NAMES[ARCH[name]]]
+    names = gguf.get_tensor_name_map(ARCH[name], config.num_hidden_layers)
+    for key, parameter in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data = parameter.numpy()
+        if "norm" in key and key.endswith("weight"):
+            data = data - np.float32(family.norm_offset)
+        if family.rotates_pairs and key.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+            data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        if "mlp.experts.gate_up_proj" in key:
+            for part, half in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=1), strict=True):
+                stored = names.get_name(key.replace("gate_up_proj", part))
+                writer.add_tensor(f"{stored}.weight", np.ascontiguousarray(half))
+            continue
+        stored = names.get_name(key if "experts" in key else key.rpartition(".")[0])
+        assert stored is not None, key
+        suffix = "weight" if "experts" in key else key.rpartition(".")[2]
+        writer.add_tensor(f"{stored}.{suffix}", np.ascontiguousarray(data))
+    if name == "phi3":
+        for length in ("short", "long"):
+            factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+
+
+def written(path: Path, name: str, model: Any) -> GgufFile:
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCH[name]])
+    put_metadata(writer, name, model.config)
+    put_tensors(writer, name, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufFile(name, path)
+
+
+@pytest.mark.parametrize("name", ARCH)
+def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path, name: str) -> None:
+    model = models.random_model(name, **({"mlp_only_layers": []} if name == "qwen3_moe" else {}))
+    if name in ("gemma2", "gemma3"):
+        model.config.query_pre_attn_scalar = model.config.head_dim  # what llama.cpp takes, as its files do not say
+        model.config.rope_parameters.get("sliding_attention", {})["rope_theta"] = 10000.0  # and this
+    file = written(tmp_path / "model.gguf", name, model)
+    config = gguf_config(file)
+    kind = type(model).__name__
+    described, wanted = ARCHITECTURES[kind](config), ARCHITECTURES[kind](model.config)
+    if name == "smollm3":  # every fourth layer, whatever the file
+        wanted = replace(wanted, no_rope=frozenset())
+    if name == "qwen3_moe":
+        assert wanted.experts is not None
+        wanted = replace(wanted, experts=replace(wanted.experts, normalised=True))  # as llama.cpp does
+    assert described == replace(wanted, norm_eps=described.norm_eps)
+    assert described.norm_eps == pytest.approx(wanted.norm_eps)
+    tables = [RopeTables(c, partial=wanted.partial_rotary, max_position=64).up_to(64) for c in (config, model.config)]
+    for got, want in zip(*tables, strict=True):
+        assert torch.allclose(got.cosines, want.cosines, atol=1e-6)
+    weights = GgufWeights(file, config)
+    for key, parameter in model.state_dict().items():
+        if key == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if "experts.gate_up_proj" in key:
+            halves = [
+                weights.tensor(f"{key.replace('gate_up_proj', part)}.weight") for part in ("gate_proj", "up_proj")
+            ]
+            got = torch.cat([half.whole() for half in halves], dim=1)
+        else:
+            got = weights.tensor(f"{key}.weight" if "experts" in key else key).whole()
+        assert torch.allclose(got, parameter, atol=2e-7), key
