@@ -173,7 +173,7 @@ class PrefixAffinity(Router):
         max_names: names held in the map.
     """
 
-    def __init__(self, saved_weight: float = 2.0, max_names: int = MAX_NAMES) -> None:
+    def __init__(self, saved_weight: float = 1.5, max_names: int = MAX_NAMES) -> None:
         self.saved_weight = saved_weight
         self.map = PrefixMap(max_names)
 

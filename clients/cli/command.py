@@ -29,6 +29,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from genbatch.actors.fleet.routing import RouterError
 from genbatch.actors.runtime.errors import ActorError, StartFailed
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.errors import AddressError, KeyFileError
@@ -88,10 +89,11 @@ _CALLERS_MISTAKES = (
     ModelError,
     OptionError,
     SchedulerError,
+    RouterError,
     AddressError,
     KeyFileError,
 )
-_EXPECTED = (GenbatchError, NativeError, ActorError, SchedulerError, ClientError)
+_EXPECTED = (GenbatchError, NativeError, ActorError, SchedulerError, RouterError, ClientError)
 
 _Command = TypeVar("_Command")
 

@@ -116,6 +116,15 @@ class FleetFlags:
         float, typer.Option(min=0.0, help="Seconds between reports of a replica's load.", rich_help_panel=_FLEET)
     ] = 0.25
 
+    tell_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--tell-prefixes",
+            help="Reports tell every gateway which prefixes a replica was given; else each knows its own requests.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = False
+
     def bounds(self) -> tuple[int, int]:
         """The smallest and the largest fleet.
 
@@ -144,6 +153,7 @@ class FleetFlags:
             max_batch_tokens=self.max_batch_tokens,
             gateways=self.gateways,
             report_s=self.report_s,
+            tell_prefixes=self.tell_prefixes,
         )
 
 

@@ -1,6 +1,6 @@
 """`genbatch serve`: a service until a signal ends it; its banner says what runs, where, and how much it can hold."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from genbatch.clients.cli.command import run_service, with_flag_groups
 from genbatch.clients.cli.config import ConfigFlags, settings_of
 from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
+from genbatch.clients.cli.fleet_flags import FleetFlags
 from genbatch.clients.cli.service_flags import ServiceFlags
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
 from genbatch.proto.messages import ModelCard, Models
@@ -64,6 +65,7 @@ def serve(
     pool: PoolFlags,
     batcher: BatcherFlags,
     service: ServiceFlags,
+    fleet: FleetFlags,
 ) -> None:
     """Serve a model to many callers, until Ctrl-C or SIGTERM; a second one does not wait for open requests.
 
@@ -88,7 +90,10 @@ def serve(
                 return
             # torchrun starts all ranks anew, or none.
             options = replace(options, max_restarts=0)
-        await _serve(engine, settings.batcher(), options, stopping)
+        opening = partial(_open_service, engine, settings.batcher(), options)
+        if fleet.is_wanted:
+            opening = partial(_open_fleet, engine, settings.batcher(), options, fleet)
+        await _serve(opening, options, stopping)
 
     run_service(run)
 
@@ -111,19 +116,22 @@ class Running(Protocol):
         """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
 
 
-async def _serve(engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions, stopping: trio.Event) -> None:
+async def _serve(
+    opening: Callable[[], AbstractAsyncContextManager[Running]], options: ServiceOptions, stopping: trio.Event
+) -> None:
     ready = trio.Event()
     start_logging(options.log_format, options.log_level)
     if options.otel:
         start_tracing()
     async with background() as nursery:
         nursery.start_soon(_give_up_start, stopping, ready, nursery.cancel_scope)
-        async with _open_service(engine, batcher, options) as service:
+        async with opening() as service:
             models, stats = await service.describe()
-            [card] = models.models
-            Console().print(banner(card, stats, service.addresses))
+            for card in models.models:  # none, while a fleet has no replica
+                Console().print(banner(card, stats, service.addresses))
             await nursery.start(observe, service.telemetry)
-            log_event("ready", model=card.id, addresses=",".join(service.addresses))
+            names = ",".join(card.id for card in models.models)
+            log_event("ready", model=names, addresses=",".join(service.addresses))
             ready.set()
             await stopping.wait()
             log_event("stopping", timeout_s=options.shutdown_timeout_s)
@@ -164,4 +172,24 @@ async def _open_service(
 
                 opening = open_service(engine, batcher, options, progress=bars)
             service = await stack.enter_async_context(opening)
+        yield service
+
+
+@asynccontextmanager
+async def _open_fleet(
+    engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions, flags: FleetFlags
+) -> AsyncIterator[Running]:
+    from genbatch.actors.fleet.fleet import FleetLimits
+    from genbatch.clients.fleet.gateway import FleetOptions, open_fleet
+    from genbatch.clients.fleet.ray_replicas import RayReplicas, ReplicaOptions
+
+    kept = FleetOptions(
+        router=flags.router or "prefix",
+        rule=flags.rule(),
+        limits=FleetLimits(default_deadline_s=batcher.default_deadline_s, limits=batcher.limits),
+    )
+    replica = ReplicaOptions(engine=engine, batcher=batcher, cpus=flags.replica_cpus, gpus=flags.replica_gpus)
+    name = flags.fleet or engine.model_path
+    replicas = await trio.to_thread.run_sync(RayReplicas, name, replica, flags.ray_address)
+    async with open_fleet(replicas, kept, options) as service:
         yield service

@@ -44,6 +44,8 @@ class FleetOptions:
         batch_timeout_s: what an idle replica waits before it starts.
         gateways: each with a router of its own, taking turns.
         report_s: seconds between two reports of a replica; 0: every gateway knows everything at once.
+        tell_prefixes: whether the reports say which prefixes a replica has been given; else a gateway knows of those
+            alone that it has sent there.
     """
 
     replicas: int
@@ -56,6 +58,7 @@ class FleetOptions:
     batch_timeout_s: float = 0.02
     gateways: int = 1
     report_s: float = 0.25
+    tell_prefixes: bool = False
 
 
 @dataclass(slots=True)
@@ -264,6 +267,7 @@ class _Fleet:
         ]
         self.rosters = [Roster(views) for views in self.views]
         self.changed: set[int] = set()
+        self.news: list[tuple[int, str, Sequence[int]]] = []  # gateway, replica, blocks that it was sent
         self.next_report = 0.0
         self.events: list[tuple[float, int, int]] = []
         self.result = FleetRun(options.replicas)
@@ -301,6 +305,11 @@ class _Fleet:
                 view.tokens_waiting, view.num_open = replica.tokens_waiting, replica.num_open
                 view.room = self.capacity - replica.num_open
         self.changed.clear()
+        for origin, name, blocks in self.news:
+            for gateway, router in enumerate(self.routers):
+                if gateway != origin:
+                    router.learn(name, blocks)
+        self.news.clear()
         if self.options.report_s:
             self.next_report = now - now % self.options.report_s + self.options.report_s
 
@@ -310,6 +319,8 @@ class _Fleet:
         begun_at = perf_counter()
         view = self.routers[gateway].route(request, self.rosters[gateway])
         self.routers[gateway].learn(view.name, asked.blocks + asked.answered)
+        if self.options.tell_prefixes:
+            self.news.append((gateway, view.name, asked.blocks + asked.answered))
         self.result.route_us += perf_counter() - begun_at
         replica = self.replicas[int(view.name)]
         self.changed.add(replica.place)

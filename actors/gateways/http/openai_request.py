@@ -167,6 +167,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "stop_regex": ([],),
     "return_cached_tokens_details": (False,),
     "return_routed_experts": (False,),
+    "stream_reasoning": (True, False),
 }
 
 

@@ -138,3 +138,11 @@ def test_agents_with_shared_prompts_need_fewer_replicas_behind_the_prefix_router
     hits = {router: run.cached_tokens / run.prompt_tokens for router, run in runs.items()}
     assert hits["prefix"] > 1.5 * hits["round_robin"]
     assert sum(runs["prefix"].ttft_s) < 0.5 * sum(runs["round_robin"].ttft_s)
+
+
+def test_gateways_that_hear_of_each_others_prefixes_compute_less() -> None:
+    agents = MADE["agents"](TraceOptions(rate=3.0, duration_s=60.0, scale=0.25))
+    alone, told = (
+        run_fleet(agents, MACHINE, FleetOptions(replicas=6, gateways=6, tell_prefixes=tells)) for tells in (False, True)
+    )
+    assert told.cached_tokens / told.prompt_tokens > 1.1 * alone.cached_tokens / alone.prompt_tokens

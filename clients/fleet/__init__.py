@@ -1,0 +1,1 @@
+"""A gateway over several replicas, and the replicas as Ray's actors."""

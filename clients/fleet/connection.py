@@ -1,0 +1,104 @@
+"""ReplicaConnection: a fleet's way to one replica, over ZeroMQ."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import trio
+
+from genbatch.clients.errors import ClientClosed
+from genbatch.clients.retry import Retry
+from genbatch.clients.zeromq import ZeroMQClient
+from genbatch.proto.errors import Unavailable
+from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.service_messages import (
+    DetokenizeRequest,
+    Drained,
+    Health,
+    ModelCard,
+    Text,
+    TokenIds,
+    TokenizeRequest,
+)
+
+# Seconds of silence after which a replica counts as gone while it has calls.
+SILENCE_S = 5.0
+
+
+class ReplicaConnection:
+    """Implements the fleet's `Connection`. Use it inside `async with`.
+
+    Args:
+        address: the replica's.
+    """
+
+    def __init__(self, address: str, timeout: float = SILENCE_S) -> None:
+        # What is tried again, and where, is the fleet's decision.
+        self._client = ZeroMQClient(address, timeout=timeout, retry=Retry(max_attempts=1))
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._client.__aexit__(kind, error, traceback)
+
+    async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
+        """See `Connection`."""
+        params: Any = msgspec.to_builtins(request)  # what is not the default
+        prompt = params.pop("prompt", None)
+        prompt = params.pop("token_ids", prompt)
+        messages = params.pop("messages", None)
+        with _unavailable_once_closed():
+            if on_token is None:
+                return await self._client.generate(prompt, messages=messages, **params)
+            async with self._client.stream(prompt, messages=messages, **params) as stream:
+                async for token in stream:
+                    on_token(token)
+            return stream.result
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenIds:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            found = await self._client.tokenize(
+                request.prompt, messages=request.messages, add_special_tokens=request.add_special_tokens
+            )
+        return TokenIds(token_ids=found)
+
+    async def detokenize(self, request: DetokenizeRequest) -> Text:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            return Text(text=await self._client.detokenize(request.token_ids))
+
+    async def stats(self) -> dict[str, Any]:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            return await self._client.stats()
+
+    async def drain(self, timeout_s: float) -> Drained:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            return await self._client.drain(timeout_s)
+
+    async def health(self) -> Health:
+        """How the replica is."""
+        with _unavailable_once_closed():
+            return await self._client.health()
+
+    async def card(self) -> ModelCard:
+        """The model that it serves."""
+        with _unavailable_once_closed():
+            return (await self._client.models())[0]
+
+
+@contextmanager
+def _unavailable_once_closed() -> Iterator[None]:
+    """A replica that is let go takes its connection along, under requests that were just about to be sent."""
+    try:
+        yield
+    except (trio.ClosedResourceError, ClientClosed) as error:
+        raise Unavailable("the connection to the replica was closed") from error

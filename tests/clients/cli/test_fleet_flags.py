@@ -1,0 +1,38 @@
+"""The flags of `genbatch serve` for replicas and ranks: what contradicts itself is refused before anything starts."""
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from genbatch.clients.cli.main import app
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["serve", "smollm2", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--router", "prefix"), "router: there are no replicas"),
+        (("--fleet", "mine"), "fleet: there are no replicas"),
+        (("--replicas", "2", "--max-replicas", "3"), "replicas: either a number or"),
+        (("--min-replicas", "3", "--max-replicas", "2"), "replicas: from 3 to 2 is no range"),
+    ],
+)
+def test_flags_that_make_no_fleet_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    assert said in refusal(*arguments)
+
+
+def test_without_ray_replicas_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'genbatch[ray]'" in refusal("--replicas", "2")
+
+
+def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert "tensor_parallel: 2, and torchrun started 3 ranks" in refusal("--tensor-parallel", "2")

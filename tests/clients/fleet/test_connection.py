@@ -1,0 +1,50 @@
+"""ReplicaConnection over a real service: what a fleet sends comes back, and what is closed is unavailable."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from genbatch.clients import open_batcher
+from genbatch.clients.fleet.connection import ReplicaConnection
+from genbatch.proto.errors import InvalidRequest, Unavailable
+from genbatch.proto.messages import GenerateRequest, Message, Token
+from genbatch.proto.service_messages import DetokenizeRequest, TokenizeRequest
+
+
+@pytest.mark.trio
+async def test_every_call_of_a_fleet_reaches_a_service(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    address = f"ipc://{tmp_path}/replica.sock"
+    connection = ReplicaConnection(address)
+    async with open_batcher(
+        str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, batch_timeout=0.0, bind=address
+    ) as batcher:
+        async with connection:
+            tokens: list[Token] = []
+            for request in (
+                GenerateRequest(prompt="Hello", max_tokens=5, tenant="a"),
+                GenerateRequest(token_ids=[5, 6, 7], max_tokens=5, ignore_eos=True, n=2, temperature=1.0, seed=3),
+                GenerateRequest(messages=[Message(role="user", content="Hello")], max_tokens=5, stop=["x"]),
+            ):
+                whole = await connection.generate(request, None)
+                tokens.clear()
+                streamed = await connection.generate(request, tokens.append)
+                assert streamed.text == whole.text and streamed.choices == whole.choices
+                assert len(tokens) == whole.usage.completion_tokens
+            wanted = await batcher.generate("Hello", max_tokens=5, tenant="a")
+            again = await connection.generate(GenerateRequest(prompt="Hello", max_tokens=5, tenant="a"), None)
+            assert again.token_ids == wanted.token_ids
+
+            ids = await connection.tokenize(TokenizeRequest(prompt="Hello"))
+            assert (await connection.detokenize(DetokenizeRequest(token_ids=ids.token_ids))).text == "Hello"
+            assert (await connection.card()).n_ctx and (await connection.health()).status == "ready"
+            assert (await connection.stats())["steps"] > 0
+            with pytest.raises(InvalidRequest, match="max_tokens"):
+                await connection.generate(GenerateRequest(prompt="a", max_tokens=0), None)
+            assert (await connection.drain(1.0)).num_cancelled == 0
+            with pytest.raises(Unavailable):
+                await connection.generate(GenerateRequest(prompt="a"), None)
+        with pytest.raises(Unavailable, match="was closed"):
+            await connection.health()
