@@ -271,12 +271,12 @@ async def test_a_caller_that_leaves_takes_its_request_along(nursery: trio.Nurser
 @pytest.mark.trio
 async def test_draining_the_gateway_waits_and_then_cancels(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
     fleet, (one,) = fleet_of("one")
-    ends, stays = Asked(fleet, nursery), Asked(fleet, nursery)
+    ends, stays = Asked(fleet, nursery, prompt="ends"), Asked(fleet, nursery, prompt="stays")
     await trio.sleep(0.1)
 
     async def finish() -> None:
         await trio.sleep(1.0)
-        one.end(place=0)
+        one.end(place=one.place("ends"))
 
     nursery.start_soon(finish)
     drained = await fleet.call(Drain(5.0))
