@@ -371,9 +371,9 @@ class Fleet:
         total: dict[str, Any] = {}
         for stats in found.values():
             for name, value in stats.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
+                if isinstance(value, int | float) and not isinstance(value, bool) and name != "kv_block_size":
                     total[name] = total.get(name, 0) + value
-                elif isinstance(value, str):
+                elif isinstance(value, str | int):
                     total.setdefault(name, value)
         return total | {
             "replicas": {name: replica.phase.value for name, replica in self._replicas.items()},

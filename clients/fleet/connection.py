@@ -8,17 +8,18 @@ from typing import Any, Self
 import msgspec
 import trio
 
-from genbatch.clients.errors import ClientClosed
-from genbatch.clients.retry import Retry
-from genbatch.clients.zeromq import ZeroMQClient
+from genbatch.clients.interface import ClientClosed
+from genbatch.clients.remote import Retry, ZeroMQClient
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.messages import GenerateRequest, Result, Token
-from genbatch.proto.service_messages import (
+from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    GenerateRequest,
     Health,
     ModelCard,
+    Result,
     Text,
+    Token,
     TokenIds,
     TokenizeRequest,
 )

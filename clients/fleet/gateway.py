@@ -28,7 +28,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.fleet.connection import ReplicaConnection
 from genbatch.clients.fleet.ray_replicas import Described, RayReplicas, RayUnavailable
 from genbatch.proto.errors import GenbatchError, Unavailable
-from genbatch.proto.service_messages import Models
+from genbatch.proto.messages import Models
 
 logger = logging.getLogger(__name__)
 

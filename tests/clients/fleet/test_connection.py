@@ -9,8 +9,7 @@ import torch
 from genbatch.clients import open_batcher
 from genbatch.clients.fleet.connection import ReplicaConnection
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import GenerateRequest, Message, Token
-from genbatch.proto.service_messages import DetokenizeRequest, TokenizeRequest
+from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, Token, TokenizeRequest
 
 
 @pytest.mark.trio

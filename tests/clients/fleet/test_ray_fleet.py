@@ -12,7 +12,7 @@ import trio
 from genbatch.actors.batching.options import BatcherOptions
 from genbatch.actors.fleet.scaling import ScaleRule
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients import ZeroMQClient, remote_client
+from genbatch.clients import ZeroMQClient, remote
 from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions, open_fleet
 from genbatch.clients.fleet.ray_replicas import Described, RayReplicas, ReplicaOptions
 from genbatch.nif.engine_options import EngineOptions
@@ -43,7 +43,7 @@ async def replica_of(replicas: RayReplicas) -> Described:
 async def test_a_fleet_on_ray_starts_at_the_first_request_and_keeps_its_promises_when_a_replica_is_killed(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_client, "LEASE_S", 60.0)
+    monkeypatch.setattr(remote, "LEASE_S", 60.0)
     engine = EngineOptions(
         model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024, n_threads=1
     )
