@@ -12,7 +12,7 @@ from rich.progress import track
 from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error, with_flag_groups
 
 if TYPE_CHECKING:
-    from genbatch.clients.plan.fleet_run import FleetOptions
+    from genbatch.clients.plan.fleet_run import SimulatedFleet
     from genbatch.clients.plan.report import PlanRow
     from genbatch.clients.plan.step_time import StepTime
     from genbatch.clients.plan.traces import Trace
@@ -83,7 +83,7 @@ class TraceFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetFlags:
+class SimulatedFleetFlags:
     """What the fleet is."""
 
     bench: Annotated[
@@ -140,11 +140,11 @@ class FleetFlags:
             raise UsageError(f"replicas: {self.replicas!r} is neither N nor LOW:HIGH, from 1 on")
         return bounds
 
-    def options(self, replicas: int, router: str) -> "FleetOptions":
+    def options(self, replicas: int, router: str) -> "SimulatedFleet":
         """A fleet of one size."""
-        from genbatch.clients.plan.fleet_run import FleetOptions
+        from genbatch.clients.plan.fleet_run import SimulatedFleet
 
-        return FleetOptions(
+        return SimulatedFleet(
             replicas=replicas,
             router=router,
             scheduler=self.scheduler,
@@ -182,7 +182,7 @@ class PlanFlags:
 
 
 @with_flag_groups
-def plan(*, load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
+def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> None:
     """Simulate a trace on fleets of several sizes, and find the smallest that keeps a target.
 
     The routers and schedulers are the real ones; the time of a step is fitted to what `genbatch bench` measured.
@@ -208,7 +208,7 @@ def plan(*, load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
         raise typer.Exit(BAD_INPUT) from error
 
 
-def _plan(load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
+def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> None:
     from genbatch.clients.bench.runs import Goodput
     from genbatch.clients.plan.report import plan_table, plot_plan, smallest
     from genbatch.clients.plan.step_time import read_step_time
@@ -246,7 +246,7 @@ def _plan(load: TraceFlags, fleet: FleetFlags, wanted: PlanFlags) -> None:
 class _Search:
     trace: "Trace"
     step_time: "StepTime"
-    fleet: FleetFlags
+    fleet: SimulatedFleetFlags
     router: str
     limits_s: Mapping[str, float]
     cost_hour: float

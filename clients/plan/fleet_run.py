@@ -1,6 +1,6 @@
 """Runs a trace on a fleet that is not there: the real routers and step schedulers against a fitted step time.
 
-    run = run_fleet(trace, step_time, FleetOptions(replicas=8, router="prefix"))
+    run = run_fleet(trace, step_time, SimulatedFleet(replicas=8, router="prefix"))
     print(percentile(run.ttft_s, 50))
 
       arrivals --> gateway (router, its view of loads) --> replica: queue -> slots -> steps -> prefix cache
@@ -33,7 +33,7 @@ from genbatch.clients.plan.traces import Trace, TraceError, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
+class SimulatedFleet:
     """A fleet.
 
     Args:
@@ -90,7 +90,7 @@ class FleetRun:
     route_us: float = 0.0
 
 
-def run_fleet(trace: Trace, step_time: StepTime, options: FleetOptions) -> FleetRun:
+def run_fleet(trace: Trace, step_time: StepTime, options: SimulatedFleet) -> FleetRun:
     """Runs the trace to its end.
 
     Raises:
@@ -249,7 +249,7 @@ class _DecodeRun:
 
 
 class _Fleet:
-    def __init__(self, trace: Trace, step_time: StepTime, options: FleetOptions) -> None:
+    def __init__(self, trace: Trace, step_time: StepTime, options: SimulatedFleet) -> None:
         self.trace, self.time, self.options = trace, step_time, options
         limits = StepLimits(options.max_batch_tokens, 16)
         if options.scheduler not in STEP_ORDERS:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.clients.plan.fleet_run import FleetOptions, run_fleet
+from genbatch.clients.plan.fleet_run import SimulatedFleet, run_fleet
 from genbatch.clients.plan.step_time import StepTime
 from genbatch.clients.plan.traces import MADE, Trace, TraceError, TraceOptions, TraceRequest
 from tests.clients.plan.measured import MACHINE
@@ -22,8 +22,8 @@ def trace(*requests: TraceRequest) -> Trace:
     return Trace("test", 64, requests)
 
 
-def fleet(replicas: int = 1, router: str = "least_tokens", **options: float) -> FleetOptions:
-    return FleetOptions(replicas=replicas, router=router, batch_timeout_s=0.0, report_s=0.0, **options)  # type: ignore[arg-type]
+def fleet(replicas: int = 1, router: str = "least_tokens", **options: float) -> SimulatedFleet:
+    return SimulatedFleet(replicas=replicas, router=router, batch_timeout_s=0.0, report_s=0.0, **options)  # type: ignore[arg-type]
 
 
 def test_a_request_alone_takes_its_steps() -> None:
@@ -109,7 +109,7 @@ def test_every_request_ends_once_and_nothing_is_made_up(
         ),
         key=lambda request: request.at,
     )
-    options = FleetOptions(
+    options = SimulatedFleet(
         replicas=drawn[0][4],
         router=router,
         scheduler=scheduler,
@@ -132,7 +132,7 @@ def test_every_request_ends_once_and_nothing_is_made_up(
 def test_agents_with_shared_prompts_need_fewer_replicas_behind_the_prefix_router() -> None:
     agents = MADE["agents"](TraceOptions(rate=3.0, duration_s=60.0, scale=0.25))
     runs = {
-        router: run_fleet(agents, MACHINE, FleetOptions(replicas=6, router=router))
+        router: run_fleet(agents, MACHINE, SimulatedFleet(replicas=6, router=router))
         for router in ("round_robin", "prefix")
     }
     hits = {router: run.cached_tokens / run.prompt_tokens for router, run in runs.items()}
@@ -143,6 +143,7 @@ def test_agents_with_shared_prompts_need_fewer_replicas_behind_the_prefix_router
 def test_gateways_that_hear_of_each_others_prefixes_compute_less() -> None:
     agents = MADE["agents"](TraceOptions(rate=3.0, duration_s=60.0, scale=0.25))
     alone, told = (
-        run_fleet(agents, MACHINE, FleetOptions(replicas=6, gateways=6, tell_prefixes=tells)) for tells in (False, True)
+        run_fleet(agents, MACHINE, SimulatedFleet(replicas=6, gateways=6, tell_prefixes=tells))
+        for tells in (False, True)
     )
     assert told.cached_tokens / told.prompt_tokens > 1.1 * alone.cached_tokens / alone.prompt_tokens
