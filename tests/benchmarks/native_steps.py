@@ -1,0 +1,63 @@
+"""The native runner as an engine of `model_files`: steps without a Batcher."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
+from tests.benchmarks.model_files import CONTEXT, FIRST, PREFILL, rate
+
+BLOCK_SIZE = 16
+
+
+class Ours:
+    """The native runner."""
+
+    def __init__(self, path: str, mode: str, batches: Sequence[int]) -> None:
+        started_at = time.perf_counter()
+        quantize = "int8" if mode == "int8" else "none"
+        engine = load_engine(EngineOptions(model_path=path, dtype="float32", quantize=quantize, runner="native"))
+        self._vocab_size = engine.model.vocab_size
+        self._runner = engine._new_runner()
+        blocks = max(max(batches) * -(-CONTEXT // BLOCK_SIZE), PREFILL // BLOCK_SIZE)
+        self._runner.allocate([blocks], BLOCK_SIZE)
+        self._prefill(FIRST)()
+        self.first_token_s = time.perf_counter() - started_at
+
+    def decode(self, count: int) -> float:
+        """Decode tokens a second of `count` sequences."""
+        blocks = CONTEXT // BLOCK_SIZE
+        tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
+        batch = RaggedBatch(
+            input_ids=torch.randint(self._vocab_size, (count,), generator=torch.Generator().manual_seed(1)),
+            positions=torch.full((count,), CONTEXT - 1),
+            query_starts=torch.arange(count + 1, dtype=torch.int32),
+            kv_lens=torch.full((count,), CONTEXT, dtype=torch.int32),
+            slots=(tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1,),
+            block_tables=(tables,),
+            logit_rows=torch.arange(count),
+            max_query_len=1,
+            max_kv_len=CONTEXT,
+        )
+        return rate(lambda: self._runner.forward_largest(batch, with_logits=False), count)
+
+    def prefill(self) -> float:
+        """Prompt tokens a second."""
+        return rate(self._prefill(PREFILL), PREFILL)
+
+    def _prefill(self, length: int) -> Callable[[], None]:
+        batch = RaggedBatch(
+            input_ids=torch.randint(self._vocab_size, (length,), generator=torch.Generator().manual_seed(1)),
+            positions=torch.arange(length),
+            query_starts=torch.tensor([0, length], dtype=torch.int32),
+            kv_lens=torch.tensor([length], dtype=torch.int32),
+            slots=(torch.arange(length),),
+            block_tables=(torch.arange(length // BLOCK_SIZE, dtype=torch.int32)[None],),
+            logit_rows=torch.tensor([length - 1]),
+            max_query_len=length,
+            max_kv_len=length,
+        )
+        return lambda: self._runner.forward_largest(batch, with_logits=False)
