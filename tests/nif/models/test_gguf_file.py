@@ -1,0 +1,237 @@
+"""GGUF files read as they are: their configuration and tokenizer are transformers', and no bad file gets through."""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoTokenizer
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.gguf_file import GgufFile, gguf_config, gguf_tokenizer
+from genbatch.nif.models.model import describe_model, load_model
+from genbatch.nif.models.model_source import resolve_model
+from genbatch.nif.models.weight_source import SafetensorsWeights
+
+_HEADER = struct.calcsize("<4sIQQ")
+
+
+def write_llama(path: Path, kind: str = "Q4_0", **changed: Any) -> bytes:
+    """A Llama of one layer; `changed` replaces metadata."""
+    keys = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+    keys |= {"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16, **changed}
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in keys.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<b>", "<e>", *(chr(ord("A") + i) for i in range(36)), "AB", "ABC"])
+    writer.add_token_types([3, 3] + [1] * 38)
+    writer.add_token_merges(["A B", "AB C"])
+    writer.add_eos_token_id(1)
+    random, q = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    sizes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    sizes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    tensors = {"token_embd": (40, 64), **{f"blk.0.{name}": shape for name, shape in sizes.items()}}
+    for name, shape in tensors.items():
+        packed = gguf.quants.quantize(random.normal(size=shape).astype(np.float32), q)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=q)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(64, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_llama(tmp_path_factory.mktemp("gguf") / "good.gguf")
+
+
+def read_all(path: Path) -> None:
+    """All that loading reads; raises ModelError if anything is wrong."""
+    model = describe_model(str(path), dtype="float32")
+    assert model is not None
+    assert model.weights is not None
+    for name in model.weights.names():
+        model.weights.tensor(name).floats()
+
+
+# What transformers makes of a file
+
+
+def test_smollm2s_configuration_and_tokenizer_are_those_of_transformers() -> None:
+    path = resolve_model("smollm2").path
+    file = GgufFile("smollm2", path)
+    ours, theirs = gguf_config(file).to_dict(), AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
+    assert {key for key in theirs if ours.get(key) != theirs[key]} <= {"_model_name_or_path", "_name_or_path"}
+    tokenizer = gguf_tokenizer(file)
+    reference = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    assert tokenizer.chat_template == reference.chat_template
+    assert tokenizer.special_tokens_map == reference.special_tokens_map
+
+    @settings(max_examples=200, deadline=None)
+    @given(text=st.text(st.characters(exclude_categories=["Cs"])))
+    def same_ids(text: str) -> None:
+        ids = reference(text).input_ids
+        assert tokenizer(text).input_ids == ids
+        assert tokenizer.decode(ids) == reference.decode(ids)
+
+    same_ids()
+    for text in ("<|im_start|>user\nHi 123  4567<|im_end|>", " leading", "def f(x):\n\treturn x  # é漢😀"):
+        assert tokenizer(text).input_ids == reference(text).input_ids
+
+
+def test_the_tensors_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf", "Q5_1")
+    model = describe_model(str(tmp_path / "tiny.gguf"), dtype="float32")
+    assert model is not None
+    assert model.weights is not None
+    assert all(parameter.is_meta for parameter in model.hf.parameters())
+    loaded = load_model(str(tmp_path / "tiny.gguf"), dtype="float32", n_gpu_layers=0)
+    for name, value in loaded.hf.state_dict().items():
+        if name != "lm_head.weight":  # tied
+            assert torch.equal(model.weights.tensor(name).whole(), value)
+    assert (model.layers, model.groups, model.vocab_size) == (loaded.layers, loaded.groups, loaded.vocab_size)
+    assert model.eos_token_ids == loaded.eos_token_ids == {1}
+
+
+# Bad files
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_by_name_or_read(good: bytes, data: st.DataObject, tmp_path_factory: Any) -> None:
+    damaged = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(good), 3000) - 8))
+        value = data.draw(st.sampled_from([b"\xff" * 8, bytes(8), b"\x01", b"\xff" * 4, b"\x00\x00\x00\x80"]))
+        damaged[at : at + len(value)] = value
+    if data.draw(st.booleans()):
+        damaged = damaged[: data.draw(st.integers(0, len(damaged)))]
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(damaged)
+    try:
+        read_all(path)
+    except ModelError as refused:
+        assert "damaged.gguf" in str(refused) or "weights" in str(refused)
+        assert "\n" not in str(refused)
+
+
+def test_a_file_cut_short_names_the_tensor(good: bytes, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(good[:-200])
+    with pytest.raises(ModelError, match=r"cut\.gguf: tensor \S+ (ends|begins) at byte \d+"):
+        read_all(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "reason"),
+    [
+        (0, b"GGML", "is no GGUF file"),
+        (4, struct.pack("<I", 1), "version 1"),
+        (8, struct.pack("<Q", 2**63), "has 0 dimensions|goes beyond|ends within"),
+        (16, struct.pack("<Q", 2**63), "occurs twice|goes beyond|unknown type|ends within|no UTF-8"),
+        (_HEADER, struct.pack("<Q", 2**64 - 1), "goes beyond the file's end"),
+    ],
+)
+def test_hostile_numbers_are_refused(good: bytes, tmp_path: Path, at: int, value: bytes, reason: str) -> None:
+    (tmp_path / "bad.gguf").write_bytes(good[:at] + value + good[at + len(value) :])
+    with pytest.raises(ModelError, match=rf"bad\.gguf: .*({reason})"):
+        GgufFile("bad", tmp_path / "bad.gguf")
+
+
+def table_line(good: bytes, name: bytes) -> int:
+    """Where the table says the number of dimensions of a tensor."""
+    return good.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        (0, struct.pack("<I", 9), "has 9 dimensions"),
+        (4, struct.pack("<Q", 2**62), "do not fill blocks|cut short|has the shape"),
+        (4, struct.pack("<Q", 0), r"has the shape \[96, 0\]"),
+        (4, struct.pack("<Q", 63), "rows of 63 elements do not fill blocks of Q4_0"),
+        (20, struct.pack("<I", 39), "is of type MXFP4"),
+        (20, struct.pack("<I", 9999), "is of type 9999"),
+        (24, struct.pack("<Q", 7), "begins at offset 7, no multiple of 32"),
+        (24, struct.pack("<Q", 2**63), "begins at byte"),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_refused_by_name(
+    good: bytes, tmp_path: Path, field: int, value: bytes, reason: str
+) -> None:
+    at = table_line(good, b"blk.0.ffn_up.weight") + field
+    (tmp_path / "bad.gguf").write_bytes(good[:at] + value + good[at + len(value) :])
+    with pytest.raises(ModelError, match=rf"bad\.gguf: tensor blk\.0\.ffn_up\.weight.*({reason})"):
+        read_all(tmp_path / "bad.gguf")
+
+
+def test_a_missing_tensor_is_named(good: bytes, tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(good.replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_XX.weight"))
+    with pytest.raises(ModelError, match=r"lack model\.layers\.0\.mlp\.up_proj\.weight"):
+        read_all(tmp_path / "bad.gguf")
+
+
+def test_a_shape_that_contradicts_the_metadata_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path / "bad.gguf", feed_forward_length=128)
+    with pytest.raises(ModelError, match=r"mlp\.\w+_proj\.weight has the shape \[\d+, \d+\], the configuration says"):
+        read_all(tmp_path / "bad.gguf")
+
+
+def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path / "bad.gguf", **{"attention.head_count": 5, "attention.head_count_kv": 5})
+    with pytest.raises(ModelError, match=r"bad\.gguf"):
+        read_all(tmp_path / "bad.gguf")
+
+
+def test_a_family_without_a_reader_says_why_it_is_converted(
+    good: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "other.gguf").write_bytes(
+        good.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05" + bytes(7) + b"bloom", 1)
+    )
+    with caplog.at_level("INFO"), pytest.raises(ModelError, match=r"other\.gguf cannot be converted"):
+        resolve_model(str(tmp_path / "other.gguf"))
+    assert "other.gguf is converted to safetensors: files of the architecture bloom" in caplog.text
+
+
+# Safetensors
+
+
+def test_a_safetensors_directory_is_read_tensor_by_tensor(tiny_model_dir: Callable[[str], Path]) -> None:
+    directory = tiny_model_dir("llama")
+    loaded, weights = load_model(str(directory), n_gpu_layers=0), SafetensorsWeights("llama", directory)
+    for name, value in loaded.hf.state_dict().items():
+        if name in weights.names():
+            assert torch.equal(weights.tensor(name).whole(), value)
+    with pytest.raises(ModelError, match="lack nothing"):
+        weights.tensor("nothing")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_damaged_safetensors_are_refused_or_read(
+    tiny_model_dir: Callable[[str], Path], data: st.DataObject, tmp_path_factory: Any
+) -> None:
+    good = bytearray((tiny_model_dir("llama") / "model.safetensors").read_bytes())
+    directory = tmp_path_factory.getbasetemp() / "damaged"
+    directory.mkdir(exist_ok=True)
+    at = data.draw(st.integers(0, 600))
+    good[at : at + 4] = data.draw(st.binary(min_size=4, max_size=4))
+    (directory / "model.safetensors").write_bytes(good[: data.draw(st.sampled_from([len(good), 700, 5]))])
+    try:
+        weights = SafetensorsWeights("damaged", directory)
+        for name in weights.names():
+            weights.tensor(name).floats()
+    except ModelError as refused:
+        assert "\n" not in str(refused)
