@@ -197,6 +197,9 @@ void gemm_u4_block(const linear *, int64_t block, const rows *, int64_t first, i
 void gemm_f32_depth(const float *w, int64_t k, int64_t depth, const rows *, int64_t first, int64_t count, float *sums);
 void gemm_stored_block(int kind, const uint8_t *weights, int64_t k, const rows *, int64_t first, int64_t count,
                        float *sums);
+/* `size`: inputs of a row's group, 16 or 32. */
+void gemm_stored_int8_block(int kind, const uint8_t *weights, int64_t k, int size, const rows *, int64_t first,
+                            int64_t count, float *sums);
 int64_t stored_block_bytes(int kind, int64_t k); /* of COLUMNS outputs */
 void stored_row(int kind, const uint8_t *weights, int64_t k, int column, float *out);
 enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want float or bfloat16 rows */

@@ -38,7 +38,10 @@ void linear_block(const linear *l, int64_t block, const rows *a, int64_t first, 
             return;
         }
         const uint8_t *weights = (const uint8_t *)p->weights + block * stored_block_bytes(p->kind, l->k);
-        gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
+        if (l->kind == WEIGHT_I8)
+            gemm_stored_int8_block(p->kind, weights, l->k, l->group, a, first, count, sums);
+        else
+            gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
         return;
     }
     if (l->kind == WEIGHT_F32) gemm_f32_block(l, block, a, first, count, sums);

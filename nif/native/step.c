@@ -15,7 +15,7 @@
 #define PANEL_TILES 20
 #define PANEL (PANEL_TILES * MAX_ROWS)
 #define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
-#define SMALLEST_GROUP 32 /* inputs of a linear that share a scale, at least */
+#define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define PHASES_PER_LAYER 20
 #define PHASES_AROUND 4
 

@@ -23,6 +23,7 @@ from genbatch.nif.native.library import (
 from genbatch.nif.native.memory import NativeArena
 
 U4_GROUP = 32
+_FINE = ("Q2_K", "Q3_K", "Q6_K")  # a scale for 16 inputs
 # How far a weight may lie from its 4-bit grid, relative to its group's largest, and still count as on it: rounding to
 # the type that carried it here (bfloat16 rounds the weight by 2^-9, and the grid that its neighbours give by as much).
 _GRID_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
@@ -45,8 +46,10 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
     """In which form of stored.h a tensor stays as it is, where the others become `kind`; None: it becomes that too."""
-    if tensor.offset or kind == WEIGHT_I8 or (kind == WEIGHT_BF16 and tensor.kind in FLOAT_KINDS):
+    if tensor.offset or (kind != WEIGHT_F32 and tensor.kind in FLOAT_KINDS):
         return None
+    if kind == WEIGHT_I8 and tensor.kind == "Q4_1":
+        return None  # packing finds its grid, and WEIGHT_U4 is the same bits with a kernel of its own
     return STORED_KINDS.get(tensor.kind)
 
 
@@ -83,7 +86,7 @@ class WeightPacker:
     ) -> Linear:
         """One linear whose outputs are those of `tensors`, one after another, packed from their files.
 
-        With WEIGHT_F32 or WEIGHT_BF16 blocks of a GGUF file stay what they are, and with WEIGHT_F32 halves do.
+        Blocks of a GGUF file stay what they are, and so do halves with WEIGHT_F32.
 
         Args:
             kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8, as in `pack`.
@@ -93,7 +96,11 @@ class WeightPacker:
         """
         kinds = [stored_kind(kind, tensor) for tensor in tensors]
         if None not in kinds and (not interleaved or len(set(kinds)) == 1):
-            return self._stored([kind for kind in kinds if kind is not None], tensors, interleaved)
+            linear = self._stored([kind for kind in kinds if kind is not None], tensors, interleaved)
+            if kind == WEIGHT_I8:
+                linear.kind = WEIGHT_I8
+                linear.group = 16 if any(tensor.kind in _FINE for tensor in tensors) else U4_GROUP
+            return linear
         matrices = [tensor.whole() for tensor in tensors]
         merged = interleave_gate_up(*matrices) if interleaved else torch.cat(matrices)
         return self.pack(kind, merged, group)

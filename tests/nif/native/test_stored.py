@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.models.weight_source import StoredTensor
-from genbatch.nif.native.library import COLUMNS, STORED, STORED_KINDS, WEIGHT_F32, Linear, native_library
+from genbatch.nif.native import reference
+from genbatch.nif.native.library import (
+    COLUMNS,
+    STORED,
+    STORED_KINDS,
+    WEIGHT_F32,
+    WEIGHT_I8,
+    Linear,
+    native_library,
+)
 from genbatch.nif.native.weights import WeightPacker
 
 # Where a block has its float16 factors; any other byte may have any value.
@@ -35,9 +44,11 @@ def random_tensor(kind: str, n: int, blocks: int, seed: int = 0) -> StoredTensor
     return StoredTensor("w", kind, (n, blocks * per_block), raw.reshape(n, -1))
 
 
-def packed(tensors: Sequence[StoredTensor], *, interleaved: bool = False) -> tuple[WeightPacker, Linear]:
+def packed(
+    tensors: Sequence[StoredTensor], *, interleaved: bool = False, kind: int = WEIGHT_F32
+) -> tuple[WeightPacker, Linear]:
     packer = WeightPacker(native_library(), 2)
-    return packer, packer.linear(WEIGHT_F32, tensors, interleaved=interleaved)
+    return packer, packer.linear(kind, tensors, interleaved=interleaved)
 
 
 def values_of(linear: Linear) -> torch.Tensor:
@@ -84,6 +95,23 @@ def test_a_product_is_right_and_depends_on_its_row_only(kind: str) -> None:
     together = multiply(linear, x)
     want = x.double() @ tensor.floats().double().T
     assert torch.allclose(together.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+    for rows in (slice(0, 1), slice(3, 5), slice(9, 22)):
+        assert torch.equal(multiply(linear, x[rows]), together[rows])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STORED if kind not in ("F16", "BF16", "Q4_1")])
+@pytest.mark.parametrize("group", [16, 32])
+def test_an_int8_product_is_that_of_the_rounded_row_and_depends_on_it_only(kind: str, group: int) -> None:
+    tensor = random_tensor(kind, 45, 3)
+    _packer, linear = packed([tensor], kind=WEIGHT_I8)
+    if group < linear.group:
+        linear.group = group  # as beside a part with scales for 16
+    x = random_rows(27, linear.k)
+    together = multiply(linear, x)
+    rows, scales = reference.quantize_rows(x, linear.group)
+    rounded = (rows * scales[:, :, None]).double().flatten(1)
+    want = rounded @ tensor.floats().double().T
+    assert torch.allclose(together.double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
     for rows in (slice(0, 1), slice(3, 5), slice(9, 22)):
         assert torch.equal(multiply(linear, x[rows]), together[rows])
 
