@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.engine import load_engine
-from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.models.model import describe_model
+from genbatch.nif.native.runner import native_runner
 from tests.benchmarks.model_files import CONTEXT, FIRST, PREFILL, rate
 
 BLOCK_SIZE = 16
@@ -18,10 +18,10 @@ class Ours:
 
     def __init__(self, path: str, mode: str, batches: Sequence[int]) -> None:
         started_at = time.perf_counter()
-        quantize = "int8" if mode == "int8" else "none"
-        engine = load_engine(EngineOptions(model_path=path, dtype="float32", quantize=quantize, runner="native"))
-        self._vocab_size = engine.model.vocab_size
-        self._runner = engine._new_runner()
+        model = describe_model(path, dtype="float32")
+        assert model is not None, "a family that the native runner does not know"
+        self._vocab_size = model.vocab_size
+        self._runner = native_runner(model, quantize="int8" if mode == "int8" else "none")
         blocks = max(max(batches) * -(-CONTEXT // BLOCK_SIZE), PREFILL // BLOCK_SIZE)
         self._runner.allocate([blocks], BLOCK_SIZE)
         self._prefill(FIRST)()

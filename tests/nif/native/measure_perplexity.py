@@ -1,6 +1,6 @@
 """Perplexity of NativeRunner's modes on the language reference that Python ships (pydoc_data); a program.
 
-python tests/nif/native/measure_perplexity.py
+python tests/nif/native/measure_perplexity.py --model smollm2 --modes float32 int8 --windows 12
 """
 
 import argparse
@@ -9,7 +9,7 @@ from pydoc_data import topics
 
 import torch
 
-from genbatch.nif.models.model import load_model
+from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Runner
 
@@ -33,21 +33,24 @@ def mean_nll(runner: Runner, tokens: torch.Tensor, vocab_size: int) -> float:
 
 
 def main() -> None:
-    """Prints each mode and its ratio to bfloat16."""
+    """Prints each mode and its ratio to the first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument(
+        "--modes", nargs="+", default=["bfloat16", "float32", "int8"], help="the first is compared with"
+    )
+    parser.add_argument("--windows", type=int, default=43, help=f"of {WINDOW} tokens")
     options = parser.parse_args()
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
     base = None
-    for mode, dtype, quantize in (
-        ("bfloat16", "bfloat16", "none"),
-        ("float32", "float32", "none"),
-        ("int8", "float32", "int8"),
-    ):
-        model = load_model(options.model, dtype=dtype, n_gpu_layers=0)
+    for mode in options.modes:
+        dtype, quantize = ("float32", "int8") if mode == "int8" else (mode, "none")
+        model = describe_model(options.model, dtype=dtype)  # as it is served: a GGUF file in its own blocks
+        model = model or load_model(options.model, dtype=dtype, n_gpu_layers=0)
         runner = native_runner(model, quantize=quantize)
         runner.allocate([WINDOW // 16], 16)
-        nll = mean_nll(runner, torch.tensor(model.tokenizer.encode(text)), model.vocab_size)
+        tokens = torch.tensor(model.tokenizer.encode(text))[: options.windows * WINDOW]
+        nll = mean_nll(runner, tokens, model.vocab_size)
         runner.close()
         base = nll if base is None else base
         print(f"{mode:10} nll {nll:.5f}  perplexity {math.exp(nll):.4f}  ratio {math.exp(nll - base):.5f}", flush=True)
