@@ -17,8 +17,8 @@ from typing import Any, Unpack
 
 import msgspec
 
-from genbatch.actors.batching.batcher_messages import LoadSession, SaveSession
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import LoadSession, SaveSession
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.service.options import ServiceOptions

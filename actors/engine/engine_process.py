@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batching.batcher_messages import Generate, GetHealth, GetModels, GetStats
+from genbatch.actors.batcher.messages import Generate, GetHealth, GetModels, GetStats
 from genbatch.actors.engine import engine_wire
 from genbatch.actors.engine.child_process import (
     ControlChannel,

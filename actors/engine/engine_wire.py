@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batching.batcher_messages import Detokenize, Drain, GetStats, Tokenize
+from genbatch.actors.batcher.messages import Detokenize, Drain, GetStats, Tokenize
 from genbatch.proto.errors import ErrorInfo
 from genbatch.proto.messages import Drained, GenerateRequest, Health, Result, Text, TokenIds, ToolCallDelta
 

@@ -5,9 +5,8 @@ from contextlib import suppress
 
 import trio
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.context_factory import context_factory
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher, context_factory
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import StartEngine, decode_options
 from genbatch.actors.observing.observe import observe
 from genbatch.actors.runtime.actor import ActorRef

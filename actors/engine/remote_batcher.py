@@ -19,17 +19,9 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batching.batcher_messages import (
-    Detokenize,
-    Drain,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    Tokenize,
-)
-from genbatch.actors.batching.draining import Draining, DrainOver
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.open_requests import Draining, DrainOver
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_wire import (

@@ -27,15 +27,7 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from genbatch.actors.batching.batcher_messages import (
-    Detokenize,
-    Drain,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    Tokenize,
-)
+from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
 from genbatch.proto.errors import (
     Cancelled,

@@ -15,15 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from genbatch.actors.batching.batcher_messages import (
-    Detokenize,
-    Drain,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    Tokenize,
-)
+from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.proto.codec import to_generate_request, to_no_params
 from genbatch.proto.errors import (

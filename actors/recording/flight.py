@@ -9,11 +9,11 @@ import trio
 from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from genbatch.actors.batching.batcher_messages import Generate
-    from genbatch.actors.batching.intake import Prompt
-    from genbatch.actors.batching.request import Request
-    from genbatch.actors.batching.step import Planned
-    from genbatch.actors.batching.stepper import StepMessage
+    from genbatch.actors.batcher.arrivals import Prompt
+    from genbatch.actors.batcher.messages import Generate
+    from genbatch.actors.batcher.requests import Request
+    from genbatch.actors.batcher.step import Planned
+    from genbatch.actors.batcher.stepper import StepMessage
     from genbatch.nif.context import Context
 
 

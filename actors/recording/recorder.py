@@ -9,15 +9,13 @@ import msgspec
 import outcome
 import trio
 
-from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.intake import Prompt
-from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.batching.request import Request
-from genbatch.actors.batching.sequence import Sequence
-from genbatch.actors.batching.step import Evaluated, Planned
-from genbatch.actors.batching.step_faults import is_out_of_memory
-from genbatch.actors.batching.stepper import StepMessage, Stepped
-from genbatch.actors.batching.swap import SwapFault
+from genbatch.actors.batcher.arrivals import Prompt
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import Request, Sequence
+from genbatch.actors.batcher.slots import SwapFault
+from genbatch.actors.batcher.step import Evaluated, Planned
+from genbatch.actors.batcher.stepper import StepMessage, Stepped, is_out_of_memory
 from genbatch.actors.recording import records
 from genbatch.actors.recording.flight import UNRECORDED, Flight
 from genbatch.actors.recording.records import (

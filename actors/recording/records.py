@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
 from genbatch.proto.messages import GenerateRequest

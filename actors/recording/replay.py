@@ -30,19 +30,15 @@ import trio
 from tokenizers import Tokenizer, models
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batching.arrivals import Arrivals, Encoded
-from genbatch.actors.batching.batcher import Batcher, Flush
-from genbatch.actors.batching.batcher_messages import Drain, Generate
-from genbatch.actors.batching.draining import DrainOver
-from genbatch.actors.batching.intake import Intake, Prompt
-from genbatch.actors.batching.keep import Keep
-from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.batching.output import Output
-from genbatch.actors.batching.request import Request
-from genbatch.actors.batching.sequence import Sequence
-from genbatch.actors.batching.step import Evaluated, Planned
-from genbatch.actors.batching.step_faults import EngineFault
-from genbatch.actors.batching.swap import SwapFault, run_copies
+from genbatch.actors.batcher.arrivals import Arrivals, Encoded, Intake, Prompt
+from genbatch.actors.batcher.batcher import Batcher, Flush
+from genbatch.actors.batcher.messages import Drain, Generate
+from genbatch.actors.batcher.open_requests import DrainOver
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import Keep, Output, Request, Sequence
+from genbatch.actors.batcher.slots import SwapFault, run_copies
+from genbatch.actors.batcher.step import Evaluated, Planned
+from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.recording import records
 from genbatch.actors.recording.flight import Flight
 from genbatch.actors.recording.recorder import tick_of

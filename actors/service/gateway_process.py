@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from genbatch.actors.batching.batcher_messages import Drain
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import Drain
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
     ControlChannel,
     DrainAndStop,

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import trio
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
     EXIT_S,
     ChildProcess,

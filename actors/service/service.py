@@ -16,10 +16,9 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Drain, GetModels, GetStats
-from genbatch.actors.batching.context_factory import context_factory
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher, context_factory
+from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import StartEngine, encode_options
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed

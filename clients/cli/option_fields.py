@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions
 from genbatch.actors.scheduling.step_plan import StepLimits
 from genbatch.actors.service.options import ServiceOptions

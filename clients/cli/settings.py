@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import pydantic
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.option_fields import LIMITS, Option, options

@@ -38,8 +38,7 @@ from typing import Self
 
 import trio
 
-from genbatch.actors.batching.iteration import Interrupt, Iterate, Iteration
-from genbatch.actors.batching.paced_batcher import PacedBatcher
+from genbatch.actors.batcher.paced import Interrupt, Iterate, Iteration, PacedBatcher
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.errors import ActorError
 from genbatch.actors.scheduling.batching_type import BatchingType

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.keep import Keep
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.requests import Keep
 from genbatch.clients.gpt_manager.params import GptEngine
 from genbatch.proto.codec import REQUEST_LIMITS, DecodeLimits, decode, encode
 from genbatch.proto.errors import InvalidRequest, MalformedMessage, PromptTooLong

@@ -17,8 +17,8 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batching.batcher_messages import Generate, GetHealth
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import Generate, GetHealth
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_process import EngineSession
 from genbatch.actors.engine.engine_wire import FrameStream

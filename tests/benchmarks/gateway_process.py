@@ -15,7 +15,7 @@ import msgpack
 import trio
 import zmq
 
-from genbatch.actors.batching.batcher_messages import Generate
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import NOREPLY, From, GenServer, reply, start

@@ -19,9 +19,9 @@ from statistics import median
 import torch
 import trio
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.batch import RaggedBatch

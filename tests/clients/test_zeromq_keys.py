@@ -9,7 +9,7 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.security.errors import InsecureBind, KeyFileError
 from genbatch.actors.security.security import Security

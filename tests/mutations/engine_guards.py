@@ -14,7 +14,7 @@ SUSPECTS = (
 POISON = ("actors/engine/test_accepted_requests.py::test_poison_is_refused_for_a_while_and_nothing_else_is",)
 NAN_ROW = (
     "nif/sampling/test_sampler.py::test_a_row_without_usable_logits_fails_alone",
-    "actors/batching/test_batcher.py::test_a_row_of_nan_fails_its_request_alone",
+    "actors/batcher/test_batcher.py::test_a_row_of_nan_fails_its_request_alone",
 )
 
 ENGINE_GUARDS = (
@@ -142,23 +142,23 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "bisection of a step",
-        "actors/batching/step_faults.py",
+        "actors/batcher/stepper.py",
         "        if len(batch) > 1:\n            return _halves(batch)\n",
         "",
         (
-            "actors/batching/test_batcher.py::test_a_step_that_fails_for_one_request_fails_that_request_alone",
-            "actors/batching/test_step_faults.py::test_when_nobodys_step_succeeds_the_engine_is_started_anew",
+            "actors/batcher/test_batcher.py::test_a_step_that_fails_for_one_request_fails_that_request_alone",
+            "actors/batcher/test_step_faults.py::test_when_nobodys_step_succeeds_the_engine_is_started_anew",
         ),
         "the wrong request is blamed",
     ),
     Mutation(
         "blame has an end",
-        "actors/batching/step_faults.py",
+        "actors/batcher/stepper.py",
         "if len(owners) > 1 or self._lone_faults >= MAX_LONE_FAULTS:",
         "if False:",
         (
-            "actors/batching/test_step_faults.py::test_when_nobodys_step_succeeds_the_engine_is_started_anew",
-            "actors/batching/test_step_faults.py::test_requests_that_fail_one_after_another_are_blamed_so_often_only",
+            "actors/batcher/test_step_faults.py::test_when_nobodys_step_succeeds_the_engine_is_started_anew",
+            "actors/batcher/test_step_faults.py::test_requests_that_fail_one_after_another_are_blamed_so_often_only",
         ),
         "a broken engine fails request after request",
     ),
@@ -183,15 +183,15 @@ ENGINE_GUARDS = (
         "nif/sampling/choose.py",
         "        return _choose_each(logits, largest, states, positions)\n",
         "        raise\n",
-        ("actors/batching/test_step_faults.py::test_a_sampler_that_raises_fails_its_own_request",),
+        ("actors/batcher/test_step_faults.py::test_a_sampler_that_raises_fails_its_own_request",),
         "one bad row costs all others their token",
     ),
     Mutation(
         "a caller's function",
-        "actors/batching/step_commit.py",
+        "actors/batcher/stepper.py",
         "            except Exception as error:  # the caller's own function",
         "            except KeyError as error:  # the caller's own function",
-        ("actors/batching/test_batcher.py::test_an_on_token_that_raises_ends_its_own_request_only",),
+        ("actors/batcher/test_batcher.py::test_an_on_token_that_raises_ends_its_own_request_only",),
         "a bug of one caller stops the Batcher",
     ),
     Mutation(
@@ -212,10 +212,10 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "a failed device ends the engine",
-        "actors/batching/stepper.py",
+        "actors/batcher/stepper.py",
         "        if isinstance(error, DeviceFault):",
         "        if False:",
-        ("actors/batching/test_run_ahead.py::test_a_device_that_fails_in_a_step_under_way_starts_the_engine_anew",),
+        ("actors/batcher/test_run_ahead.py::test_a_device_that_fails_in_a_step_under_way_starts_the_engine_anew",),
         "requests are tried on a device that cannot answer",
     ),
 )

@@ -58,10 +58,10 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "tenant in the key",
-        "actors/batching/intake.py",
+        "actors/batcher/arrivals.py",
         "cache_key=prefix_key(wanted.tenant)",
         'cache_key=prefix_key("")',
-        ("actors/batching/test_batcher.py::test_tenants_do_not_find_each_others_prompts",),
+        ("actors/batcher/test_batcher.py::test_tenants_do_not_find_each_others_prompts",),
         "the time to a first token tells what others asked",
     ),
     Mutation(
@@ -146,7 +146,7 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "room for all that was swapped",
-        "actors/batching/slots.py",
+        "actors/batcher/slots.py",
         "                owner.donor = None  # it comes back whole: a plan must find room for all of it",
         "                pass",
         (

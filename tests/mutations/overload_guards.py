@@ -2,10 +2,10 @@
 
 from tests.mutations.mutation import Mutation
 
-ADMISSION, INTAKE, BATCHER = "actors/batching/admission.py", "actors/batching/intake.py", "actors/batching/batcher.py"
-ARRIVALS = "actors/batching/arrivals.py"
-OPEN_REQUESTS, CAPACITY = "actors/batching/open_requests.py", "actors/scheduling/capacity.py"
-BAD_REQUESTS = ("actors/batching/test_batcher.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
+ADMISSION, INTAKE, BATCHER = "actors/batcher/options.py", "actors/batcher/arrivals.py", "actors/batcher/batcher.py"
+ARRIVALS = "actors/batcher/arrivals.py"
+OPEN_REQUESTS, CAPACITY = "actors/batcher/open_requests.py", "actors/scheduling/capacity.py"
+BAD_REQUESTS = ("actors/batcher/test_batcher.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
 
 OVERLOAD_GUARDS = (
     Mutation(
@@ -37,7 +37,7 @@ OVERLOAD_GUARDS = (
         ADMISSION,
         "if load.waiting + wanted > self.max_queue + load.free_slots:",
         "if False:",
-        ("actors/batching/test_admission.py::test_the_queue_holds_max_queue_and_what_free_slots_take_at_once",),
+        ("actors/batcher/test_admission.py::test_the_queue_holds_max_queue_and_what_free_slots_take_at_once",),
         "the queue grows without end",
     ),
     Mutation(
@@ -45,7 +45,7 @@ OVERLOAD_GUARDS = (
         ADMISSION,
         "if mine + wanted > most + load.free_slots:",
         "if False:",
-        ("actors/batching/test_admission.py::test_beside_others_a_client_gets_half_the_queue",),
+        ("actors/batcher/test_admission.py::test_beside_others_a_client_gets_half_the_queue",),
         "one client fills the queue for all",
     ),
     Mutation(
@@ -53,7 +53,7 @@ OVERLOAD_GUARDS = (
         ADMISSION,
         "if held + wanted > most:",
         "if False:",
-        ("actors/batching/test_admission.py::test_beside_others_a_client_has_two_sequences_a_slot_open",),
+        ("actors/batcher/test_admission.py::test_beside_others_a_client_has_two_sequences_a_slot_open",),
         "one client holds all slots",
     ),
     Mutation(
@@ -61,7 +61,7 @@ OVERLOAD_GUARDS = (
         ADMISSION,
         "expected_s is not None and expected_s > deadline_s:",
         "False:",
-        ("actors/batching/test_admission.py::test_a_deadline_before_its_turn_is_refused_at_once",),
+        ("actors/batcher/test_admission.py::test_a_deadline_before_its_turn_is_refused_at_once",),
         "work is begun for nobody",
     ),
     Mutation(
@@ -69,7 +69,7 @@ OVERLOAD_GUARDS = (
         ARRIVALS,
         "            deadline_s = options.default_deadline_s",
         "            deadline_s = None",
-        ("actors/batching/test_overload.py::test_a_clients_request_without_a_deadline_has_the_default_one",),
+        ("actors/batcher/test_overload.py::test_a_clients_request_without_a_deadline_has_the_default_one",),
         "a request without a deadline waits for ever",
     ),
     Mutation(
@@ -87,7 +87,7 @@ OVERLOAD_GUARDS = (
         OPEN_REQUESTS,
         "if request.abandoned is None and request.expires_at is not None and now >= request.expires_at:",
         "if False:",
-        ("actors/batching/test_batcher.py::test_a06_a_deadline_ends_a_request_with_what_it_has",),
+        ("actors/batcher/test_batcher.py::test_a06_a_deadline_ends_a_request_with_what_it_has",),
         "what is late goes on",
     ),
     Mutation(
@@ -95,7 +95,7 @@ OVERLOAD_GUARDS = (
         OPEN_REQUESTS,
         "request.abandoned is not None or (request.expires_at is not None and now >= request.expires_at)\n",
         "request.abandoned is not None\n",
-        ("actors/batching/test_run_ahead.py::test_a_deadline_ends_a_request_during_a_run",),
+        ("actors/batcher/test_run_ahead.py::test_a_deadline_ends_a_request_during_a_run",),
         "what is late goes on for up to 64 steps",
     ),
     Mutation(
@@ -104,8 +104,8 @@ OVERLOAD_GUARDS = (
         "                if request:\n",
         "                if False:\n",
         (
-            "actors/batching/test_batcher.py::test_a06_a_cancelled_caller_frees_its_sequence_at_the_next_tick",
-            "actors/batching/test_batcher.py::test_a06_callers_that_leave_while_waiting_never_run",
+            "actors/batcher/test_batcher.py::test_a06_a_cancelled_caller_frees_its_sequence_at_the_next_tick",
+            "actors/batcher/test_batcher.py::test_a06_callers_that_leave_while_waiting_never_run",
         ),
         "nobody's request keeps its slot",
     ),
@@ -114,23 +114,23 @@ OVERLOAD_GUARDS = (
         ARRIVALS,
         "self._draining.check()",
         "pass",
-        ("actors/batching/test_service_calls.py::test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new",),
+        ("actors/batcher/test_service_calls.py::test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new",),
         "a service that is to stop never does",
     ),
     Mutation(
         "clients take turns",
-        "actors/batching/slots.py",
+        "actors/batcher/slots.py",
         "if self._fair is None or len(self.pending) < 2:",
         "if True:",
-        ("actors/batching/test_overload.py::test_a_client_with_one_request_does_not_wait_behind_anothers_four",),
+        ("actors/batcher/test_overload.py::test_a_client_with_one_request_does_not_wait_behind_anothers_four",),
         "who asks most is served most",
     ),
     Mutation(
         "lift of who comes back",
-        "actors/batching/fair_share.py",
+        "actors/batcher/slots.py",
         "max(self.served(client), least)",
         "self.served(client)",
-        ("actors/batching/test_fair_share.py::test_nobody_saves_up_a_claim_by_staying_away",),
+        ("actors/batcher/test_fair_share.py::test_nobody_saves_up_a_claim_by_staying_away",),
         "a client saves up turns by staying away",
     ),
     Mutation(
@@ -138,7 +138,7 @@ OVERLOAD_GUARDS = (
         INTAKE,
         "turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s",
         "turn=1e9 * wanted.priority",
-        ("actors/batching/test_overload.py::test_a_priority_is_worth_so_much_waiting_and_no_more",),
+        ("actors/batcher/test_overload.py::test_a_priority_is_worth_so_much_waiting_and_no_more",),
         "the less urgent starve",
     ),
     Mutation(

@@ -266,9 +266,9 @@ def test_h15_async_batching_changes_no_text_on_the_gpu(gpu_model: Any, graphed: 
     trio = pytest.importorskip("trio")
     pytest.importorskip("msgspec")
 
-    from genbatch.actors.batching.batcher import Batcher
-    from genbatch.actors.batching.batcher_messages import Generate
-    from genbatch.actors.batching.options import BatcherOptions
+    from genbatch.actors.batcher.batcher import Batcher
+    from genbatch.actors.batcher.messages import Generate
+    from genbatch.actors.batcher.options import BatcherOptions
     from genbatch.actors.runtime.actor import start
     from genbatch.nif.context import Context
     from genbatch.nif.runners.graph_options import GraphOptions

@@ -17,9 +17,9 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genbatch.actors.batching.output import Output
+from genbatch.actors.batcher.requests import Output
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
 from genbatch.nif.sampling.sampling_params import SamplingParams

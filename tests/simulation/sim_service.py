@@ -17,8 +17,8 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost

@@ -7,8 +7,8 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batching.batcher_messages import GetHealth
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import GetHealth
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S
 from genbatch.actors.gateways.session import STALLED_S
 from genbatch.nif.errors import OutOfBlocks

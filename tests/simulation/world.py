@@ -14,10 +14,10 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import GetModels
-from genbatch.actors.batching.options import BatcherOptions
-from genbatch.actors.batching.step_faults import EngineFault
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import GetModels
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.engine.engine_process import EngineSession
 from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, EngineConnection, EngineFrame, EngineUp, RemoteBatcher
 from genbatch.actors.gateways.dispatcher import Dispatcher

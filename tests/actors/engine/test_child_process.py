@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
     NotStarted,
     ProcessFailed,

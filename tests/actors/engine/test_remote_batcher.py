@@ -10,16 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from genbatch.actors.batching.batcher_messages import (
-    Detokenize,
-    Drain,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    Tokenize,
-)
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_process import EngineSession

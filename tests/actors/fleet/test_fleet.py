@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batching.batcher_messages import Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.messages import Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, Phase
 from genbatch.actors.fleet.routing import build_router
 from genbatch.proto.errors import (

@@ -10,9 +10,9 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Generate, GetStats
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.observing.metrics import PREFIX, render
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context

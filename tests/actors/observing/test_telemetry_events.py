@@ -10,11 +10,11 @@ import pytest
 import torch
 import trio
 
-import genbatch.actors.batching.journal
+import genbatch.actors.batcher.journal
 import genbatch.actors.runtime.telemetry
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.context import Context
@@ -38,7 +38,7 @@ def _one_thread() -> None:
 def documented() -> dict[str, tuple[set[str], set[str]]]:
     """{event: (measurements, metadata)}, as the tables in the docstrings have them."""
     events: dict[str, tuple[set[str], set[str]]] = {}
-    for module in (genbatch.actors.runtime.telemetry, genbatch.actors.batching.journal):
+    for module in (genbatch.actors.runtime.telemetry, genbatch.actors.batcher.journal):
         # A row's continuation is indented deeper than the event's name.
         rows = re.split(r"\n    (?=[a-z]+\.[a-z_]+ )", module.__doc__ or "")[1:]
         for row in rows:

@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Generate
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.observing.tracing import RequestSpans, open_provider, trace_requests
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.telemetry import Telemetry

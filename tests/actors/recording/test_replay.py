@@ -12,9 +12,9 @@ import torch
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Drain, Generate
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Drain, Generate
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.recording import records
 from genbatch.actors.recording.records import Record, RecordError, RecordReader, RecordWriter
 from genbatch.actors.recording.replay import Report, replay

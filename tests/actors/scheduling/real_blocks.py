@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from genbatch.actors.batching.held_prompts import HeldPrompts
-from genbatch.actors.batching.kv_view import KVView
-from genbatch.actors.batching.sequence import Slotted
+from genbatch.actors.batcher.planner import KVView
+from genbatch.actors.batcher.requests import Slotted
+from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.scheduling.blocks import Blocks
 from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, normalize_output

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy

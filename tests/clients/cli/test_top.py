@@ -11,9 +11,9 @@ import trio
 from rich.console import Console
 from typer.testing import CliRunner
 
-from genbatch.actors.batching.batcher import Batcher
-from genbatch.actors.batching.batcher_messages import Generate, GetStats
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.clients.cli import top
 from genbatch.clients.cli.main import app

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from genbatch.actors.batching.paced_batcher import PacedBatcher
+from genbatch.actors.batcher.paced import PacedBatcher
 from genbatch.actors.scheduling.batching_type import BatchingType
 from genbatch.actors.scheduling.capacity import SchedulerPolicy
 from genbatch.actors.scheduling.scheduler import SchedulerError

@@ -9,7 +9,7 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.nif.engine import EngineOptions

@@ -11,8 +11,8 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batching.batcher_messages import Generate, GetStats
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service

@@ -8,8 +8,8 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batching.batcher_messages import Generate, GetStats
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.http.app import FILES
 from genbatch.actors.gateways.http.front import OPEN_PATHS
 from genbatch.actors.runtime.actor import From

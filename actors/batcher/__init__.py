@@ -1,0 +1,1 @@
+"""The Batcher: the actor that owns the model context and serves every caller."""

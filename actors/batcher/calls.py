@@ -1,0 +1,241 @@
+"""The Batcher's calls that are not requests: text to tokens and back, and sessions kept in files."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import outcome
+import trio
+
+from genbatch.actors.batcher.arrivals import Intake
+from genbatch.actors.batcher.messages import Detokenize, LoadSession, SaveSession, Tokenize
+from genbatch.actors.batcher.requests import HeldPrompt
+from genbatch.actors.batcher.slots import HeldPrompts
+from genbatch.actors.runtime.actor import From, reply, reply_error
+from genbatch.actors.runtime.worker import Worker
+from genbatch.nif.context import Context
+from genbatch.nif.errors import BatchError, OutOfBlocks
+from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, Unavailable
+from genbatch.proto.messages import Text, TokenIds
+
+# What takes longer than some milliseconds would hold up every other caller.
+INLINE_TOKEN_IDS = 2048
+
+
+class TextCalls:
+    """Calls that need the tokenizer and no model.
+
+    Args:
+        intake: knows vocabulary and template.
+        worker: the tokenizer's thread.
+        inline_chars: prompts with more characters are tokenized on the thread.
+    """
+
+    def __init__(self, intake: Intake, worker: Worker, inline_chars: int) -> None:
+        self._intake = intake
+        self._worker = worker
+        self._inline_chars = inline_chars
+
+    def answer(self, message: Tokenize | Detokenize, from_: "From[Any]") -> None:
+        """Replies, now or from the thread."""
+        try:
+            if isinstance(message, Tokenize):
+                self._intake.check_tokenize(message.request)
+                is_long = self._intake.size(message.request) > self._inline_chars
+            else:
+                self._intake.check_detokenize(message.request)
+                is_long = len(message.request.token_ids) > INLINE_TOKEN_IDS
+        except GenbatchError as error:
+            reply_error(from_, error)
+            return
+        job = self._job(message)
+        if is_long:
+            # Whoever has left by its turn costs nobody the time.
+            self._worker.submit(
+                lambda: job() if from_.alive else None,
+                on_done=lambda result: _reply(from_, result, "tokenizing failed"),
+            )
+        else:
+            _reply(from_, outcome.capture(job), "tokenizing failed")
+
+    def _job(self, message: Tokenize | Detokenize) -> Callable[[], TokenIds | Text]:
+        intake = self._intake
+        if isinstance(message, Tokenize):
+            wanted = message.request
+            return lambda: TokenIds(token_ids=intake.tokenize(wanted))
+        ids = message.request
+        return lambda: Text(text=intake.detokenize(ids))
+
+
+SESSION_FAULT = "the session's KV cannot be copied"
+
+Work: TypeAlias = Callable[[], Any]
+End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRead:
+    """The conversation of a call was tokenized."""
+
+    message: SaveSession
+    from_: "From[Any]"
+    tokens: "outcome.Outcome[list[int]]"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A call's work is done; `end` books it and replies."""
+
+    end: Callable[[], None]
+
+
+class SessionCalls:
+    """Calls that wait for the context to be free. `next` runs on the event loop, the work that it returns elsewhere.
+
+    A loaded conversation is held like a shared prompt: the next request that begins with it does not evaluate it.
+
+    Args:
+        ctx: whose sequences.
+        held: where a loaded conversation lives, and whose slots are used meanwhile.
+        intake: renders conversations.
+        worker: the tokenizer's thread.
+        send: brings SessionRead back to the actor that owns this.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        held: HeldPrompts,
+        intake: Intake,
+        worker: Worker,
+        send: Callable[[SessionRead], None],
+    ) -> None:
+        self._ctx = ctx
+        self._held = held
+        self._intake = intake
+        self._worker = worker
+        self._send = send
+        self._reading: list[From[Any]] = []
+        self._calls: deque[tuple[LoadSession | SessionRead, From[Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def ask(self, message: SaveSession | LoadSession, from_: "From[Any]") -> None:
+        """Takes a call; it is answered once `next` has come to it."""
+        try:
+            if isinstance(message, SaveSession):
+                self._intake.check_tokenize(message.request)
+        except GenbatchError as error:
+            reply_error(from_, error)
+            return
+        if isinstance(message, LoadSession):
+            self._calls.append((message, from_))
+            return
+        self._reading.append(from_)
+        send = self._send
+        self._worker.submit(
+            self._intake.tokenize, message.request, on_done=lambda tokens: send(SessionRead(message, from_, tokens))
+        )
+
+    def read(self, message: SessionRead) -> None:
+        """Goes on with a call whose conversation was tokenized."""
+        self._reading.remove(message.from_)
+        self._calls.append((message, message.from_))
+
+    def next(self) -> tuple[Work, End]:
+        """The next call's work, and what is to be done with its outcome."""
+        message, from_ = self._calls.popleft()
+        try:
+            if isinstance(message, SessionRead):
+                work, end = self._saving(message.message, message.tokens)
+            else:
+                work, end = self._loading(message)
+        except Exception as error:  # a conversation that cannot be read, or no sequence to hold it
+            failed = outcome.Error(error)
+            return lambda: None, lambda _: _reply(from_, failed, SESSION_FAULT)
+
+        def finish(result: "outcome.Outcome[Any]") -> None:
+            end(result)
+            _reply(from_, result, SESSION_FAULT)
+
+        return work, finish
+
+    def end_all(self, error: GenbatchError) -> None:
+        """Answers every call."""
+        for from_ in [*self._reading, *[from_ for _, from_ in self._calls]]:
+            reply_error(from_, error)
+        self._reading.clear()
+        self._calls.clear()
+
+    def _saving(self, message: SaveSession, found: "outcome.Outcome[list[int]]") -> tuple[Work, End]:
+        key = prefix_key(message.tenant)
+        tokens = found.unwrap()[: self._ctx.max_positions]
+        donor = self._held.find(tokens, key)
+        slot = self._slot(donor)
+        ctx = self._ctx
+
+        def save() -> bytes:
+            if donor is not None and donor.ready and donor.seq_id is not None:
+                ctx.seq_cp(donor.seq_id, slot)
+            ctx.attach_prefix(slot, tokens, key)
+            return ctx.seq_save(slot) if ctx.kv.length(slot) else b""
+
+        def end(_: "outcome.Outcome[Any]") -> None:
+            ctx.seq_rm(slot)
+            self._held.return_slot(slot)
+
+        return save, end
+
+    def _loading(self, message: LoadSession) -> tuple[Work, End]:
+        key = prefix_key(message.tenant)
+        slot = self._slot()
+        ctx = self._ctx
+
+        def load() -> int:
+            try:
+                return ctx.seq_load(slot, message.state, key)
+            except (BatchError, OutOfBlocks) as error:
+                raise InvalidRequest("state", str(error)) from error
+
+        def end(result: "outcome.Outcome[Any]") -> None:
+            if isinstance(result, outcome.Error):
+                ctx.seq_rm(slot)
+                self._held.return_slot(slot)
+                return
+            held = self._intake.held_prompt(list(ctx.kv.tokens(slot)), key)
+            held.last_used = trio.current_time()
+            self._held.adopt(held, slot)
+
+        return load, end
+
+    def _slot(self, needed: HeldPrompt | None = None) -> int:
+        """A free slot; the prompt that was not used for longest makes room.
+
+        Raises:
+            Unavailable: every slot holds something that has to stay.
+        """
+        slot = self._held.take_slot()
+        if slot is not None:
+            return slot
+        oldest = self._held.least_recent(besides=needed)
+        if oldest is not None:
+            self._ctx.seq_rm(self._held.drop(oldest))
+            slot = self._held.take_slot()
+        if slot is None:
+            raise Unavailable("no sequence is free to hold the session")
+        return slot
+
+
+def _reply(from_: "From[Any]", result: "outcome.Outcome[Any]", fault: str) -> None:
+    """Answers a caller that is still there; a fault of its call ends this call only."""
+    if not from_.alive:
+        return
+    try:
+        reply(from_, result.unwrap())
+    except GenbatchError as error:
+        reply_error(from_, error)
+    except Exception as error:
+        reply_error(from_, EngineError(f"{fault}: {error}"))

@@ -1,0 +1,147 @@
+"""Grammars: compiles what answers must match and makes slow ones' masks, beside the event loop and the steps."""
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import outcome
+
+from genbatch.actors.batcher.requests import Request, Sequence
+from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.nif.models.model import Model
+from genbatch.nif.sampling.constraint import Constraint
+from genbatch.proto.errors import InvalidRequest
+
+if TYPE_CHECKING:  # imports llguidance, which is an extra
+    from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
+
+MISSING = "needs an extra that the service was installed without: pip install 'genbatch[grammar]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request's grammar was compiled, or refused."""
+
+    request: Request
+    constraints: outcome.Outcome[list[Constraint]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A sequence that sat out may be planned again."""
+
+    sequence: Sequence
+
+
+class Grammars:
+    """Nothing of it exists before the first request with a grammar: no thread, no process, no import.
+
+    Args:
+        model: whose tokens.
+        max_s: seconds of processor time that compiling one grammar may take.
+        send: takes Compiled and Prepared, on the event loop.
+        open_worker: makes its threads.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_s: float,
+        send: Callable[[Compiled | Prepared], None],
+        open_worker: Callable[[str], Worker] = Worker,
+    ) -> None:
+        self._model = model
+        self._max_s = max_s
+        self._send = send
+        self._open_worker = open_worker
+        self._compiler: GrammarCompiler | None = None  # touched on the compiling thread only
+        self._compiling: Worker | None = None
+        self._preparing: Worker | None = None
+        self._turns: dict[str, deque[Request]] = {}  # who waits, by account; accounts take turns
+        self._is_busy = False
+        self._is_closed = False
+        self._live: list[Sequence] = []
+        self._sitting_out: set[Sequence] = set()
+
+    def compile(self, request: Request) -> None:
+        """Answers with Compiled, in its account's turn: many slow grammars of one client do not delay another's."""
+        if self._is_closed:
+            return
+        self._turns.setdefault(request.account, deque()).append(request)
+        if not self._is_busy:
+            self._compile_next()
+
+    def watch(self, sequences: ListOf[Sequence]) -> None:
+        """Takes note of sequences that have a constraint."""
+        self._live += sequences
+
+    def sitting_out(self) -> frozenset[int]:
+        """Ids of those whose next mask takes long and is under way: planned without them, a step waits for nobody."""
+        if not self._live:
+            return frozenset()
+        self._live = [sequence for sequence in self._live if sequence.phase is not Phase.FINISHED]
+        for sequence in self._live:
+            constraint = sequence.sampler.constraint
+            if constraint is not None and constraint.is_slow and sequence not in self._sitting_out:
+                self._prepare(sequence, constraint)
+        return frozenset(sequence.request_id for sequence in self._sitting_out)
+
+    def prepared(self, message: Prepared) -> None:
+        """Lets the sequence take part again."""
+        self._sitting_out.remove(message.sequence)
+
+    async def close(self) -> None:
+        """Ends the threads and the compiler's process; what waits for them is answered by nobody."""
+        self._is_closed = True
+        self._turns.clear()
+        if self._compiling is not None:
+            await self._compiling.run(self._close_compiler)
+            await self._compiling.close()
+        if self._preparing is not None:
+            await self._preparing.close()
+
+    def _prepare(self, sequence: Sequence, constraint: Constraint) -> None:
+        self._preparing = self._preparing or self._open_worker("genbatch-masks")
+        self._sitting_out.add(sequence)
+        self._preparing.submit(constraint.prepare, on_done=lambda _: self._send(Prepared(sequence)))
+
+    def _compile_next(self) -> None:
+        self._is_busy = bool(self._turns)
+        if not self._turns:
+            return
+        account, waiting = next(iter(self._turns.items()))
+        request = waiting.popleft()
+        del self._turns[account]
+        if waiting:
+            self._turns[account] = waiting  # behind the others
+        self._compiling = self._compiling or self._open_worker("genbatch-grammar")
+        self._compiling.submit(self._compile, request, on_done=lambda result: self._compiled(request, result))
+
+    def _compiled(self, request: Request, result: "outcome.Outcome[list[Constraint]]") -> None:
+        self._compile_next()
+        self._send(Compiled(request, result))
+
+    def _compile(self, request: Request) -> list[Constraint]:
+        """Runs on the compiling thread."""
+        grammar, wanted = request.grammar, request.wanted
+        assert grammar is not None
+        if request.replied:  # its caller left while it waited
+            return []
+        try:
+            from genbatch.nif.sampling.grammar_compiler import GrammarCompiler, GrammarError
+        except ImportError:
+            raise InvalidRequest(grammar.field, MISSING) from None
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._model, self._max_s)
+        try:
+            return [*self._compiler.compile(grammar.kind, grammar.text, prefix_key(wanted.tenant), wanted.n)]
+        except GrammarError as error:
+            raise InvalidRequest(grammar.field, str(error)) from None
+
+    def _close_compiler(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()

@@ -1,0 +1,180 @@
+"""Journal: what happens to requests, counted in the stats and told to whoever listens to telemetry.
+
+Events of the Batcher (measurements | metadata):
+
+    request.accepted     tokenize_s, prompt_tokens, max_tokens, n, temperature | request_id, client, tenant, model, kind
+                         its prompt is tokenized and it waits; kind is "chat" or "text_completion"
+    request.refused      | request_id, client, tenant, model, code   it was not accepted; code is the error's
+    request.started      queue_s, cached_tokens | request_id         it has a slot, for the first time
+    request.first_token  ttft_s | request_id
+    request.preempted    generated_tokens | request_id, swapped      its blocks were taken; it goes on by itself
+    request.finished     e2e_s, prompt_tokens, cached_tokens, generation_tokens | request_id, client, tenant, model,
+                         reason, code   its one end; code is "" unless the reason is "error"
+    step.end             duration_s, entries, tokens | model         one forward over so many sequences and tokens
+
+Each accepted request has one request.finished; events of one request come in the order above. No event holds text of
+a prompt or of an answer. Values are numbers, text and booleans, so that events can cross processes.
+"""
+
+from itertools import count
+
+import trio
+
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.requests import Request, Sequence
+from genbatch.actors.batcher.stats import BatcherStats
+from genbatch.actors.batcher.step import Planned
+from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.proto.errors import GenbatchError
+
+
+class Journal:
+    """The one place that books the lives of requests; telemetry costs nothing while nobody listens.
+
+    Args:
+        stats: where everything is counted.
+        telemetry: who listens.
+        model: the model's name.
+    """
+
+    def __init__(self, stats: BatcherStats, telemetry: Telemetry, model: str) -> None:
+        self.stats = stats
+        self._telemetry = telemetry
+        self._model = model
+        self._inter_token = stats.histograms["inter_token_latency_seconds"]  # has a value for each token
+        self._numbers = count(1)
+        self._now = trio.current_time()  # when the last step ended: the time of all its tokens
+
+    def request_id(self, message: Generate) -> str:
+        """What a request is called in logs and spans: its gateway's name for it, else one of our own."""
+        return message.request_id or f"{message.client or 'local'}#{next(self._numbers)}"
+
+    def refused(self, message: Generate, error: GenbatchError) -> None:
+        """Books a request that was not accepted."""
+        self.stats.count_refused(error.code)
+        if self._telemetry.attached:
+            metadata = {
+                "request_id": self.request_id(message),
+                "client": message.client,
+                "tenant": message.request.tenant,
+                "model": self._model,
+                "code": error.code,
+            }
+            self._telemetry.execute("request.refused", {}, metadata)
+
+    def unreadable(self, request: Request, error: GenbatchError) -> None:
+        """Books a request that was refused once its prompt was tokenized."""
+        self.stats.count_refused(error.code)
+        if self._telemetry.attached:
+            self._telemetry.execute("request.refused", {}, {**self._names(request), "code": error.code})
+
+    def accepted(self, request: Request) -> None:
+        """Books a request whose sequences are about to wait."""
+        stats, wanted = self.stats, request.wanted
+        stats.accepted += 1
+        stats.prompt_tokens += len(request.prompt_tokens)
+        request.share = stats.tenants.of(wanted.tenant)
+        request.share.requests += 1
+        request.share.running += 1
+        request.share.prompt_tokens += len(request.prompt_tokens)
+        if self._telemetry.attached:
+            measurements = {
+                "tokenize_s": trio.current_time() - request.accepted_at,
+                "prompt_tokens": len(request.prompt_tokens),
+                "max_tokens": request.sequences[0].max_new_tokens,
+                "n": wanted.n,
+                "temperature": wanted.temperature,
+            }
+            kind = "text_completion" if wanted.messages is None else "chat"
+            self._telemetry.execute("request.accepted", measurements, {**self._names(request), "kind": kind})
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Books that a sequence has taken a slot."""
+        request = sequence.request
+        if request.started_at is not None:
+            return
+        request.started_at = trio.current_time()
+        queue_s = request.started_at - request.accepted_at
+        self.stats.histograms["request_queue_time_seconds"].observe(queue_s)
+        if self._telemetry.attached:
+            measurements = {"queue_s": queue_s, "cached_tokens": request.cached_tokens}
+            self._telemetry.execute("request.started", measurements, {"request_id": request.request_id})
+
+    def paused(self, sequence: Sequence, *, swapped: bool) -> None:
+        """Books that a sequence's blocks were taken, and whether its KV was kept in host memory."""
+        self.stats.preemptions += 1
+        self.stats.swaps += swapped
+        if self._telemetry.attached:
+            metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
+            self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
+
+    def stepped(self, batch: list[Planned], seconds: float) -> None:
+        """Books one forward; to be called before its tokens are booked."""
+        self._now = trio.current_time()
+        num_tokens = sum([len(planned.entry.tokens) for planned in batch])
+        self.stats.count_step(len(batch), num_tokens, seconds)
+        self.stats.update_rates(self._now)
+        if self._telemetry.attached:
+            measurements = {"duration_s": seconds, "entries": len(batch), "tokens": num_tokens}
+            self._telemetry.execute("step.end", measurements, {"model": self._model})
+
+    def generated(self, sequence: Sequence, num_tokens: int = 1) -> None:
+        """Books what a sequence has drawn in the last step: one token, or one a beam."""
+        request, now, stats = sequence.request, self._now, self.stats
+        stats.generation_tokens += num_tokens
+        assert request.share is not None
+        request.share.generation_tokens += num_tokens
+        if sequence.last_token_at is not None:
+            self._inter_token.observe(now - sequence.last_token_at)
+        elif request.first_token_at is None:
+            self._first_token(request)
+        sequence.last_token_at = now
+
+    def ended(self, request: Request, reason: str, error: GenbatchError | None = None) -> None:
+        """Books the end of a request that was taken in, however it ended."""
+        now = trio.current_time()
+        histograms = self.stats.histograms
+        self.stats.count_finished(reason, now - request.accepted_at)
+        if request.share is None:  # it ended while its prompt was still being tokenized
+            return
+        request.share.running -= 1
+        num_generated = _num_generated(request)
+        histograms["request_prompt_tokens"].observe(len(request.prompt_tokens))
+        histograms["request_generation_tokens"].observe(num_generated)
+        if request.started_at is not None:
+            self.stats.service.append(now - request.started_at)
+        if request.first_token_at is not None:
+            histograms["request_decode_time_seconds"].observe(now - request.first_token_at)
+        if self._telemetry.attached:
+            measurements = {
+                "e2e_s": now - request.accepted_at,
+                "prompt_tokens": len(request.prompt_tokens),
+                "cached_tokens": request.cached_tokens,
+                "generation_tokens": num_generated,
+            }
+            metadata = {**self._names(request), "reason": reason, "code": error.code if error else ""}
+            self._telemetry.execute("request.finished", measurements, metadata)
+
+    def _first_token(self, request: Request) -> None:
+        request.first_token_at = now = self._now
+        ttft_s = now - request.accepted_at
+        self.stats.ttft.append(ttft_s)
+        self.stats.histograms["time_to_first_token_seconds"].observe(ttft_s)
+        assert request.started_at is not None
+        self.stats.histograms["request_prefill_time_seconds"].observe(now - request.started_at)
+        if self._telemetry.attached:
+            self._telemetry.execute("request.first_token", {"ttft_s": ttft_s}, {"request_id": request.request_id})
+
+    def _names(self, request: Request) -> dict[str, object]:
+        return {
+            "request_id": request.request_id,
+            "client": request.client,
+            "tenant": request.wanted.tenant,
+            "model": self._model,
+        }
+
+
+def _num_generated(request: Request) -> int:
+    if request.beam_width > 1:
+        return sum([len(choice.token_ids) for choice in request.choices.values()])
+    return sum([sequence.num_generated for sequence in request.sequences])

@@ -1,0 +1,105 @@
+"""What the Batcher is sent and answers, besides the ticks of its own."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Token, TokenizeRequest
+
+if TYPE_CHECKING:  # imports torch, which a gateway process does without
+    from genbatch.actors.batcher.requests import Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A call that is answered with the Result, once all of it is generated.
+
+    Args:
+        request: what to generate.
+        on_token: called on the event loop with each token as it comes; must not block.
+        client: who asks, for fairness and logs.
+        request_id: its name in logs and spans; "" lets the Batcher choose one.
+        tag: what Interrupt and Iterate name the request by; None for one that nobody names.
+        beam_width: above 1, a beam search over so many continuations, which become the result's choices.
+        keep: where to put logits; None keeps none.
+    """
+
+    request: GenerateRequest
+    on_token: Callable[[Token], None] | None = None
+    client: str = ""
+    request_id: str = field(default="", kw_only=True)
+    tag: Hashable = None
+    beam_width: int = 1
+    keep: "Keep | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetStats:
+    """A call that is answered with a dict of counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """A call that is answered with TokenIds."""
+
+    request: TokenizeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    """A call that is answered with Text."""
+
+    request: DetokenizeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSession:
+    """A call that is answered with the KV of a conversation's beginning as bytes; empty where none is at hand.
+
+    For the program that runs the Batcher: it costs a copy of the KV, during which nothing is evaluated.
+
+    Args:
+        request: the conversation.
+        tenant: in whose name it was generated.
+    """
+
+    request: TokenizeRequest
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSession:
+    """A call that takes what SaveSession gave, for requests that begin with it; answered with its positions.
+
+    For the program that runs the Batcher, which vouches for the bytes: they may say anything of the model's state.
+
+    Args:
+        state: of the same model, precision and block size; else the answer is InvalidRequest.
+        tenant: whose requests may share it.
+    """
+
+    state: bytes
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GetModels:
+    """A call that is answered with Models."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetHealth:
+    """A call that is answered with Health."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A call that is answered with Drained, once all accepted requests have ended.
+
+    New Generate calls are refused from now on, and there is no way back.
+
+    Args:
+        timeout_s: seconds after which those that are still open are cancelled.
+    """
+
+    timeout_s: float

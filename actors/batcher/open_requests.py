@@ -1,0 +1,224 @@
+"""OpenRequests: the requests that are not answered yet, the ways in which one ends, and the end of them all."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.requests import Request, Sequence
+from genbatch.actors.batcher.slots import FairShare, Slots
+from genbatch.actors.runtime.actor import From, Monitor, reply
+from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError, Unavailable
+from genbatch.proto.messages import Drained, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOver:
+    """The time that a `Drain` call gave is over."""
+
+
+class Draining:
+    """Begins with the first `Drain` call; all who asked are answered once nothing is left.
+
+    Args:
+        num_open: how many requests have not ended.
+        send_after: of the actor that is drained; brings it DrainOver after so many seconds.
+    """
+
+    def __init__(self, num_open: Callable[[], int], send_after: Callable[[float, DrainOver], object]) -> None:
+        self.has_begun = False
+        self.num_cancelled = 0  # requests that did not end in time
+        self._num_open = num_open
+        self._send_after = send_after
+        self._callers: list[From[Any]] = []
+
+    def check(self) -> None:
+        """Raises:
+        Unavailable: no new requests are taken.
+        """
+        if self.has_begun:
+            raise Unavailable("the service is draining: it takes no new requests")
+
+    def ask(self, from_: "From[Any]", timeout_s: float) -> None:
+        """Takes a caller in, to be told of the end."""
+        self.has_begun = True
+        self._callers.append(from_)
+        if self._num_open():
+            self._send_after(timeout_s, DrainOver())
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Some requests have ended: answers if these were the last."""
+        if not self._num_open():
+            callers, self._callers = self._callers, []
+            for from_ in callers:
+                reply(from_, Drained(num_cancelled=self.num_cancelled))
+
+
+class OpenRequests:
+    """Every request from its acceptance to its one reply.
+
+    Sequences are freed before the reply, so that a caller who reads it finds the room already there. What frees
+    a sequence is for between two steps.
+
+    Args:
+        slots: what the requests' sequences hold.
+        fair: who is charged for them.
+        journal: where ends are booked.
+        on_end: called once a request was answered and is forgotten.
+        now: the time that decides.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        fair: FairShare,
+        journal: Journal,
+        on_end: Callable[[], None],
+        now: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self._slots = slots
+        self._fair = fair
+        self._journal = journal
+        self._on_end = on_end
+        self._now = now
+        self._requests: dict[Monitor, Request] = {}
+        self._deferred: list[Callable[[], None]] | None = None  # what ends while the context is in use
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.monitor in self._requests
+
+    def add(self, request: Request) -> None:
+        """Takes a request in; its monitor names it."""
+        self._requests[request.monitor] = request
+        self._fair.enter(request.account)
+
+    def find(self, monitor: Monitor) -> Request | None:
+        """The request of a caller that has gone; None if it was answered before."""
+        return self._requests.get(monitor)
+
+    def open_of(self) -> Counter[str]:
+        """Sequences that have not ended, by account."""
+        counts: Counter[str] = Counter()
+        for request in self._requests.values():
+            ended = sum([sequence.phase is Phase.FINISHED for sequence in request.sequences])
+            counts[request.account] += request.wanted.n - ended
+        return counts
+
+    def waiting_of(self) -> Counter[str]:
+        """Sequences that wait for a slot, those still being tokenized included, by account."""
+        counts: Counter[str] = Counter()
+        for request in self._requests.values():
+            waiting = sum([sequence.phase is Phase.PENDING for sequence in request.sequences])
+            counts[request.account] += waiting if request.sequences else request.wanted.n
+        return counts
+
+    def interrupt(self, tags: Set[Hashable]) -> None:
+        """Marks the requests with these tags as wanted no more."""
+        for request in self._requests.values():
+            if request.tag in tags:
+                request.abandoned = "cancelled"
+
+    def end_abandoned(self) -> None:
+        """Ends what nobody waits for any more, and what has passed its deadline."""
+        now = self._now()
+        for request in self:
+            if request.abandoned is None and request.expires_at is not None and now >= request.expires_at:
+                request.abandoned = "deadline"
+            if request.abandoned is not None:
+                self._abandon(request, request.abandoned)
+
+    def next_deadline(self) -> float | None:
+        """The first that will pass, in seconds on the event loop's clock."""
+        return min((r.expires_at for r in self._requests.values() if r.expires_at is not None), default=None)
+
+    def overdue(self) -> bool:
+        """Whether something is to be ended before the next step."""
+        now = self._now()
+        return bool(self._deferred) or any(
+            request.abandoned is not None or (request.expires_at is not None and now >= request.expires_at)
+            for request in self._requests.values()
+        )
+
+    def defer(self) -> None:
+        """The context is in use: from now on what ends is noted, and ended by `settle`."""
+        self._deferred = []
+
+    def settle(self) -> None:
+        """The context is free again: ends what was noted."""
+        deferred, self._deferred = self._deferred or [], None
+        for end in deferred:
+            end()
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence, and its request if that was the last one."""
+        sequence.ended = True
+        if self._deferred is not None:
+            self._deferred.append(lambda: self._finish(sequence, reason))
+        else:
+            self._finish(sequence, reason)
+
+    def fail(self, request: Request, error: GenbatchError) -> None:
+        """Ends a request and all its sequences with an error."""
+        for sequence in request.sequences:
+            sequence.ended = True
+        if self._deferred is not None:
+            self._deferred.append(lambda: self._fail(request, error))
+        else:
+            self._fail(request, error)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        request = sequence.request
+        self._slots.release(sequence)
+        if request.finish(sequence, reason):
+            self._journal.ended(request, reason)
+            self.end(request, None)
+
+    def _fail(self, request: Request, error: GenbatchError) -> None:
+        for sequence in request.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._slots.release(sequence)
+        self._journal.ended(request, "error", error)
+        self.end(request, error)
+
+    def end(self, request: Request, error: GenbatchError | None) -> None:
+        """The one place where a request is forgotten and its caller answered."""
+        del self._requests[request.monitor]
+        self._fair.leave(request.account, output_tokens=request.num_generated)
+        request.monitor.cancel()
+        if error is not None:
+            request.fail(error)
+        else:
+            request.reply()
+        self._on_end()
+
+    def end_all(self, error: GenbatchError) -> None:
+        """Answers every caller; the context is about to go, so nothing is freed."""
+        for request in self:
+            self._journal.ended(request, "error", error)
+            request.fail(error)
+        self._requests.clear()
+
+    def _abandon(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request early: to a caller that is still there with what was generated so far."""
+        for sequence in request.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._slots.release(sequence)
+                request.finish(sequence, reason)
+        self._journal.ended(request, reason)
+        error: GenbatchError | None = None
+        if not request.choices:  # its prompt was still being tokenized
+            left = reason == "cancelled"
+            error = Cancelled("cancelled") if left else DeadlineExceeded("the deadline passed before the first step")
+        self.end(request, error)

@@ -1,0 +1,218 @@
+"""The Batcher's options, with their defaults in one place, and the bounds on who may wait."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from genbatch.actors.scheduling.batching_type import BatchingType
+from genbatch.actors.scheduling.capacity import DEFAULT_MAX_PAUSES, PauseOrder, SchedulerPolicy
+from genbatch.actors.scheduling.scheduler import RequestScheduler
+from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS, SchedulerOptions
+from genbatch.nif.errors import OptionError
+from genbatch.proto.errors import DeadlineExceeded, QueueFull
+from genbatch.proto.validation import RequestLimits
+
+# What a refused caller is told to wait, per sequence ahead of it, until a pace has been measured.
+RETRY_MS_PER_SEQUENCE = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is there when a request arrives.
+
+    Args:
+        free_slots: sequences that could start at once.
+        waiting: sequences that wait for a slot, those still being tokenized included.
+        waiting_of: the same by client.
+        open_of: sequences accepted and not ended, by client.
+        service_s: seconds that a sequence held its slot lately; None before the first ended.
+    """
+
+    free_slots: int
+    waiting: int
+    waiting_of: Mapping[str, int]
+    open_of: Mapping[str, int]
+    service_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The bounds.
+
+    Args:
+        n_parallel: slots.
+        max_queue: most sequences that wait.
+        max_client_queue_share: share of the queue that one client may take while others are there.
+        max_client_open: sequences that one client may have open while others are there, per slot.
+    """
+
+    n_parallel: int
+    max_queue: int
+    max_client_queue_share: float
+    max_client_open: float
+
+    def check(self, *, wanted: int, client: str, deadline_s: float | None, load: Load) -> None:
+        """Lets `wanted` more sequences of `client` in.
+
+        Raises:
+            QueueFull: the queue, or this client's share of it, is full; with retry_after_ms.
+            DeadlineExceeded: it would expire before its turn.
+        """
+        retry_ms = self._retry_ms(load)
+        if load.waiting + wanted > self.max_queue + load.free_slots:
+            raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
+        # The program that runs the Batcher itself has no name here, and no quarrel with itself.
+        if client and any(other != client for other in load.open_of):
+            self._check_share(wanted, client, load, retry_ms)
+        expected_s = self._expected_wait_s(load)
+        if deadline_s is not None and expected_s is not None and expected_s > deadline_s:
+            raise DeadlineExceeded(
+                f"the wait is about {expected_s:.1f} s, the deadline {deadline_s:.1f} s", retry_after_ms=retry_ms
+            )
+
+    def _check_share(self, wanted: int, client: str, load: Load, retry_ms: int) -> None:
+        mine = load.waiting_of.get(client, 0)
+        most = self.max_client_queue_share * self.max_queue
+        if mine + wanted > most + load.free_slots:
+            raise QueueFull(
+                f"{mine} of this client's requests are waiting, {most:g} may while others are served",
+                retry_after_ms=retry_ms,
+            )
+        held = load.open_of.get(client, 0)
+        most = self.max_client_open * self.n_parallel
+        if held + wanted > most:
+            raise QueueFull(
+                f"this client has {held} requests open, {most:g} may be while others are served",
+                retry_after_ms=retry_ms,
+            )
+
+    def _expected_wait_s(self, load: Load) -> float | None:
+        """How long the last in the queue waits, at the pace of late; None where nothing is known."""
+        if load.free_slots > load.waiting:
+            return 0.0
+        return None if load.service_s is None else load.service_s * (load.waiting + 1) / self.n_parallel
+
+    def _retry_ms(self, load: Load) -> int:
+        """When a place for one more should be free."""
+        if load.service_s is None:
+            return max(1, RETRY_MS_PER_SEQUENCE * load.waiting)
+        return max(1, round(1000 * load.service_s * load.waiting / self.n_parallel))
+
+
+# Sequences that may wait for each slot, and in all when the program that runs the Batcher sends them.
+QUEUE_PER_SLOT = 4
+OWN_QUEUE = 1024
+NOT_NEGATIVE = (
+    *("batch_size", "batch_timeout", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
+    *("default_deadline_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatcherOptions:
+    """How the Batcher accumulates, admits and plans.
+
+    Args:
+        n_parallel: sequences decoded at once.
+        batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
+        batch_timeout: milliseconds an idle Batcher waits for more requests before it starts.
+        max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
+        max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. None: 4 a slot
+            for clients, 1024 for the program that runs the Batcher.
+        max_client_queue_share: share of the queue that one client may take while others are there.
+        max_client_open: sequences that one client may have open while others are there, per slot.
+        fair_share: whether clients take turns by what each has had; else all wait in one line.
+        priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not name one.
+        default_deadline_s: deadline of clients' requests that name none; 0: none. The program's own have none.
+        scheduler: "fifo", "prefill_first", "module:Class", or a RequestScheduler.
+        scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order,
+            max_pauses: see SchedulerOptions.
+        async_batching: whether the model goes on with the next step while a step's tokens are handed out, as long as
+            requests only decode and one of our own schedulers plans.
+        cpu_offload_space: GiB of host memory for the KV of paused sequences; 0: they are evaluated again.
+        stall_s: seconds of pending work without the end of a step after which the service calls itself stuck.
+        system_prompts: contents of system messages to hold from the start.
+        max_held_prompts: most system prompts whose KV is held for requests to share, those included.
+        record: a file to record everything to that decides about ticks, for `genbatch replay`; None: nothing. It holds
+            the token ids of prompts and answers, so only its owner may read it. Where the file is there already, FILE.1
+            is made, and so on. While recording, no step begins before the tokens of the last one are handed out.
+        record_limit: MiB after which the recording ends.
+        limits: caps on what one request may ask.
+
+    Raises:
+        SchedulerError: an option of the scheduler is out of range.
+        OptionError: another one is.
+    """
+
+    n_parallel: int = 8
+    batch_size: int = 0
+    batch_timeout: float = 20.0
+    max_batch_tokens: int = 512
+    max_queue: int | None = None
+    max_client_queue_share: float = 0.5
+    max_client_open: float = 2.0
+    fair_share: bool = True
+    priority_ageing_s: float = 0.0
+    default_deadline_s: float = 60.0
+    scheduler: str | RequestScheduler = "fifo"
+    scheduler_policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION
+    batching_type: BatchingType = BatchingType.INFLIGHT_FUSED_BATCHING
+    cache_budget: int | None = None
+    enable_chunked_context: bool = True
+    margin: float | None = None
+    pause_order: PauseOrder | None = None
+    max_pauses: int = DEFAULT_MAX_PAUSES
+    async_batching: bool = True
+    cpu_offload_space: float = 0.0
+    stall_s: float = 30.0
+    system_prompts: Sequence[str] = ()
+    max_held_prompts: int = 4
+    record: str | None = None
+    record_limit: int = 1024
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    scheduling: SchedulerOptions = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.n_parallel < 1:
+            raise OptionError("n_parallel", f"must be at least 1, not {self.n_parallel}")
+        if self.max_queue is not None and self.max_queue < 0:
+            raise OptionError("max_queue", f"{self.max_queue} is less than 0")
+        for name in NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:  # also refuses NaN
+                raise OptionError(name, f"{getattr(self, name)} is less than 0")
+        if len(self.system_prompts) > self.max_held_prompts:
+            raise OptionError("system_prompts", f"{len(self.system_prompts)} are more than max_held_prompts")
+        scheduling = SchedulerOptions(
+            scheduler=self.scheduler,
+            policy=self.scheduler_policy,
+            batching_type=self.batching_type,
+            max_num_requests=self.n_parallel,
+            max_batch_tokens=self.max_batch_tokens,
+            cache_budget=self.cache_budget,
+            enable_chunked_context=self.enable_chunked_context,
+            margin=self.margin,
+            pause_order=self.pause_order,
+            max_pauses=self.max_pauses,
+        )
+        object.__setattr__(self, "scheduling", scheduling)
+
+    @property
+    def plans_repeat(self) -> bool:
+        """Whether the plan of a step in which all decode holds until something arrives or ends."""
+        return self.scheduler in STEP_ORDERS and self.cache_budget is None
+
+    @property
+    def flush_size(self) -> int:
+        """Pending sequences at which an idle Batcher starts without waiting longer."""
+        return self.batch_size or self.n_parallel
+
+    def admission(self, client: str) -> Admission:
+        """The bounds for a client; "" is the program that runs the Batcher."""
+        max_queue = self.max_queue
+        if max_queue is None:
+            max_queue = QUEUE_PER_SLOT * self.n_parallel if client else OWN_QUEUE
+        return Admission(
+            n_parallel=self.n_parallel,
+            max_queue=max_queue,
+            max_client_queue_share=self.max_client_queue_share,
+            max_client_open=self.max_client_open,
+        )

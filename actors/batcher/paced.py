@@ -1,0 +1,163 @@
+"""A paced Batcher: receives requests as any other does, and evaluates one iteration when its owner says so.
+
+So its owner can hand in requests, read what ended and change its mind at the edges of an iteration, as a batch
+manager's callbacks do.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import Sequence
+from genbatch.actors.runtime.actor import NOREPLY, From, reply
+from genbatch.actors.scheduling.llm_request import LlmRequest
+from genbatch.actors.scheduling.scheduler import SchedulerOutput
+from genbatch.nif.context import Context
+from genbatch.nif.errors import OptionError
+from genbatch.nif.kv.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Iterate:
+    """A call that runs one tick; answered with its Iteration once its last forward has ended.
+
+    Args:
+        sit_out: tags of requests that keep their place and are not planned, as if in flight elsewhere.
+    """
+
+    sit_out: frozenset[Hashable] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """A call that ends the requests with these tags with what they have; unknown tags are ignored."""
+
+    tags: frozenset[Hashable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """What one iteration did.
+
+    Args:
+        context: tags of the requests that evaluated a part of their context.
+        generation: tags of those that decoded.
+        num_context_tokens: tokens of all contexts evaluated.
+        num_generated_tokens: tokens that came out.
+        kv_blocks_max, kv_blocks_free, kv_blocks_used: of all layer groups, as the iteration left them.
+    """
+
+    context: tuple[Hashable, ...] = ()
+    generation: tuple[Hashable, ...] = ()
+    num_context_tokens: int = 0
+    num_generated_tokens: int = 0
+    kv_blocks_max: int
+    kv_blocks_free: int
+    kv_blocks_used: int
+    kv_block_size: int
+
+
+@dataclass(slots=True)
+class Pace:
+    """From the `Iterate` call to its reply.
+
+    Args:
+        from_: who asked.
+        sit_out: tags of the requests that are not planned.
+        tokens_before: tokens the Batcher had generated when it began.
+        plan: the scheduler's; None until it was asked.
+    """
+
+    from_: "From[Any]"
+    sit_out: frozenset[Hashable]
+    tokens_before: int
+    plan: SchedulerOutput | None = field(default=None)
+
+    def sits_out(self, owner: LlmRequest) -> bool:
+        """Whether a unit of scheduling is to be left alone."""
+        return isinstance(owner, Sequence) and owner.request.tag in self.sit_out
+
+    def end(self, kv: KVCache, tokens_after: int) -> None:
+        """Answers."""
+        counts, plan = kv.counts(), self.plan or SchedulerOutput([], [], [])
+        reply(
+            self.from_,
+            Iteration(
+                context=_tags(plan.context_requests),
+                generation=_tags(plan.generation_requests),
+                num_context_tokens=plan.num_context_tokens,
+                num_generated_tokens=tokens_after - self.tokens_before,
+                kv_blocks_max=counts.max,
+                kv_blocks_free=counts.free,
+                kv_blocks_used=counts.used,
+                kv_block_size=kv.block_size,
+            ),
+        )
+
+
+def _tags(owners: list[LlmRequest]) -> tuple[Hashable, ...]:
+    return tuple(dict.fromkeys(owner.request.tag for owner in owners if isinstance(owner, Sequence)))
+
+
+class PacedBatcher(Batcher):
+    """Requests arrive as at any other; a tick runs only while an `Iterate` call waits.
+
+    Args:
+        open_context, options: see Batcher.
+
+    Raises:
+        OptionError: it is to be recorded.
+    """
+
+    def __init__(self, open_context: Callable[[], Context], options: BatcherOptions | None = None) -> None:
+        super().__init__(open_context, options)
+        if self.options.record is not None:
+            raise OptionError("record", "a Batcher that evaluates on demand is not recorded")
+        self._runs_ahead = False
+        self._pace: Pace | None = None  # the iteration that was asked for
+
+    async def handle_call(self, request: object, from_: From[Any]) -> object:
+        match request:
+            case Iterate():
+                assert self._pace is None, "one iteration at a time"
+                self._pace = Pace(from_, request.sit_out, self.stats.generation_tokens)
+                self._tick()
+                return NOREPLY
+            case Interrupt():
+                self.requests.interrupt(request.tags)
+                self._end_abandoned()
+                return None
+            case _:
+                return await super().handle_call(request, from_)
+
+    def _wake(self) -> None:
+        """What has arrived waits for the next iteration."""
+
+    def _plan(self, inflight: frozenset[int]) -> SchedulerOutput:
+        plan = super()._plan(inflight)
+        if self._pace is not None:
+            self._pace.plan = plan
+        return plan
+
+    def _sitting_out(self) -> frozenset[int]:
+        sitting_out = super()._sitting_out()
+        if self._pace is None:
+            return sitting_out
+        owners = (*self.slots.sequences.values(), *self.slots.pending)
+        return sitting_out | {owner.request_id for owner in owners if self._pace.sits_out(owner)}
+
+    def _stepped(self) -> None:
+        """One tick is one iteration."""
+        self._stepping = False
+        self._end_iteration()
+
+    def _rest(self) -> None:
+        super()._rest()
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        if self._pace is not None:
+            pace, self._pace = self._pace, None
+            pace.end(self.ctx.kv, self.stats.generation_tokens)

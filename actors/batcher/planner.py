@@ -1,0 +1,350 @@
+"""Planner: asks the scheduler what the next step holds, and turns its answer into the entries of forwards.
+
+The scheduler sees the KV memory through KVView, which answers with the arithmetic of the cache itself.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, replace
+
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
+from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
+from genbatch.actors.batcher.step import Planned, plan_beams, plan_tokens
+from genbatch.actors.scheduling.batching_type import forwards
+from genbatch.actors.scheduling.blocks import Blocks
+from genbatch.actors.scheduling.llm_request import LlmRequest, Phase, RequestList
+from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SchedulerOutput, normalize_output
+from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS, build_scheduler
+from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.kv.step_draft import Beginning
+
+
+class KVView:
+    """The `kv_cache_manager` of schedulers; implements KVResources.
+
+    Args:
+        kv: the bookkeeping.
+        held: prompts that take blocks for no request's sake alone.
+        limits: the budgets of a step.
+    """
+
+    def __init__(self, kv: KVCache, held: HeldPrompts, limits: StepLimits) -> None:
+        self._kv = kv
+        self._held = held
+        self._limits = limits
+        self._beginnings: dict[int, Beginning] = {}  # by request id, of those that may start
+        self._idle: list[int] = []  # slots of held prompts that can go
+        self._nothing = Blocks([0] * len(kv.groups))
+        self._all = Blocks(kv.num_blocks)
+
+    def prepare(self, waiting: Iterable[Slotted], beginning_of: Callable[[Slotted], Beginning]) -> None:
+        """Before each plan: what the waiting ones would start with, and which held prompts nobody waits for."""
+        self._beginnings = {}
+        wanted: set[int] = set()
+        for slotted in waiting:
+            beginning = self._beginnings[slotted.request_id] = beginning_of(slotted)
+            slotted.num_computed = beginning.length
+            if isinstance(slotted.donor, Slotted):
+                wanted.add(slotted.donor.request_id)
+        idle = [held.seq_id for held in self._held.droppable() if held.request_id not in wanted]
+        self._idle = [seq_id for seq_id in idle if seq_id is not None]
+
+    @property
+    def block_size(self) -> int:
+        """Positions in a block."""
+        return self._kv.block_size
+
+    @property
+    def num_blocks(self) -> Blocks:
+        """All blocks."""
+        return self._all
+
+    @property
+    def no_blocks(self) -> Blocks:
+        """None of any pool; needs of nothing are this very object."""
+        return self._nothing
+
+    @property
+    def free_blocks(self) -> Blocks:
+        """Blocks that can be handed out now, if held prompts that nobody waits for give way."""
+        free = Blocks(self._kv.free_blocks)
+        return free + Blocks(self._kv.held_only_by(self._idle)) if self._idle else free
+
+    def get_max_resource_count(self) -> Blocks:
+        """Blocks that requests may hold in all: those of configured prompts are never given back."""
+        pinned = [held.seq_id for held in self._held if held.pinned and held.seq_id is not None]
+        available = self._all
+        for seq_id in pinned:
+            available = available - Blocks(self._kv.blocks_held(seq_id))
+        return available
+
+    def get_needed_resource_to_completion(self, request: LlmRequest) -> Blocks:
+        """The most blocks the request holds on its way to its full length."""
+        available = self.get_max_resource_count()
+        alone = self._to_completion(request, 1)
+        if alone > available:
+            return alone
+        # What has room alone must not be told otherwise: then it runs alone, in smaller steps and sharing nothing.
+        return (self._to_completion(request, self._limits.max_batch_tokens) + _copies(request)).at_most(available)
+
+    def blocks_held(self, request: LlmRequest) -> Blocks:
+        """Blocks that become free if this request alone is released."""
+        slots = _slots(request)
+        return Blocks(self._kv.held_only_by(slots)) if slots else self._nothing
+
+    def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> Blocks:
+        """The most blocks to take until `num_tokens` more tokens of the request are computed."""
+        kv, length = self._kv, request.num_computed + num_tokens
+        chunk = min(num_tokens, self._limits.max_batch_tokens)
+        slots = _slots(request)
+        if not slots:
+            beginning = self._beginnings.get(request.request_id, Beginning(0, self._nothing.counts))
+            return Blocks(kv.still_to_take_from(beginning, length, chunk))
+        if all(kv.is_writable(seq_id, length) for seq_id in slots):
+            return self._nothing
+        needed = self._nothing
+        for seq_id in slots:
+            needed = needed + Blocks(kv.still_to_take(seq_id, length, chunk))
+        return needed
+
+    def longest(self, prompt_tokens: list[int], width: int, cap: int, *, shares: bool) -> int:
+        """The most tokens, prompt and output together, with which a sequence fits if it is alone; 0 if none do.
+
+        Args:
+            width: see LlmRequest.
+            cap: most that are asked for, at least 1.
+            shares: whether it may take over a configured prompt that it begins with.
+        """
+        available = self.get_max_resource_count()
+        pinned = self._held.pinned_prefix(prompt_tokens) if shares else 0
+        num_prompt = len(prompt_tokens)
+        # The most positions whose blocks are there, by bisection: they grow with each.
+        fits, too_many = 0, cap
+        if self._limits.cache_budget is not None:
+            too_many = min(cap, self._limits.cache_budget // width * self._kv.block_size + 1)
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self._most(num_prompt, middle, width, pinned, 1) <= available:
+                fits = middle
+            else:
+                too_many = middle
+        return fits + 1 if fits else 0  # the token drawn last is never evaluated
+
+    def _to_completion(self, request: LlmRequest, chunk: int) -> Blocks:
+        num_prompt, pinned = request.num_prompt_tokens, _num_pinned(request)
+        return self._most(num_prompt, request.max_positions, request.width, pinned, chunk)
+
+    def _most(self, num_prompt: int, num_positions: int, width: int, num_pinned: int, chunk: int) -> Blocks:
+        """The most blocks held on the way to `num_positions`, besides those of a configured prompt."""
+        kv = self._kv
+        most = kv.most_held(num_positions, chunk)
+        of_beam = kv.most_held(num_positions) if width > 1 else most
+        needed = []
+        for group, count, beam in zip(kv.groups, most, of_beam, strict=True):
+            if width > 1:
+                # Beams share the prompt's whole blocks. Those that share a last block each take a copy before the
+                # original goes: one more for every two.
+                common = min(num_prompt // kv.block_size, beam) if group.window is None else 0
+                count = max(count, common + (beam - common) * width + width // 2)
+            shared = num_pinned // kv.block_size if group.window is None else 0
+            needed.append(max(0, count - shared))
+        return Blocks(needed)
+
+
+def _slots(request: LlmRequest) -> list[int]:
+    """The slots that hold KV of the request."""
+    assert isinstance(request, Slotted)
+    if request.seq_id is None:
+        return []
+    return [request.seq_id, *request.beam_slots] if request.phase is Phase.DECODING else [request.seq_id]
+
+
+def _num_pinned(request: LlmRequest) -> int:
+    """Positions that it shares with a configured prompt for as long as it lives."""
+    held = request.held_donor if isinstance(request, Slotted) else None
+    return len(held.tokens) if held is not None and held.pinned else 0
+
+
+def _copies(request: LlmRequest) -> int:
+    """The block that a choice and the one whose prompt it shares both copy, while the original is still there."""
+    return int(isinstance(request, Sequence) and isinstance(request.donor, Sequence))
+
+
+log = logging.getLogger("genbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What of a plan fits.
+
+    Args:
+        plan: that part.
+        is_whole: whether it is all of it.
+    """
+
+    plan: SchedulerOutput
+    is_whole: bool
+
+
+class Planner:
+    """Knows all that could run; between two steps only.
+
+    Args:
+        options: name the scheduler and the budgets.
+        kv: from which steps take their blocks.
+        kv_view: what the scheduler may ask of the memory.
+        slots: the sequences that run and that wait.
+        held: prompts to share, which are evaluated like sequences.
+
+    Raises:
+        SchedulerError: the scheduler cannot be built.
+    """
+
+    def __init__(self, options: BatcherOptions, kv: KVCache, kv_view: KVView, slots: Slots, held: HeldPrompts) -> None:
+        self.scheduler = build_scheduler(options.scheduling, kv_view)
+        self._fallback: RequestScheduler | None = None
+        if options.scheduler not in STEP_ORDERS:
+            self._fallback = build_scheduler(replace(options.scheduling, scheduler="fifo"), kv_view)
+        self._has_failed = False  # the scheduler, when it was asked last
+        self._options = options
+        self._limits = options.scheduling.limits(kv.block_size)
+        self._kv = kv
+        self._kv_view = kv_view
+        self._slots = slots
+        self._held = held
+        self._is_whole = True  # whether all of the last plan fitted
+
+    def plan(self, inflight: Set[int]) -> SchedulerOutput:
+        """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked.
+
+        A scheduler of the user's that raises, or plans nothing although nothing else is under way, is passed over.
+
+        Args:
+            inflight: ids of those that are not to be planned.
+        """
+        active, ready = self._active()
+        if not active:
+            return SchedulerOutput([], [], [])
+        candidates = ready[: len(self._slots.seq_pool)]
+        self._kv_view.prepare(candidates, self._slots.beginning_of)
+        try:
+            if self._fallback is None:
+                return self._ask(self.scheduler, active, inflight)
+            try:
+                plan = self._ask(self.scheduler, active, inflight)
+                if not (inflight or plan.num_scheduled or plan.paused_requests or plan.never_fitting):
+                    raise SchedulerError(f"nothing is planned, and {len(active)} requests could run")
+            except Exception as error:  # whatever a user's scheduler raises
+                if not self._has_failed:
+                    name = type(self.scheduler).__name__
+                    log.error("the scheduler %s failed, fifo plans in its place: %r", name, error)
+                self._has_failed = True
+                return self._ask(self._fallback, active, inflight)
+            self._has_failed = False
+            return plan
+        finally:
+            for sequence in candidates:
+                sequence.num_computed = 0
+
+    def start(self, plan: SchedulerOutput) -> list[list[Planned]]:
+        """The forwards of what fits of a plan, each a list of entries; those newly picked take their slots."""
+        fitted = self._fit(plan)
+        while not fitted.is_whole:
+            held = self._to_drop(plan.context_requests)
+            if held is None:
+                break
+            self._slots.drop_held(held)
+            fitted = self._fit(plan)
+        self._is_whole = fitted.is_whole
+        parts = [self._lay_out(part) for part in forwards(self._options.batching_type, fitted.plan)]
+        return [part for part in parts if part]
+
+    def repeats(self, plan: SchedulerOutput) -> bool:
+        """Whether the plan is that all there is decodes, and would be so until something arrives or ends."""
+        return (
+            self._options.plans_repeat
+            and self._is_whole
+            and len(plan.generation_requests) == len(self._slots.sequences) == plan.num_scheduled
+            and not (self._slots.pending and self._slots.seq_pool)
+        )
+
+    def stuck(self) -> SchedulerOutput | None:
+        """The plan that goes on where nothing of the last one could be done; None if nobody could run at all.
+
+        The newest that runs is paused; one that runs alone, or waits while nobody runs, is refused.
+        """
+        active, _ = self._active()
+        running = [one for one in active if isinstance(one, Slotted) and one.seq_id is not None]
+        if len(running) > 1:
+            return SchedulerOutput([], [], [max(running, key=waiting_key)])
+        return SchedulerOutput([], [], [], never_fitting=active[:1]) if active else None
+
+    def _active(self) -> tuple[RequestList, list[Sequence]]:
+        """All that could run, and those of them that wait."""
+        ready = self._slots.ready()
+        return [*self._held.evaluating(), *self._slots.sequences.values(), *ready], ready
+
+    def _ask(self, scheduler: RequestScheduler, active: RequestList, inflight: Set[int]) -> SchedulerOutput:
+        return normalize_output(scheduler.schedule_request(active, inflight), active, inflight, self._limits)
+
+    # What fits
+
+    def _fit(self, plan: SchedulerOutput) -> Fitted:
+        draft = self._kv.draft()
+        free_slots = len(self._slots.seq_pool)
+        generation: RequestList = []
+        for owner in plan.generation_requests:
+            assert isinstance(owner, Sequence)
+            if draft.grow(_slots_to_decode(owner), owner.num_computed + 1):
+                generation.append(owner)
+        contexts: RequestList = []
+        chunk_sizes: dict[int, int] = {}
+        for owner in plan.context_requests:
+            assert isinstance(owner, Slotted)
+            wanted = plan.chunk_sizes[owner.request_id]
+            if owner.seq_id is not None:
+                start = owner.num_computed
+                size = min(wanted, draft.reach(owner.seq_id) - start)
+                fits = size > 0 and draft.grow([owner.seq_id], start + size)
+            else:
+                beginning = self._slots.beginning_of(owner)
+                size = min(wanted, len(owner.tokens) - beginning.length)
+                free_slots -= owner.width
+                reach = draft.reach_from(beginning) - beginning.length
+                if reach < size and not generation and not contexts:
+                    size = reach  # alone it goes in smaller steps; beside others it waits until there is more room
+                fits = free_slots >= 0 and size > 0 and draft.begin(beginning, beginning.length + size)
+            if fits:
+                contexts.append(owner)
+                chunk_sizes[owner.request_id] = size
+        fitted = SchedulerOutput(contexts, generation, [], chunk_sizes)
+        return Fitted(fitted, fitted.num_scheduled == plan.num_scheduled and chunk_sizes == plan.chunk_sizes)
+
+    def _to_drop(self, starting: RequestList) -> HeldPrompt | None:
+        """The held prompt to drop next: one that those about to start share only if there is no other."""
+        droppable = self._held.droppable()
+        wanted = {id(one.held_donor) for one in starting if isinstance(one, Slotted)}
+        return next((held for held in droppable if id(held) not in wanted), next(iter(droppable), None))
+
+    def _lay_out(self, plan: SchedulerOutput) -> list[Planned]:
+        chunks = []
+        for owner in plan.context_requests:
+            assert isinstance(owner, Slotted)
+            if isinstance(owner, Sequence) and owner.seq_id is None:
+                self._slots.admit(owner)
+            chunks.append(plan_tokens(owner, min(plan.chunk_sizes[owner.request_id], owner.context_remaining)))
+        decodes: list[Planned] = []
+        for owner in plan.generation_requests:
+            assert isinstance(owner, Sequence)
+            decodes += plan_beams(owner, owner.beams) if owner.beams is not None else [plan_tokens(owner, 1)]
+        return decodes + chunks
+
+
+def _slots_to_decode(sequence: Sequence) -> list[int]:
+    assert sequence.seq_id is not None
+    if sequence.beams is None:
+        return [sequence.seq_id]
+    slots = [sequence.seq_id, *sequence.beam_slots]
+    return [slots[beam.slot] for beam in sequence.beams.waiting]

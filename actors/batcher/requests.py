@@ -1,0 +1,431 @@
+"""A request, the sequences it becomes, and what each has generated.
+
+Request ── one a choice ── Sequence ── tokens drawn ── Output ── text, log-probs
+                              └ a Slotted, as is HeldPrompt: what takes a slot of the context
+"""
+
+from collections.abc import Callable, Collection, Hashable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import Tokenizer
+
+from genbatch.actors.batcher.beam_search import Beam
+from genbatch.actors.batcher.stats import TenantShare
+from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
+from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.nif.sampling.constraint import Constraint
+from genbatch.nif.sampling.sampler import Sampled, SamplerState
+from genbatch.nif.text.detokenizer import Detokenizer
+from genbatch.nif.text.stop_text import StopMatcher
+from genbatch.nif.text.tools import AnswerReader, Parts
+from genbatch.proto.messages import (
+    Choice,
+    FinishReason,
+    GenerateRequest,
+    Result,
+    Token,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+from genbatch.proto.validation import Grammar
+
+if TYPE_CHECKING:
+    from genbatch.actors.batcher.beam_search import BeamSearch
+
+
+class Keep:
+    """Made by the caller, filled by the Batcher, complete when the call is answered.
+
+    Keeping the prompt's logits means evaluating all of the prompt: nothing of it is then taken from a cache.
+
+    Args:
+        context: whether to keep the logits after every token of the prompt.
+        generation: whether to keep the logits that every generated token was chosen from.
+    """
+
+    def __init__(self, *, context: bool = False, generation: bool = False) -> None:
+        self.context = context
+        self.generation = generation
+        self._context: dict[int, torch.Tensor] = {}  # by position
+        self._generation: dict[int, list[torch.Tensor]] = {}  # by choice or beam
+
+    def add_context(self, first: int, rows: torch.Tensor) -> None:
+        """Books the logits [n, vocab_size] after positions first, first + 1, …; those of a repeat replace them."""
+        self._context.update(enumerate(rows, first))
+
+    def add_generation(self, choice: int, row: torch.Tensor) -> None:
+        """Books the logits [vocab_size] that the choice's next token was chosen from."""
+        self._generation.setdefault(choice, []).append(row)
+
+    def set_generation(self, choice: int, rows: list[torch.Tensor]) -> None:
+        """Books all of a beam's rows at once: which beam it is shows at the end."""
+        self._generation[choice] = rows
+
+    def context_logits(self) -> torch.Tensor | None:
+        """[num_prompt_tokens, vocab_size] float32 on the CPU; None if nothing was kept."""
+        return torch.stack([self._context[position] for position in sorted(self._context)]) if self._context else None
+
+    def generation_logits(self, choice: int = 0) -> torch.Tensor | None:
+        """[num_generated, vocab_size] float32 on the CPU; None if nothing was kept."""
+        rows = self._generation.get(choice)
+        return torch.stack(rows) if rows else None
+
+    def last_generation_row(self) -> torch.Tensor | None:
+        """The newest row of the first choice, [vocab_size]."""
+        rows = self._generation.get(0)
+        return rows[-1] if rows else None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slotted(LlmRequest):
+    """A unit of scheduling with tokens, which holds a slot while it is being evaluated.
+
+    Args:
+        tokens: prompt and generated token ids; position i of the KV cache belongs to tokens[i].
+        seq_id: the slot, None while it waits.
+        donor: whose beginning this one shares once that is evaluated; None when nothing is shared.
+        num_shared: how many positions it shares of the donor.
+        beam_slots: the further slots of a beam search, one a beam after the first.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    seq_id: int | None = None
+    donor: "Slotted | None" = None
+    num_shared: int = 0
+    beam_slots: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)  # of its tokens, as far as the prefix cache was asked
+
+    @property
+    def held_donor(self) -> "HeldPrompt | None":
+        """The held prompt whose beginning it shares, itself or through another choice of its request."""
+        donor = self.donor
+        while donor is not None and not isinstance(donor, HeldPrompt):
+            donor = donor.donor
+        return donor if donor is not None and donor.seq_id is not None else None
+
+    @property
+    def donor_ready(self) -> bool:
+        """Whether the shared positions can be taken now."""
+        donor = self.donor
+        return donor is not None and donor.seq_id is not None and donor.num_computed >= self.num_shared
+
+    @property
+    def waits_for_donor(self) -> bool:
+        """Whether evaluating what it shares would be work done twice."""
+        donor = self.donor
+        return donor is not None and donor.phase is not Phase.FINISHED and not self.donor_ready
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HeldPrompt(Slotted):
+    """A system prompt whose KV stays, so that each request that starts with it evaluates only its own tokens."""
+
+    key: bytes = b""  # whose requests may share it
+    last_used: float = 0.0  # seconds on the event loop's clock
+    pinned: bool = False  # configured, not noticed: never dropped to make room
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of it is evaluated."""
+        return self.seq_id is not None and self.num_computed == len(self.tokens)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence(Slotted):
+    """One generation of a request: the request's only one, or one of its `n`."""
+
+    request: "Request"
+    output: "Output"
+    sampler: SamplerState
+    choice: int = 0
+    cache_key: bytes = b""  # keeps tenants' reusable blocks apart
+    scores_prompt: bool = False  # its prompt's log-probs or logits are wanted, so every prompt token is evaluated
+    last_token_at: float | None = None  # seconds on the event loop's clock
+    ended: bool = False  # no more tokens are booked, though a step under way may still compute one
+    raised: bool = False  # at its last token the caller's function did
+    beams: "BeamSearch | None" = None  # a search over several continuations instead of one draw after another
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """What became final beside the text: thinking, and pieces of calls."""
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+_NOTHING = Apart()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an output that is more than text is read.
+
+    Args:
+        reader: makes the reader of one answer.
+        shown: special tokens that are the format's marks.
+    """
+
+    reader: Callable[[], AnswerReader]
+    shown: frozenset[int]
+
+
+class Output:
+    """Turns drawn tokens into text that never splits a code point nor shows a part of a stop string.
+
+    Args:
+        tokenizer: the backend that decodes.
+        prompt_tokens: what the output continues.
+        stop: strings that end the output and are not part of it.
+        stop_ids: token ids that end the output; their text is not part of it.
+        max_tokens: tokens after which the output ends with "length".
+        min_tokens: tokens before which no stop string ends it.
+        echo: what to put in front of the text.
+        wants_logprobs: whether to keep each token's log-prob.
+        keep_stop: whether the stop string that ended the output is part of the text.
+        reading: how calls and thinking are told apart; None where all of it is text.
+    """
+
+    __slots__ = ("_arguments", "_calls", "_detokenizer", "_echo", "_keep_stop", "_max_tokens", "_min_tokens", "_reader",
+                 "_reading", "_reasoning", "_stop", "_stop_ids", "_wants_logprobs", "apart", "finish_reason",
+                 "logprobs", "text_parts", "token_ids")  # fmt: skip
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_tokens: ListOf[int],
+        *,
+        stop: ListOf[str],
+        stop_ids: Collection[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+        echo: str = "",
+        wants_logprobs: bool = False,
+        keep_stop: bool = False,
+        reading: Reading | None = None,
+    ) -> None:
+        self._arguments = (tokenizer, prompt_tokens, stop)
+        self._reading = reading
+        shown = reading.shown if reading is not None else frozenset()
+        self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
+        self._reader = reading.reader() if reading is not None else None
+        self._reasoning: list[str] = []
+        self._calls: list[list[str]] = []  # id, name and the pieces of the arguments
+        self._keep_stop = keep_stop
+        self._stop = StopMatcher(stop, keep=keep_stop)
+        self.apart = _NOTHING  # what the last token made final beside its text
+        self._stop_ids = stop_ids
+        self._max_tokens = max_tokens
+        self._min_tokens = min_tokens
+        self._echo = echo
+        self._wants_logprobs = wants_logprobs
+        self.token_ids: list[int] = []
+        self.text_parts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+
+    def blank(self) -> "Output":
+        """An output of the same kind with nothing in it yet: each beam has its own."""
+        tokenizer, prompt_tokens, stop = self._arguments
+        return Output(
+            tokenizer,
+            prompt_tokens,
+            stop=stop,
+            stop_ids=self._stop_ids,
+            max_tokens=self._max_tokens,
+            echo=self._echo,
+            wants_logprobs=self._wants_logprobs,
+            keep_stop=self._keep_stop,
+            reading=self._reading,
+        )
+
+    def push(self, drawn: Sampled) -> str:
+        """Takes the next token; returns the text that became final and sets `finish_reason` when it was the last."""
+        token_id = drawn.token_id
+        self.token_ids.append(token_id)
+        if self._wants_logprobs:
+            assert drawn.logprob is not None, "log-probs were asked for and not computed"
+            self.logprobs.append(TokenLogprob(token_id=token_id, logprob=drawn.logprob, top=dict(drawn.top)))
+        ended = token_id in self._stop_ids
+        piece, stopped = ("", False) if ended else self._match(self._detokenizer.push(token_id))
+        if ended or stopped:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason and not stopped:
+            piece += self._flush()
+        if self._reader is not None:
+            piece = self._take_apart(self._reader, piece)
+        if len(self.token_ids) == 1:
+            piece = self._echo + piece
+        self.text_parts.append(piece)
+        return piece
+
+    def _match(self, text: str) -> tuple[str, bool]:
+        return self._stop.push(text, may_end=len(self.token_ids) >= self._min_tokens)
+
+    def _take_apart(self, reader: AnswerReader, piece: str) -> str:
+        """The text in a piece; the rest of it is in `apart`."""
+        found = [reader.push(piece)]
+        if self.finish_reason is not None:
+            found.append(reader.finish())
+        self._keep(found)
+        return "".join(parts.text for parts in found)
+
+    def _keep(self, found: ListOf[Parts]) -> None:
+        reasoning = "".join(parts.reasoning for parts in found)
+        pieces = [piece for parts in found for piece in parts.calls]
+        if reasoning:
+            self._reasoning.append(reasoning)
+        for piece in pieces:
+            if piece.id is not None:
+                self._calls.append([piece.id, piece.name or ""])
+            self._calls[piece.index].append(piece.arguments)
+        self.apart = _NOTHING
+        if reasoning or pieces:
+            deltas = tuple(
+                ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
+                for piece in pieces
+            )
+            self.apart = Apart(reasoning, deltas)
+
+    def _flush(self) -> str:
+        """The text held back so far; the end may settle that a stop string was complete in it."""
+        tail, stopped = self._match(self._detokenizer.flush())
+        if not stopped:
+            tail += self._stop.flush()
+        if self._stop.stopped:
+            self.finish_reason = "stop"
+        return tail
+
+    def choice(self, finish_reason: FinishReason) -> Choice:
+        """What was generated, as the caller gets it.
+
+        Args:
+            finish_reason: why it ends here, if no token of its own has ended it: what was held back is text now.
+        """
+        if self.finish_reason is None:
+            rest = self._flush() if self.token_ids else self._echo
+            if self._reader is not None:
+                found = [self._reader.push(rest), self._reader.finish()]
+                self._keep(found)
+                rest = "".join(parts.text for parts in found)
+            self.text_parts.append(rest)
+        reason = self.finish_reason or finish_reason
+        return Choice(
+            text="".join(self.text_parts),
+            token_ids=self.token_ids,
+            finish_reason="tool_calls" if self._calls and reason == "stop" else reason,
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(
+                ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, *pieces in self._calls
+            ),
+            logprobs=self.logprobs if self._wants_logprobs else None,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A caller's request from its acceptance to its single reply.
+
+    Args:
+        wanted: the validated message.
+        from_: whom to reply to.
+        monitor: tells when the caller is gone.
+        on_token: called once per token, must not block; None when only the whole is wanted.
+        tag, beam_width, keep: see Generate.
+        request_id: its name in logs and spans.
+        number: which one it is of those that this Batcher accepted, from 1.
+        grammar: what its answers must match.
+        accepted_at, started_at, first_token_at, expires_at: seconds on the event loop's clock.
+    """
+
+    wanted: GenerateRequest
+    from_: "From[Any]"
+    monitor: Monitor
+    on_token: Callable[[Token], None] | None
+    client: str
+    accepted_at: float
+    tag: Hashable = None
+    beam_width: int = 1
+    keep: Keep | None = None
+    grammar: Grammar | None = None
+    constraints: list[Constraint] = field(default_factory=list)  # one a sequence; empty without a grammar
+    prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
+    first_message: list[int] = field(default_factory=list)  # see Prompt
+    echo: str = ""  # see Prompt
+    expires_at: float | None = None
+    request_id: str = ""
+    number: int = 0
+    started_at: float | None = None
+    first_token_at: float | None = None
+    share: TenantShare | None = None  # its tenant's counters, once it is accepted
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    abandoned: FinishReason | None = None  # why nobody waits any more; acted on at the next tick
+    replied: bool = False
+
+    @property
+    def account(self) -> str:
+        """Who is charged for it: its tenant, else the client that sent it."""
+        return self.wanted.tenant or self.client
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that all of its sequences have drawn."""
+        return sum([sequence.num_generated for sequence in self.sequences])
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """Books a sequence's end; returns whether it was the request's last."""
+        if sequence.beams is not None:
+            self._finish_beams(sequence, sequence.beams.best(), reason)
+            return True
+        self.choices[sequence.choice] = sequence.output.choice(reason)
+        return len(self.choices) == len(self.sequences)
+
+    def _finish_beams(self, sequence: Sequence, beams: list[Beam], reason: FinishReason) -> None:
+        for index, beam in enumerate(beams):
+            output = sequence.output.blank()
+            for token_id, logprob in zip(beam.tokens, beam.logprobs, strict=True):
+                output.push(Sampled(token_id, logprob))
+            # A beam that ended by itself says how; the others share the reason for which the search was cut short.
+            self.choices[index] = output.choice(reason)
+            if self.keep is not None:
+                self.keep.set_generation(index, beam.logits)
+
+    def result(self) -> Result:
+        """The reply: the first choice, and all of them when several were asked for."""
+        choices = tuple(self.choices[index] for index in sorted(self.choices))
+        first = choices[0]
+        return Result(
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            usage=Usage(
+                prompt_tokens=len(self.prompt_tokens),
+                completion_tokens=sum(len(choice.token_ids) for choice in choices),
+                cached_tokens=self.cached_tokens,
+            ),
+            logprobs=first.logprobs,
+            reasoning=first.reasoning,
+            tool_calls=first.tool_calls,
+            prompt_logprobs=self.prompt_logprobs,
+            choices=choices if len(choices) > 1 else (),
+        )
+
+    def reply(self) -> None:
+        """Sends the result to the caller."""
+        self.replied = True
+        reply(self.from_, self.result())
+
+    def fail(self, error: Exception) -> None:
+        """Sends the error that ended the request to the caller."""
+        self.replied = True
+        reply_error(self.from_, error)

@@ -1,0 +1,498 @@
+"""Slots: which sequence holds which slot of the context, who waits for one, in what turn, and what each starts from.
+
+FairShare says whose turn it is, HeldPrompts whose beginning can be shared, and Swap where a paused sequence's KV is.
+"""
+
+import heapq
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as ListOf
+from typing import TypeVar
+
+import torch
+import trio
+
+from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
+from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.nif.context import Context
+from genbatch.nif.errors import OptionError
+from genbatch.nif.kv.offload import HostBlockStore
+from genbatch.nif.kv.step_draft import Beginning
+
+# A generated token costs a forward of its own, a prompt token only a share of one (the paper's weights).
+PROMPT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+# Clients that are away and still have a counter; the least served ones lose nothing by being forgotten.
+MAX_AWAY = 1024
+
+T = TypeVar("T")
+
+
+class FairShare:
+    """The counters of all clients with requests at work, and of some that are away."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._requests: dict[str, int] = {}  # of the clients at work
+        self._last_left = 0.0  # counter of the client that left last
+
+    def served(self, client: str) -> float:
+        """Weighted tokens that were booked for a client."""
+        return self._served.get(client, 0.0)
+
+    def enter(self, client: str) -> None:
+        """Books that one of the client's requests is at work."""
+        if client not in self._requests:
+            least = min((self._served[other] for other in self._requests), default=self._last_left)
+            self._served[client] = max(self.served(client), least)
+        self._requests[client] = self._requests.get(client, 0) + 1
+
+    def charge(self, client: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Books what a client has had."""
+        self._served[client] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
+
+    def leave(self, client: str, *, output_tokens: int) -> None:
+        """Books the end of one of the client's requests, and what it generated."""
+        self.charge(client, output_tokens=output_tokens)
+        self._requests[client] -= 1
+        if not self._requests[client]:
+            del self._requests[client]
+            self._last_left = self._served[client]
+            self._forget_some()
+
+    def in_turn(
+        self,
+        waiting: ListOf[T],
+        client_of: Callable[[T], str],
+        prompt_tokens_of: Callable[[T], int],
+        running_output: Mapping[str, int],
+    ) -> list[T]:
+        """The waiting ones in the order in which they should be served.
+
+        Args:
+            waiting: in the order in which one client's own requests are served.
+            client_of: whose one is.
+            prompt_tokens_of: what serving it is charged at once, so that a client's second comes after others' first.
+            running_output: tokens that requests at work have generated and that are not booked yet, by client.
+        """
+        lines: dict[str, deque[T]] = {}
+        for one in waiting:
+            lines.setdefault(client_of(one), deque()).append(one)
+        if len(lines) < 2:
+            return list(waiting)
+        heap = [
+            (self.served(client) + OUTPUT_WEIGHT * running_output.get(client, 0), place, client)
+            for place, client in enumerate(lines)
+        ]
+        heapq.heapify(heap)
+        order: list[T] = []
+        while heap:
+            served, place, client = heap[0]
+            one = lines[client].popleft()
+            order.append(one)
+            if lines[client]:
+                heapq.heapreplace(heap, (served + PROMPT_WEIGHT * prompt_tokens_of(one), place, client))
+            else:
+                heapq.heappop(heap)
+        return order
+
+    def _forget_some(self) -> None:
+        away = [client for client in self._served if client not in self._requests]
+        if len(away) > 2 * MAX_AWAY:
+            away.sort(key=self.served)
+            for client in away[:MAX_AWAY]:
+                del self._served[client]
+
+
+GIB = 2**30
+
+
+class SwapFault(Exception):
+    """Copying KV between the pool and the host failed; what the context holds is not known any more."""
+
+
+class Swap:
+    """Decides between two steps who is swapped; copies at the beginning of the next step, on the model's thread.
+
+    Block ids may be handed to others as soon as a sequence is paused, but they are written by a step at the
+    earliest, and every step copies first.
+
+    Args:
+        context: whose sequences.
+        space: GiB of host memory; 0 swaps nobody.
+
+    Raises:
+        OptionError: `space` is negative or not a number.
+    """
+
+    def __init__(self, context: Context, space: float) -> None:
+        if not space >= 0:
+            raise OptionError("cpu_offload_space", f"must be at least 0, not {space}")
+        self._context = context
+        self._store = HostBlockStore(int(space * GIB), pinned=space > 0 and context.model.device.type == "cuda")
+        self._copies: list[Callable[[], None]] = []
+        self._reserved = 0  # bytes that copies not yet made will take
+        self._lengths: dict[int, int] = {}  # by request id, positions kept
+
+    def length(self, request_id: int) -> int:
+        """Positions kept of a paused sequence; 0 if it was not swapped."""
+        return self._lengths.get(request_id, 0)
+
+    @property
+    def bytes_used(self) -> int:
+        """Host memory in use."""
+        return self._store.bytes_used + self._reserved
+
+    def out(self, request_id: int, seq_id: int) -> bool:
+        """Keeps what a sequence holds; False when there is no room for it. The caller then frees the sequence."""
+        tokens, blocks = self._context.kv.export(seq_id)
+        runner, block_size = self._context.runner, self._context.kv.block_size
+        size = sum(len(ids) * runner.bytes_per_block(group, block_size) for group, ids in enumerate(blocks))
+        if not tokens or self.bytes_used + size > self._store.max_bytes:
+            return False
+
+        def copy() -> None:
+            content = [runner.read_blocks(group, ids) for group, ids in enumerate(blocks)]
+            kept = self._store.put(request_id, content)
+            assert kept, "room was reserved"
+            self._reserved -= size
+
+        self._reserved += size
+        self._lengths[request_id] = len(tokens)
+        self._copies.append(copy)
+        return True
+
+    def back(self, request_id: int, seq_id: int, tokens: ListOf[int], key: bytes) -> int:
+        """Gives an empty sequence what was kept of it; returns how many positions.
+
+        Raises:
+            OutOfBlocks: the pool has no room; it stays kept.
+        """
+        length = self._lengths[request_id]
+        blocks = self._context.kv.import_(seq_id, tokens[:length], key)
+
+        def copy() -> None:
+            content: list[torch.Tensor] = self._store.take(request_id)
+            for group, (ids, tensor) in enumerate(zip(blocks, content, strict=True)):
+                self._context.runner.write_blocks(group, ids, tensor)
+
+        self._copies.append(copy)
+        del self._lengths[request_id]
+        return length
+
+    def forget(self, request_id: int) -> None:
+        """Drops what was kept of a sequence that ended while it waited."""
+        if self._lengths.pop(request_id, None) is not None:
+            self._copies.append(lambda: _drop(self._store, request_id))
+
+    def take_copies(self) -> list[Callable[[], None]]:
+        """What the next step has to run first, in this order."""
+        copies, self._copies = self._copies, []
+        return copies
+
+
+def run_copies(copies: ListOf[Callable[[], None]]) -> None:
+    """Makes the copies.
+
+    Raises:
+        SwapFault: one failed.
+    """
+    try:
+        for copy in copies:
+            copy()
+    except Exception as error:
+        raise SwapFault(str(error)) from error
+
+
+def _drop(store: HostBlockStore, request_id: int) -> None:
+    store.drop(request_id)
+
+
+# First messages remembered until a second request brings the same one.
+MAX_SEEN = 256
+
+
+class HeldPrompts:
+    """Which prompts are held, which were seen once, and who makes room for whom.
+
+    Args:
+        slots: the context's sequence ids that are set aside for held prompts.
+        min_tokens: shorter prefixes are not worth a slot.
+    """
+
+    def __init__(self, slots: ListOf[int], min_tokens: int) -> None:
+        self._free_slots = list(slots)
+        self._min_tokens = min_tokens
+        self._held: list[HeldPrompt] = []
+        self._seen: OrderedDict[tuple[bytes, tuple[int, ...]], None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[HeldPrompt]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def find(self, tokens: ListOf[int], key: bytes | None) -> HeldPrompt | None:
+        """The longest held prompt that these tokens start with, for this owner or configured for all.
+
+        Args:
+            key: whose; None: only configured ones.
+        """
+        found: HeldPrompt | None = None
+        for held in self._held:
+            size = len(held.tokens)
+            # At least one token stays to be evaluated: its logits give the first token.
+            if size >= len(tokens) or (found and size <= len(found.tokens)):
+                continue
+            if (held.pinned or held.key == key) and tokens[:size] == held.tokens:
+                found = held
+        return found
+
+    def pinned_prefix(self, tokens: ListOf[int]) -> int:
+        """How many positions a prompt shares with a configured one."""
+        held = self.find(tokens, None)
+        return len(held.tokens) if held is not None else 0
+
+    def notice(self, prefix: ListOf[int], key: bytes) -> bool:
+        """Books that a request starts with `prefix`; whether it is now worth holding (the second sighting)."""
+        if len(prefix) < self._min_tokens:
+            return False
+        sighting = (key, tuple(prefix))
+        if sighting in self._seen:
+            del self._seen[sighting]
+            return True
+        self._seen[sighting] = None
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def take_slot(self) -> int | None:
+        """A free slot to fill; None when every one is taken."""
+        return self._free_slots.pop() if self._free_slots else None
+
+    def return_slot(self, slot: int) -> None:
+        """Gives back what `take_slot` gave, empty again."""
+        self._free_slots.append(slot)
+
+    def adopt(self, held: HeldPrompt, slot: int) -> None:
+        """Holds a prompt that is evaluated already, in a slot that `take_slot` gave."""
+        held.seq_id = slot
+        held.num_computed = len(held.tokens)
+        held.move(Phase.PREFILLING)
+        self._held.append(held)
+
+    def hold(self, held: HeldPrompt) -> bool:
+        """Gives a prompt a slot; False when every slot is taken."""
+        if not self._free_slots:
+            return False
+        held.seq_id = self._free_slots.pop()
+        held.move(Phase.PREFILLING)
+        self._held.append(held)
+        return True
+
+    def droppable(self) -> list[HeldPrompt]:
+        """Those that may go to make room, the least recently used first: not configured ones, nor unfinished ones."""
+        return sorted([held for held in self._held if held.ready and not held.pinned], key=lambda held: held.last_used)
+
+    def least_recent(self, besides: HeldPrompt | None = None) -> HeldPrompt | None:
+        """The one to go first."""
+        return next((held for held in self.droppable() if held is not besides), None)
+
+    def drop(self, held: HeldPrompt) -> int:
+        """Takes a prompt out; returns the slot whose blocks the caller now frees."""
+        assert held.seq_id is not None
+        self._held.remove(held)
+        slot, held.seq_id = held.seq_id, None
+        held.move(Phase.FINISHED)
+        self._free_slots.append(slot)
+        return slot
+
+    def evaluating(self) -> list[HeldPrompt]:
+        """Those that still need a forward."""
+        return [held for held in self._held if not held.ready]
+
+
+class Slots:
+    """Moves sequences between the waiting list and the context's slots; between two steps only.
+
+    Args:
+        ctx: whose slots 0 .. n_parallel - 1 these are.
+        held: prompts that sequences may share.
+        swap: where paused sequences may leave their KV.
+        fair: whose turn it is among clients; None: all wait in one line.
+        n_parallel: how many slots there are.
+        journal: where starts and pauses are booked.
+        now: the time that decides.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        held: HeldPrompts,
+        swap: Swap,
+        fair: FairShare | None,
+        n_parallel: int,
+        journal: Journal,
+        now: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self.pending: list[Sequence] = []  # by turn, then priority, then arrival
+        self._fair = fair
+        self.sequences: dict[int, Sequence] = {}  # by slot, longest admitted first
+        self.seq_pool = set(range(n_parallel))  # free slots
+        self._ctx = ctx
+        self._held = held
+        self._swap = swap
+        self._n_parallel = n_parallel
+        self._journal = journal
+        self._now = now
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Lets a sequence wait in its turn."""
+        insort(self.pending, sequence, key=waiting_key)
+
+    def ready(self) -> list[Sequence]:
+        """The waiting sequences that a plan may start, in turn."""
+        ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_donor]
+        if len(self.sequences) + len(self.seq_pool) < self._n_parallel or any(s.width > 1 for s in ready):
+            return self._with_slots(ready)
+        return ready
+
+    def beginning_of(self, sequence: Slotted) -> Beginning:
+        """What a waiting sequence would start with if it were admitted now, and what that takes."""
+        assert isinstance(sequence, Sequence)
+        kv = self._ctx.kv
+        swapped = self._swap.length(sequence.request_id)
+        if swapped:
+            return kv.beginning_from_host(swapped)
+        donor, num_shared = self._sharing(sequence)
+        return kv.beginning(
+            sequence.tokens,
+            sequence.cache_key,
+            sequence.block_names,
+            source=None if donor is None else donor.seq_id,
+            num_shared=num_shared,
+            finds=not sequence.scores_prompt,
+        )
+
+    def admit(self, sequence: Sequence) -> None:
+        """Moves a waiting sequence into a slot, with whatever is already evaluated of its beginning."""
+        self.pending.remove(sequence)
+        seq_id = min(self.seq_pool)
+        self.seq_pool.remove(seq_id)
+        self.sequences[seq_id] = sequence
+        sequence.seq_id = seq_id
+        sequence.beam_slots = sorted(self.seq_pool)[: sequence.width - 1]
+        self.seq_pool.difference_update(sequence.beam_slots)
+        sequence.move(Phase.PREFILLING)
+        if self._swap.length(sequence.request_id):
+            tokens, key = sequence.tokens, sequence.cache_key
+            sequence.num_computed = self._swap.back(sequence.request_id, seq_id, tokens, key)
+            return
+        donor, num_shared = self._sharing(sequence)
+        if donor is not None:
+            assert donor.seq_id is not None
+            self._ctx.seq_cp(donor.seq_id, seq_id, 0, num_shared)
+            sequence.num_computed = num_shared
+            if isinstance(donor, HeldPrompt):
+                donor.last_used = self._now()
+        if not sequence.scores_prompt:
+            sequence.num_computed = self._ctx.attach_prefix(seq_id, sequence.tokens, sequence.cache_key)
+        if sequence.num_pauses == 0:
+            if self._fair is not None:
+                self._fair.charge(_account(sequence), prompt_tokens=_charge(sequence))
+            self._journal.stats.shared_tokens += num_shared
+            self._journal.stats.reused_tokens += sequence.num_computed - num_shared
+            if sequence.choice == 0:
+                sequence.request.cached_tokens = sequence.num_computed
+            self._journal.admitted(sequence)
+
+    def pause(self, owner: LlmRequest) -> None:
+        """Takes a sequence's blocks; it waits in its old turn and evaluates all its tokens again."""
+        if isinstance(owner, HeldPrompt):
+            self.drop_held(owner)
+            return
+        assert isinstance(owner, Sequence) and owner.seq_id is not None
+        swapped = False
+        if owner.beams is not None:
+            owner.beams.restart()
+            owner.num_generated = 0
+        else:
+            swapped = self._swap.out(owner.request_id, owner.seq_id)
+            if swapped:
+                owner.donor = None  # it comes back whole: a plan must find room for all of it
+        self._free(owner)
+        owner.pause()
+        self._journal.paused(owner, swapped=swapped)
+        self.enqueue(owner)
+
+    def release(self, sequence: Sequence) -> None:
+        """Ends a sequence, whether it waits or runs."""
+        if sequence.seq_id is not None:
+            self._free(sequence)
+        else:
+            self.pending.remove(sequence)
+            self._swap.forget(sequence.request_id)
+        sequence.move(Phase.FINISHED)
+
+    def drop_held(self, held: HeldPrompt) -> None:
+        """Frees a held prompt's blocks."""
+        self._ctx.seq_rm(self._held.drop(held))
+
+    def _in_turn(self) -> list[Sequence]:
+        """Who waits, paused ones first: they have paid for their prompt, and their callers have begun to read."""
+        if self._fair is None or len(self.pending) < 2:
+            return self.pending
+        paused = [sequence for sequence in self.pending if sequence.num_pauses]
+        fresh = [sequence for sequence in self.pending if not sequence.num_pauses]
+        at_work: dict[str, int] = {}
+        for sequence in (*self.sequences.values(), *paused):
+            account = sequence.request.account
+            at_work[account] = at_work.get(account, 0) + sequence.num_generated
+        return paused + self._fair.in_turn(fresh, _account, _charge, at_work)
+
+    def _with_slots(self, ready: list[Sequence]) -> list[Sequence]:
+        """The waiting sequences that find a slot for each beam; nobody overtakes one that does not."""
+        free = len(self.seq_pool)
+        for index, sequence in enumerate(ready):
+            free -= sequence.width
+            if free < 0:
+                return ready[:index]
+        return ready
+
+    def _sharing(self, sequence: Sequence) -> tuple[Slotted | None, int]:
+        """Whose beginning it takes over, and how many positions of it; none where there is nothing to take over."""
+        sharer: Slotted = sequence
+        while sharer.donor is not None:
+            donor, num_shared = sharer.donor, sharer.num_shared
+            # A sliding window may have moved past what is to be shared.
+            ready = donor.seq_id is not None and donor.num_computed >= num_shared
+            if ready and donor.seq_id is not None and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared:
+                return donor, num_shared
+            sharer = donor  # the choice whose prompt it would share is gone; what that one shared may still be there
+        return None, 0
+
+    def _free(self, sequence: Sequence) -> None:
+        seq_id = sequence.seq_id
+        assert seq_id is not None
+        for slot in (seq_id, *sequence.beam_slots):
+            self._ctx.seq_rm(slot)
+            self.seq_pool.add(slot)
+        del self.sequences[seq_id]
+        sequence.seq_id = None
+        sequence.beam_slots = []
+
+
+def waiting_key(sequence: LlmRequest) -> tuple[float, int, int]:
+    """The order of the waiting list."""
+    return sequence.waiting_key
+
+
+def _account(sequence: Sequence) -> str:
+    return sequence.request.account
+
+
+def _charge(sequence: Sequence) -> int:
+    """Prompt tokens that serving it costs; a request's further sequences share the first one's prompt."""
+    return 0 if sequence.choice else sequence.num_prompt_tokens

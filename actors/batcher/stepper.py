@@ -1,0 +1,520 @@
+"""Stepper: evaluates the forwards of a tick on the model's thread and books what they gave.
+
+    stepper.begin([[entry, ...], ...], repeats=False)
+    ...                                                # each message that it sent comes back through `take`
+    if stepper.take(message): ...                      # all of them have ended
+
+RunAhead lets decode steps follow one another while there is nothing to decide. StepFaults finds whose fault a step
+that failed is. StepCommit books positions, tokens, text and ends.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import outcome
+import torch
+import trio
+
+from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.open_requests import OpenRequests
+from genbatch.actors.batcher.report import StallWatch
+from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
+from genbatch.actors.batcher.slots import Slots, Swap, SwapFault, run_copies, waiting_key
+from genbatch.actors.batcher.step import Evaluated, Planned, evaluate
+from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.nif.context import Context
+from genbatch.nif.decode_run import DecodeRun
+from genbatch.nif.errors import DeviceFault, OutOfBlocks
+from genbatch.nif.overlapped_run import OverlappedRun
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
+from genbatch.proto.messages import Token
+
+# Most steps of a run: then a plan is made all the same.
+MAX_STEPS = 64
+
+Drawn: TypeAlias = list[Sampled | SampleFault]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A step of a run has ended, and the next one has begun."""
+
+    run: "RunAhead"
+    drawn: Drawn
+
+
+class RunAhead:
+    """One run. `evaluate` is for the model's thread, everything else for the event loop's.
+
+    Args:
+        batch: an entry of one token for each sequence that runs; every one of them draws.
+        max_steps: most steps, see `steps_ahead`.
+        tell: called on the model's thread with each step but the last.
+    """
+
+    def __init__(self, batch: list[Planned], max_steps: int, tell: Callable[[Decoded], None]) -> None:
+        self.batch = batch
+        self._max_steps = max_steps
+        self._tell = tell
+        # Each is written by one thread and read by the other; what is read too old costs or saves one step.
+        self._stopping = False
+        self._booked = 0
+
+    def stop(self) -> None:
+        """Asks for a plan: the run ends with the step that is under way, or has begun after it by then."""
+        self._stopping = True
+
+    def booked(self) -> None:
+        """One more step's tokens are handed out."""
+        self._booked += 1
+
+    def evaluate(self, context: Context, copies: list[Callable[[], None]]) -> Drawn | None:
+        """Runs to the end and returns what the last step drew; None if that was told already.
+
+        Raises:
+            DeviceFault: the device failed, and the context with it.
+            Exception: what the first step raised; it left no trace.
+        """
+        run_copies(copies)
+        samplers = [planned.owner.sampler for planned in self.batch if isinstance(planned.owner, Sequence)]
+        run = context.decode_run([planned.entry for planned in self.batch], samplers, max_steps=self._max_steps)
+        try:
+            return self._decode(run, samplers)
+        finally:
+            run.close()
+
+    def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState]) -> Drawn | None:
+        steps, ends = 0, False
+        while True:
+            try:
+                drawn = run.step(ahead=not ends)
+            except DeviceFault:
+                raise
+            except Exception:
+                if steps == 0:
+                    raise
+                return None  # the next plan meets the same and has the means to deal with it
+            steps += 1
+            whole = True
+            for sampler, draw in zip(samplers, drawn, strict=True):
+                if isinstance(draw, Sampled):
+                    sampler.accept(draw.token_id)
+                    whole = whole and not sampler.is_slow
+                else:
+                    whole = False
+            ends = ends or self._stopping or self._booked < steps - 1
+            if not whole or steps == self._max_steps or (ends and not run.is_ahead):
+                return drawn
+            self._tell(Decoded(self, drawn))
+
+
+def steps_ahead(batch: list[Planned]) -> int:
+    """How many steps may follow one another without a plan: until a sequence reaches the most it may generate.
+
+    1 if the batch holds anything but plain decodes.
+    """
+    most = MAX_STEPS
+    for planned in batch:
+        owner = planned.owner
+        if not isinstance(owner, Sequence) or not planned.draws or len(planned.entry.tokens) != 1:
+            return 1
+        if owner.beams is not None or owner.sampler.constraint is not None:
+            return 1  # beams choose together; what a constraint allows may still be being worked out
+        if owner.request.keep is not None and owner.request.keep.generation:
+            return 1
+        most = min(most, owner.max_new_tokens - owner.num_generated)
+    return max(1, most)
+
+
+# Requests that may fail one after another, each alone in its step, before the engine is to blame.
+MAX_LONE_FAULTS = 3
+
+
+class EngineFault(Exception):
+    """No request can be blamed for steps that fail: the engine must be started anew."""
+
+
+class StepFaults:
+    """The faults of a tick, and the memory of those before."""
+
+    def __init__(self) -> None:
+        self._alone: list[tuple[Planned, Exception]] = []
+        self._went_through = False  # a part, since the first fault of this tick
+        self._is_short = False  # of memory, and has been told to free what it can
+        self._lone_faults = 0
+
+    def parts(self, batch: list[Planned], error: BaseException) -> list[list[Planned]]:
+        """What to try in the place of a batch that failed; nothing where it stands alone.
+
+        Raises:
+            EngineFault: the error shows that the engine cannot go on.
+        """
+        if not isinstance(error, Exception) or isinstance(error, SwapFault):
+            raise EngineFault(f"the engine cannot go on after {error!r}") from error
+        if is_out_of_memory(error):
+            if self._is_short:
+                raise EngineFault(f"half a step is out of memory, too: {error}") from error
+            self._is_short = True
+            return _halves(batch) if len(batch) > 1 else [batch]
+        if len(batch) > 1:
+            return _halves(batch)
+        self._alone.append((batch[0], error))
+        return []
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether `free_memory` is to run before the parts."""
+        return self._is_short
+
+    def succeeded(self) -> None:
+        """A batch or a part has been evaluated."""
+        self._went_through = True
+        self._lone_faults = 0
+
+    def verdict(self) -> list[tuple[Planned, Exception]]:
+        """The tick is over: who fails, and why.
+
+        Raises:
+            EngineFault: nobody's step succeeds.
+        """
+        alone, self._alone = self._alone, []
+        went_through, self._went_through, self._is_short = self._went_through, False, False
+        if not alone or went_through:
+            return alone
+        self._lone_faults += 1
+        owners = {id(p.owner.request) if isinstance(p.owner, Sequence) else id(p.owner) for p, _ in alone}
+        if len(owners) > 1 or self._lone_faults >= MAX_LONE_FAULTS:
+            error = alone[0][1]
+            raise EngineFault(f"no request's step succeeds: {error}") from error
+        return alone
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is the machine's or the device's memory that does not suffice."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def free_memory() -> None:
+    """Gives back what is held in reserve; for the model's thread."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _halves(batch: list[Planned]) -> list[list[Planned]]:
+    half = len(batch) // 2
+    return [batch[:half], batch[half:]]
+
+
+class StepCommit:
+    """Turns what was evaluated into what callers see; between two steps only.
+
+    Args:
+        ctx: where beams take over one another's KV.
+        requests: whose tokens these are, and who ends with them.
+        journal: where tokens are booked.
+    """
+
+    def __init__(self, ctx: Context, requests: OpenRequests, journal: Journal) -> None:
+        self._ctx = ctx
+        self._requests = requests
+        self._journal = journal
+
+    def book(self, planned: Planned, evaluated: Evaluated) -> None:
+        """Books what a step gave: positions, the token drawn, its text, and the end if it was the last."""
+        owner = planned.owner
+        if owner.seq_id is None:
+            return  # its request has just ended through another of its sequences
+        if isinstance(owner, Sequence) and owner.beams is not None and owner.phase is Phase.DECODING:
+            self._draw_beam(owner, planned.entry.seq_id, evaluated)
+            return
+        owner.num_computed += len(planned.entry.tokens)
+        if not isinstance(owner, Sequence):
+            self._journal.stats.prefilled_tokens += len(planned.entry.tokens)
+            return
+        request = owner.request
+        if owner.phase is Phase.PREFILLING:
+            # The token drawn last before a pause is decoded, not prefilled.
+            decoded = planned.draws and owner.num_generated > 0
+            self._journal.stats.prefilled_tokens += len(planned.entry.tokens) - decoded
+        if evaluated.prompt_logprobs:
+            assert request.prompt_logprobs is not None
+            # A prompt that was paused is scored again: the same numbers take the same places.
+            first = planned.entry.n_past + 1
+            request.prompt_logprobs[first : first + len(evaluated.prompt_logprobs)] = evaluated.prompt_logprobs
+        if request.keep is not None and request.keep.context and evaluated.rows is not None:
+            first = planned.entry.n_past + len(planned.entry.tokens) - len(evaluated.rows)
+            request.keep.add_context(first, evaluated.rows[: max(0, owner.num_prompt_tokens - first)])
+        drawn = evaluated.drawn
+        if owner.beams is not None and drawn is not None:
+            self._draw_beam(owner, planned.entry.seq_id, evaluated)
+        elif isinstance(drawn, SampleFault):
+            self._requests.fail(request, _refusal(request, drawn))
+        elif drawn is not None and request.abandoned is None:
+            if request.keep is not None and request.keep.generation and evaluated.rows is not None:
+                request.keep.add_generation(owner.choice, evaluated.rows[-1])
+            self._accept(owner, drawn)
+
+    def book_decodes(self, batch: list[Planned], drawn: list[Sampled | SampleFault]) -> None:
+        """Books one step of a run, in which every sequence decoded one token."""
+        for planned, draw in zip(batch, drawn, strict=True):
+            sequence = planned.owner
+            assert isinstance(sequence, Sequence)
+            if sequence.ended:
+                continue  # computed in vain: its end was found after this step had begun
+            sequence.num_computed += 1
+            if isinstance(draw, SampleFault):
+                self._requests.fail(sequence.request, _refusal(sequence.request, draw))
+            elif sequence.request.abandoned is None:
+                self._accept(sequence, draw)
+
+    def _draw_beam(self, sequence: Sequence, slot: int, evaluated: Evaluated) -> None:
+        """Books one beam's candidates; after the last beam's, the best ones go on, each with its parent's KV."""
+        beams, request, drawn = sequence.beams, sequence.request, evaluated.drawn
+        assert beams is not None and sequence.seq_id is not None
+        if not isinstance(drawn, Sampled):
+            assert drawn is not None, "a beam that draws nothing"
+            self._requests.fail(request, _refusal(request, drawn))
+            return
+        slots = [sequence.seq_id, *sequence.beam_slots]
+        keeps = request.keep is not None and request.keep.generation and evaluated.rows is not None
+        row = evaluated.rows[-1] if keeps and evaluated.rows is not None else None
+        if request.abandoned is not None or not beams.draw(slots.index(slot), drawn.top, row):
+            return
+        self._count_token(sequence, len(beams.running))
+        if beams.advance():
+            self._requests.finish(sequence, "stop" if beams.ended_by_stop else "length")
+            return
+        for source, target in beams.moves:
+            self._ctx.seq_rm(slots[target])
+            self._ctx.seq_cp(slots[source], slots[target])
+
+    def _count_token(self, sequence: Sequence, num_tokens: int = 1) -> None:
+        if sequence.phase is Phase.PREFILLING:
+            sequence.move(Phase.DECODING)
+        elif sequence.beams is not None:
+            sequence.num_computed += 1  # all beams' last tokens are evaluated by now
+        sequence.num_generated += 1
+        self._journal.generated(sequence, num_tokens)
+
+    def _accept(self, sequence: Sequence, drawn: Sampled) -> None:
+        request = sequence.request
+        index = sequence.num_generated
+        self._count_token(sequence)
+        sequence.tokens.append(drawn.token_id)
+        text = sequence.output.push(drawn)
+        if request.on_token is not None:
+            apart = sequence.output.apart
+            try:
+                request.on_token(
+                    Token(
+                        text=text,
+                        token_id=drawn.token_id,
+                        index=index,
+                        logprob=drawn.logprob,
+                        choice=sequence.choice,
+                        top=dict(drawn.top),
+                        reasoning=apart.reasoning,
+                        tool_calls=apart.tool_calls,
+                    )
+                )
+            except Exception as error:  # the caller's own function: its fault ends its request only
+                sequence.raised = True
+                self._requests.fail(request, EngineError(f"on_token raised {error!r}"))
+                return
+        if sequence.output.finish_reason is not None:
+            self._requests.finish(sequence, sequence.output.finish_reason)
+
+
+def _refusal(request: Request, fault: SampleFault) -> GenbatchError:
+    """The error of a request whose next token could not be chosen."""
+    if not fault.by_request:
+        return EngineError(fault.reason)
+    return InvalidRequest(request.grammar.field if request.grammar is not None else None, fault.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A forward has ended on the model's thread."""
+
+    batch: list[Planned]
+    result: outcome.Outcome[list[Evaluated]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """A run has ended on the model's thread: with its last step's draws, or None if those were told before."""
+
+    run: RunAhead
+    result: outcome.Outcome[Drawn | None]
+
+
+StepMessage = Stepped | Decoded | RunEnded
+
+
+class Stepper:
+    """Has the context to itself from `begin` until `take` says that all has ended.
+
+    Args:
+        worker: the model's thread.
+        ctx: evaluates.
+        swap: KV to be copied before a step.
+        slots, requests: for what a step that failed takes away.
+        commit, journal, watch: where steps are booked.
+        send: brings a message back to the actor that owns this.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: Worker,
+        ctx: Context,
+        swap: Swap,
+        slots: Slots,
+        requests: OpenRequests,
+        commit: StepCommit,
+        journal: Journal,
+        watch: StallWatch,
+        send: Callable[[StepMessage], None],
+    ) -> None:
+        self._worker = worker
+        self._ctx = ctx
+        self._swap = swap
+        self._slots = slots
+        self._requests = requests
+        self._commit = commit
+        self._journal = journal
+        self._watch = watch
+        self._send = send
+        self._groups: deque[list[Planned]] = deque()  # what is left to evaluate
+        self._began = 0.0  # seconds on the event loop's clock, of the step under way
+        self._run: RunAhead | None = None
+        self._faults = StepFaults()
+
+    def begin(self, groups: list[list[Planned]], *, repeats: bool) -> None:
+        """Evaluates the groups one after another.
+
+        Args:
+            repeats: whether the same plan may be carried out again and again, so that steps need not wait for one.
+        """
+        self._groups.extend(groups)
+        steps = steps_ahead(groups[0]) if repeats and len(groups) == 1 else 1
+        if steps > 1:
+            self._run_ahead(self._groups.popleft(), steps)
+        else:
+            self._step()
+
+    def take(self, message: StepMessage) -> bool:
+        """Books what the model's thread has done; returns whether nothing is under way any more."""
+        match message:
+            case Decoded(run, drawn):
+                self._decoded(run, drawn)
+                return False
+            case Stepped(batch, result):
+                return self._stepped(batch, result)
+            case RunEnded(run, result):
+                return self._run_ended(run, result)
+
+    def hurry(self) -> None:
+        """There is something to decide: a run ends with the step under way."""
+        if self._run is not None:
+            self._run.stop()
+
+    # Single steps
+
+    def _step(self) -> None:
+        batch = self._groups.popleft()
+        self._began = trio.current_time()
+        self._worker.submit(
+            self.evaluate,
+            batch,
+            [*([free_memory] if self._faults.frees_memory else []), *self._swap.take_copies()],
+            on_done=lambda result: self._send(Stepped(batch, result)),
+        )
+
+    def evaluate(self, batch: list[Planned], copies: list[Callable[[], None]]) -> list[Evaluated]:
+        """One forward; runs on the model's thread."""
+        run_copies(copies)
+        return evaluate(self._ctx, batch)
+
+    def _stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
+        now = trio.current_time()
+        if isinstance(result, outcome.Error):
+            self._split(batch, result.error)
+        else:
+            self._watch.restart(now)
+            self._faults.succeeded()
+            self._journal.stepped(batch, now - self._began)
+            for planned, evaluated in zip(batch, result.unwrap(), strict=True):
+                self._commit.book(planned, evaluated)
+        while self._groups:
+            self._groups[0] = [planned for planned in self._groups[0] if planned.owner.seq_id is not None]
+            if self._groups[0]:
+                self._step()
+                return False
+            self._groups.popleft()
+        self._blame()
+        return True
+
+    def _split(self, batch: list[Planned], error: BaseException) -> None:
+        """A step failed and left no trace: its parts are tried, until what is at fault stands alone."""
+        if isinstance(error, DeviceFault):
+            raise EngineFault(f"the engine cannot go on after {error!r}") from error
+        if isinstance(error, OutOfBlocks) and len(self._slots.sequences) > 1:
+            # The newest gives way, as a plan would have it; the rest is planned anew.
+            self._groups.clear()
+            self._slots.pause(max(self._slots.sequences.values(), key=waiting_key))
+            return
+        self._groups.extendleft(reversed(self._faults.parts(batch, error)))
+
+    def _blame(self) -> None:
+        """Ends those whose steps failed alone while others' went through."""
+        for planned, error in self._faults.verdict():
+            owner = planned.owner
+            if owner.seq_id is None:
+                continue  # its request has just failed through another of its sequences
+            if isinstance(owner, HeldPrompt):
+                self._slots.drop_held(owner)
+            elif isinstance(owner, Sequence):
+                self._requests.fail(owner.request, EngineError(f"the step failed: {error}"))
+
+    # Runs
+
+    def _run_ahead(self, batch: list[Planned], steps: int) -> None:
+        """Lets the model's thread decode step after step."""
+        self._began = trio.current_time()
+        self._run = run = RunAhead(batch, steps, lambda decoded: self._worker.tell(self._send, decoded))
+        self._requests.defer()
+        self._worker.submit(
+            run.evaluate,
+            self._ctx,
+            self._swap.take_copies(),
+            on_done=lambda result: self._send(RunEnded(run, result)),
+        )
+
+    def _decoded(self, run: RunAhead, drawn: Drawn) -> None:
+        """Books a step of a run, while its next step is under way."""
+        now = trio.current_time()
+        self._watch.restart(now)
+        self._journal.stepped(run.batch, now - self._began)
+        self._began = now
+        self._commit.book_decodes(run.batch, drawn)
+        if self._requests.overdue():
+            run.stop()
+        run.booked()
+
+    def _run_ended(self, run: RunAhead, result: "outcome.Outcome[Drawn | None]") -> bool:
+        self._run = None
+        if isinstance(result, outcome.Error):  # its first step's: nothing of it was told
+            self._requests.settle()
+            return self._stepped(run.batch, result)
+        drawn = result.unwrap()
+        if drawn is not None:
+            self._decoded(run, drawn)
+        self._requests.settle()
+        return True

@@ -1,1 +1,0 @@
-"""The Batcher: the actor that owns the context and serves every caller."""

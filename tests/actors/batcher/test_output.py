@@ -1,0 +1,104 @@
+"""Output: text that never shows a part of a stop string, and why it ended."""
+
+from collections.abc import Sequence
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from genbatch.actors.batcher.requests import Output
+from genbatch.nif.sampling.sampler import Sampled
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture
+def bytewise() -> Tokenizer:
+    """One token a byte."""
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(ALPHABET)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def run(tokenizer: Tokenizer, text: str, *, stop: Sequence[str] = (), max_tokens: int = 99, echo: str = "") -> Output:
+    ids = tokenizer.encode(text).ids
+    output = Output(tokenizer, [], stop=stop, stop_ids=frozenset(), max_tokens=max_tokens, echo=echo)
+    for token_id in ids:
+        output.push(Sampled(token_id))
+        if output.finish_reason:
+            break
+    return output
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "reason"),
+    [
+        ("hello world", ["o w"], "hell", "stop"),
+        ("hello world", ["xyz"], "hello world", "length"),
+        ("abcd", ["bcde", "bc"], "a", "stop"),  # the longer one stays possible until the end
+        ("häuser", ["us"], "hä", "stop"),
+        ("ab", ["b"], "a", "stop"),  # completed by the very last token
+    ],
+)
+def test_the_text_ends_before_the_first_stop_string(
+    bytewise: Tokenizer, text: str, stop: list[str], shown: str, reason: str
+) -> None:
+    output = run(bytewise, text, stop=stop, max_tokens=len(text.encode()))
+    assert "".join(output.text_parts) == shown
+    assert output.finish_reason == reason
+
+
+def test_an_end_in_mid_character_shows_what_decode_shows(bytewise: Tokenizer) -> None:
+    output = run(bytewise, "aé", max_tokens=2)
+    assert "".join(output.text_parts) == bytewise.decode(output.token_ids) == "a\ufffd"
+
+
+def test_echo_comes_first_and_once(bytewise: Tokenizer) -> None:
+    output = run(bytewise, "bc", max_tokens=2, echo="a")
+    assert output.text_parts == ["ab", "c"]
+    assert output.choice("length").text == "abc"
+
+
+def test_a_stop_id_ends_it_and_shows_nothing(bytewise: Tokenizer) -> None:
+    [a, b] = bytewise.encode("ab").ids
+    output = Output(bytewise, [], stop=[], stop_ids={b}, max_tokens=9)
+    assert output.push(Sampled(a)) == "a"
+    assert output.push(Sampled(b)) == ""
+    assert output.finish_reason == "stop"
+    assert output.token_ids == [a, b]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown", "reason"),
+    [(0, "a", "stop"), (3, "a", "stop"), (4, "abcab", "stop"), (6, "abcab", "stop"), (7, "abcabc", "length")],
+)
+def test_a_stop_string_that_is_complete_before_min_tokens_is_text(
+    bytewise: Tokenizer, min_tokens: int, shown: str, reason: str
+) -> None:
+    """A first one, of tokens 2 and 3, and a second one, of the last two; none of both where more is the least."""
+    stop = ["bc"] if min_tokens <= 3 else ["c"]
+    ids = bytewise.encode("abcabc").ids
+    output = Output(bytewise, [], stop=stop, stop_ids=frozenset(), max_tokens=6, min_tokens=min_tokens)
+    for token_id in ids:
+        output.push(Sampled(token_id))
+        if output.finish_reason:
+            break
+    assert ("".join(output.text_parts), output.finish_reason) == (shown, reason)
+    assert len(output.token_ids) >= min(min_tokens, 6)
+
+
+def test_what_is_held_back_is_text_once_the_output_is_cut_short(bytewise: Tokenizer) -> None:
+    """Half of a stop string, or of a character: neither will come to its end."""
+    output = run(bytewise, "aST", stop=["STOP"])
+    assert output.text_parts == ["a", "", ""]
+    assert (output.choice("deadline").text, output.choice("deadline").finish_reason) == ("aST", "deadline")
+    halved = Output(bytewise, [], stop=[], stop_ids=frozenset(), max_tokens=9)
+    for token_id in bytewise.encode("aé").ids[:2]:
+        halved.push(Sampled(token_id))
+    assert halved.choice("deadline").text == "a\ufffd"
+    undecided = run(bytewise, "abc", stop=["bcde", "bc"])  # the shorter one is complete, the longer one will not be
+    assert (undecided.choice("deadline").text, undecided.choice("deadline").finish_reason) == ("a", "stop")
+
+
+def test_an_output_cut_before_its_first_token_is_its_echo(bytewise: Tokenizer) -> None:
+    assert run(bytewise, "", echo="asked").choice("deadline").text == "asked"

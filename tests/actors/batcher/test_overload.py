@@ -1,0 +1,233 @@
+"""The Batcher when more is asked than it can give: turns among clients, priorities that age, hopeless deadlines."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import OWN_QUEUE, BatcherOptions
+from genbatch.actors.runtime.actor import ActorRef, start
+from genbatch.nif.context import Context
+from genbatch.nif.models.model import Model
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
+from genbatch.proto.messages import GenerateRequest, Result
+
+TinyModel = Callable[[str], Model]
+
+
+class Served:
+    """A Batcher of one slot, and the order in which its requests ended."""
+
+    def __init__(self, actor: Batcher, ref: ActorRef) -> None:
+        self.actor = actor
+        self.ref = ref
+        self.order: list[str] = []
+        self.results: dict[str, Result] = {}
+
+    async def ask(self, name: str, client: str = "", **params: Any) -> None:
+        request = GenerateRequest(**{"token_ids": [5, 6, 7], "max_tokens": 2, "ignore_eos": True, **params})
+        self.results[name] = await self.ref.call(Generate(request, client=client), timeout=None)
+        self.order.append(name)
+
+
+@pytest.fixture
+def served(tiny_model: TinyModel, nursery: trio.Nursery) -> Callable[..., Any]:
+    model = tiny_model("llama")
+
+    async def made(**options: Any) -> Served:
+        chosen = BatcherOptions(**{"n_parallel": 1, "batch_timeout": 1e6, "batch_size": 99, **options})
+
+        def open_context() -> Context:
+            return Context(model, TorchRunner(model), n_ctx=64, n_parallel=1, n_held=4, block_size=4, n_batch=32)
+
+        actor = Batcher(open_context, chosen)
+        return Served(actor, await start(nursery, actor, name="batcher"))
+
+    return made
+
+
+async def ask_all(served: Served, asked: list[dict[str, Any]]) -> list[str]:
+    async with trio.open_nursery() as nursery:
+        for params in asked:
+            nursery.start_soon(lambda params=params: served.ask(**params))
+            await wait_all_tasks_blocked()
+    await served.ref.stop()
+    return served.order
+
+
+@pytest.mark.trio
+async def test_a_client_with_one_request_does_not_wait_behind_anothers_four(served: Callable[..., Any]) -> None:
+    asked = [{"name": f"a{number}", "client": "a"} for number in range(4)] + [{"name": "b0", "client": "b"}]
+    options: dict[str, Any] = {"max_client_open": 9, "batch_size": len(asked)}  # nobody is served before all have asked
+    assert await ask_all(await served(**options), asked) == ["a0", "b0", "a1", "a2", "a3"]
+    assert await ask_all(await served(**options, fair_share=False), asked) == ["a0", "a1", "a2", "a3", "b0"]
+
+
+@pytest.mark.trio
+async def test_the_tenant_is_charged_and_not_the_connection(served: Callable[..., Any]) -> None:
+    asked = [{"name": f"a{number}", "client": f"c{number}", "tenant": "a"} for number in range(3)]
+    asked.append({"name": "b0", "client": "c9", "tenant": "b"})
+    assert await ask_all(await served(max_client_open=9, batch_size=len(asked)), asked) == ["a0", "b0", "a1", "a2"]
+
+
+@pytest.mark.trio
+async def test_a_priority_is_worth_so_much_waiting_and_no_more(
+    served: Callable[..., Any], mock_clock: MockClock
+) -> None:
+    bench = await served(priority_ageing_s=10.0)
+    async with trio.open_nursery() as nursery:
+        for name, priority, later_s in (("first", 0, 0), ("urgent", -1, 8), ("too late", -1, 4)):
+            mock_clock.jump(later_s)
+            nursery.start_soon(lambda name=name, priority=priority: bench.ask(name, priority=priority))
+            await wait_all_tasks_blocked()
+        mock_clock.jump(1e6)
+    await bench.ref.stop()
+    assert bench.order == ["urgent", "first", "too late"]
+
+
+@pytest.mark.trio
+async def test_without_ageing_a_priority_is_refused(served: Callable[..., Any]) -> None:
+    bench = await served()
+    with pytest.raises(InvalidRequest) as refused:
+        await bench.ask("one", priority=-1)
+    assert refused.value.field == "priority"
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+async def test_the_queue_of_clients_is_four_a_slot_and_the_programs_own_longer(served: Callable[..., Any]) -> None:
+    bench = await served()
+    with pytest.raises(QueueFull):
+        await bench.ask("n", client="a", n=6)  # one slot, four places
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: bench.ask("n", n=6))
+        await wait_all_tasks_blocked()
+        assert len(bench.actor.slots.pending) == 6
+        nursery.cancel_scope.cancel()
+    assert BatcherOptions().admission("").max_queue == OWN_QUEUE
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+async def test_beside_others_a_client_has_no_more_than_its_share_open(served: Callable[..., Any]) -> None:
+    bench = await served()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bench.ask, "b0", "b")
+        for number in range(2):
+            nursery.start_soon(bench.ask, f"a{number}", "a")
+        await wait_all_tasks_blocked()
+        with pytest.raises(QueueFull, match="this client") as refused:
+            await bench.ask("a2", "a")
+        assert refused.value.retry_after_ms is not None
+        nursery.cancel_scope.cancel()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+async def test_a_clients_request_without_a_deadline_has_the_default_one(
+    served: Callable[..., Any], mock_clock: MockClock
+) -> None:
+    bench = await served(default_deadline_s=7.0, batch_timeout=10_000.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bench.ask, "client", "a")
+        nursery.start_soon(bench.ask, "own")
+        await wait_all_tasks_blocked()
+        mock_clock.jump(10.0)
+    await bench.ref.stop()
+    assert bench.results["client"].finish_reason == "deadline"
+    assert bench.results["own"].finish_reason == "length"
+
+
+@pytest.mark.trio
+async def test_a_hopeless_deadline_is_refused_before_anything_is_spent(served: Callable[..., Any]) -> None:
+    bench = await served()
+    bench.actor.stats.service.append(100.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bench.ask, "waiting")
+        await wait_all_tasks_blocked()
+        with pytest.raises(DeadlineExceeded, match="the wait is about"):
+            await bench.ask("hopeless", client="a", deadline_s=5.0)
+        nursery.cancel_scope.cancel()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+async def test_a_clients_share_of_the_queue_counts_all_its_waiting_sequences(served: Callable[..., Any]) -> None:
+    """Those of one request are as many as its answers, and what another client has waiting is not counted."""
+    bench = await served(max_queue=20, max_client_queue_share=0.5, max_client_open=99)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: bench.ask("other", client="b", n=4))
+        nursery.start_soon(lambda: bench.ask("mine", client="a", n=8))
+        await wait_all_tasks_blocked()
+        assert bench.actor.requests.waiting_of() == bench.actor.requests.open_of() == {"a": 8, "b": 4}
+        with pytest.raises(QueueFull, match="8 of this client's requests are waiting, 10 may"):
+            await bench.ask("more", client="a", n=4)
+        nursery.start_soon(lambda: bench.ask("fits", client="a", n=3))
+        await wait_all_tasks_blocked()
+        assert bench.actor.requests.waiting_of()["a"] == 11
+        nursery.cancel_scope.cancel()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+async def test_what_is_with_the_tokenizer_counts_in_sequences(served: Callable[..., Any]) -> None:
+    """Eight answers are eight that wait, be their prompt long or short."""
+    bench = await served(max_queue=10)
+    prompts = {"short": "a b", "long": "a " * INLINE_PROMPT_CHARS}
+    async with trio.open_nursery() as nursery:
+        # Jobs of the tokenizer's thread come one after another: the first keeps the others waiting.
+        gate = threading.Event()
+        bench.actor._tokenizing.submit(gate.wait, on_done=lambda _: None)
+        nursery.start_soon(lambda: bench.ask("first", client="a", prompt=prompts["long"], token_ids=None, n=8))
+        await wait_all_tasks_blocked()
+        try:
+            assert bench.actor.requests.waiting_of() == {"a": 8}
+            for kind, prompt in prompts.items():
+                with pytest.raises(QueueFull, match="8 requests are waiting, 10 may"):
+                    await bench.ask(kind, client="a", prompt=prompt, token_ids=None, n=8)
+        finally:
+            gate.set()
+        nursery.cancel_scope.cancel()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("away", ["in the window", "at the tokenizer"])
+async def test_an_idle_batchers_request_waits_no_longer_than_its_deadline(
+    served: Callable[..., Any], mock_clock: MockClock, away: str
+) -> None:
+    """There is no step that would look for it."""
+    bench = await served()
+    gate = threading.Event()
+    bench.actor._tokenizing.submit(gate.wait, on_done=lambda _: None)
+    long = {"prompt": "a " * INLINE_PROMPT_CHARS, "token_ids": None} if away == "at the tokenizer" else {}
+    ends: dict[float, float] = {}  # deadline and end
+
+    async def ask(deadline_s: float) -> None:
+        with suppress(DeadlineExceeded):  # nothing of it was begun
+            await bench.ask("any", deadline_s=deadline_s, **long)
+            assert bench.results["any"].finish_reason == "deadline"
+        ends[deadline_s] = trio.current_time()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            began = trio.current_time()
+            deadlines = (3.0, 0.25, 7.0) if long else (0.25,)  # the window is a thousand seconds
+            for deadline_s in deadlines:
+                nursery.start_soon(ask, deadline_s)
+            await wait_all_tasks_blocked()
+            for at in (0.2, 0.26, 2.9, 3.1, 6.9, 7.1):
+                mock_clock.jump(began + at - trio.current_time())
+                await wait_all_tasks_blocked()
+                assert set(ends) == {deadline_s for deadline_s in deadlines if deadline_s < at}
+    finally:
+        gate.set()
+    await bench.ref.stop()

@@ -1,0 +1,221 @@
+"""The Batcher's calls beside Generate: text, models, health, and its end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from genbatch.actors.batcher import arrivals
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
+from genbatch.actors.batcher.calls import INLINE_TOKEN_IDS
+from genbatch.actors.batcher.messages import Detokenize, Drain, GetHealth, GetModels, SaveSession, Tokenize
+from genbatch.nif.models.model import Model
+from genbatch.proto.errors import InvalidRequest, Unavailable
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    Drained,
+    Health,
+    Message,
+    ModelCard,
+    Models,
+    Result,
+    Text,
+    Token,
+    TokenIds,
+    TokenizeRequest,
+)
+from tests.actors.batcher.test_batcher import Bench, batcher
+
+TinyModel = Callable[[str], Model]
+pytestmark = pytest.mark.trio
+
+
+async def tokenize(bench: Bench, request: TokenizeRequest) -> list[int]:
+    reply = await bench.ref.call(Tokenize(request))
+    assert isinstance(reply, TokenIds)
+    return reply.token_ids
+
+
+async def test_tokenize_gives_what_generate_evaluates(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        ids = await tokenize(bench, TokenizeRequest(prompt="The capital"))
+        bare = await tokenize(bench, TokenizeRequest(prompt="The capital", add_special_tokens=False))
+        result = await bench.generate(prompt="The capital", max_tokens=1)
+        chat = await tokenize(bench, TokenizeRequest(messages=[Message(role="user", content="Hi")]))
+        asked = await bench.generate(messages=[Message(role="user", content="Hi")], max_tokens=1)
+        assert result.usage.prompt_tokens == len(ids)
+        assert asked.usage.prompt_tokens == len(chat)
+        assert ids[-len(bare) :] == bare
+        assert await tokenize(bench, TokenizeRequest(prompt="", add_special_tokens=False)) == []
+        assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=bare))) == Text(text="The capital")
+
+
+async def test_long_texts_are_tokenized_off_the_event_loop_with_the_same_result(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        text = "word " * (INLINE_PROMPT_CHARS // 4)
+        ids = await tokenize(bench, TokenizeRequest(prompt=text, add_special_tokens=False))
+        assert ids == tiny_model("llama").tokenizer.encode(text, add_special_tokens=False)
+        assert len(ids) > INLINE_TOKEN_IDS
+        assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=ids))) == Text(text=text)
+
+
+async def test_a_text_whose_caller_has_left_is_not_read(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_model("llama").tokenizer
+    read: list[str] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **rest: read.append(text[:5]) or encode(text, **rest))
+    async with batcher(tiny_model("llama")) as bench:
+        gate = threading.Event()
+        bench.actor._tokenizing.submit(gate.wait, on_done=lambda _: None)
+        async with trio.open_nursery() as callers:
+            for _ in range(3):
+                callers.start_soon(tokenize, bench, TokenizeRequest(prompt="left " * INLINE_PROMPT_CHARS))
+            await wait_all_tasks_blocked()
+            callers.cancel_scope.cancel()
+        gate.set()
+        assert await tokenize(bench, TokenizeRequest(prompt="there" * INLINE_PROMPT_CHARS))
+    assert read == ["there"]
+
+
+async def test_nothing_long_is_tokenized_on_the_event_loop(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What conversations share is found by rendering several of them, and an echo by decoding the prompt."""
+    tokenizer = tiny_model("llama").tokenizer
+    inline: dict[str, int] = {}  # characters or tokens that this thread read at once
+
+    def watched(name: str) -> None:
+        whole = getattr(tokenizer, name)
+
+        def method(first: Any, *rest: Any, **named: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                size = sum(len(turn["content"]) for turn in first) if name == "apply_chat_template" else len(first)
+                inline[name] = inline.get(name, 0) + size
+            return whole(first, *rest, **named)
+
+        monkeypatch.setattr(tokenizer, name, method)
+
+    for name in ("encode", "apply_chat_template", "decode"):
+        watched(name)
+    monkeypatch.setattr(arrivals, "INLINE_PROMPT_CHARS", 100)
+    async with batcher(tiny_model("llama"), n_ctx=512) as bench:
+        for number in range(3):
+            inline.clear()
+            system = Message(role="system", content=f"be kind, {number} times")
+            chat = [system, Message(role="user", content="Hi")]
+            await bench.generate(messages=chat, max_tokens=1)
+            await bench.generate(messages=[*chat, *chat[1:]], max_tokens=1)
+            await bench.generate(token_ids=[5, 6] * 50, max_tokens=1, echo=True)
+            await bench.ref.call(SaveSession(TokenizeRequest(messages=chat * 9)), timeout=None)
+            assert all(size <= 100 for size in inline.values()), inline
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (Tokenize(TokenizeRequest()), "prompt"),
+        (Tokenize(TokenizeRequest(prompt="a", messages=[])), "prompt"),
+        (Tokenize(TokenizeRequest(messages=[])), "messages"),
+        (Tokenize(TokenizeRequest(prompt=5)), "prompt"),  # type: ignore[arg-type]
+        (Tokenize(TokenizeRequest(prompt="\ud800")), "prompt"),
+        (Tokenize(TokenizeRequest(messages=[Message(role="", content="")])), "messages[0].role"),
+        (Detokenize(DetokenizeRequest(token_ids=[1, -1])), "token_ids[1]"),
+        (Detokenize(DetokenizeRequest(token_ids=[2**40])), "token_ids[0]"),
+    ],
+    ids=repr,
+)
+async def test_bad_text_calls_are_refused_by_name(
+    tiny_model: TinyModel, message: Tokenize | Detokenize, field: str
+) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        with pytest.raises(InvalidRequest) as info:
+            await bench.ref.call(message)
+        assert info.value.field == field
+
+
+async def test_the_model_is_described(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama")
+    async with batcher(model, n_ctx=48) as bench:
+        card = ModelCard(
+            id=model.name,
+            n_ctx=48,
+            n_parallel=4,
+            vocab_size=model.vocab_size,
+            dtype="float32",
+            quantize="none",
+            runner="torch",
+            device="cpu",
+        )
+        assert await bench.ref.call(GetModels()) == Models(models=(card,))
+
+
+async def test_health_tells_a_stuck_engine_from_an_idle_one(tiny_model: TinyModel, mock_clock: MockClock) -> None:
+    async with batcher(tiny_model("llama"), stall_s=5.0) as bench:
+        mock_clock.jump(100)
+        idle = await bench.ref.call(GetHealth())
+        assert (idle.status, idle.stalled_s) == ("ready", 0.0)
+        bench.actor._stepping = True  # a step that does not end
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: bench.generate(prompt="x"))
+            await wait_all_tasks_blocked()
+            mock_clock.jump(4)
+            busy = await bench.ref.call(GetHealth())
+            assert busy == Health(status="ready", steps=0, requests_running=0, requests_waiting=1, stalled_s=4.0)
+            mock_clock.jump(2)
+            assert (await bench.ref.call(GetHealth())).status == "stuck"
+            nursery.cancel_scope.cancel()
+        await wait_all_tasks_blocked()
+        bench.actor._stepping = False
+        bench.actor.requests.end_abandoned()
+
+
+async def test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        results: list[Result] = []
+        drained: list[Drained] = []
+        seen: list[str] = []
+
+        async def ask() -> None:
+            results.append(await bench.generate(on_token, prompt="a", max_tokens=6, ignore_eos=True))
+
+        def on_token(token: Token) -> None:
+            if token.index == 0:
+                nursery.start_soon(drain)
+
+        async def drain() -> None:
+            nursery.start_soon(refuse)
+            drained.append(await bench.ref.call(Drain(60.0), timeout=None, control=True))
+
+        async def refuse() -> None:
+            await wait_all_tasks_blocked()
+            seen.append((await bench.ref.call(GetHealth())).status)
+            with pytest.raises(Unavailable, match="draining"):
+                await bench.generate(prompt="b")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+        assert len(results[0].token_ids) == 6
+        assert (drained, seen) == ([Drained(num_cancelled=0)], ["draining"])
+        assert await bench.ref.call(Drain(0.0)) == Drained(num_cancelled=0)
+
+
+async def test_what_a_drain_does_not_wait_for_is_cancelled(tiny_model: TinyModel, mock_clock: MockClock) -> None:
+    async with batcher(tiny_model("llama"), batch_timeout=1e6) as bench:  # nothing starts
+        results: list[Result] = []
+
+        async def ask() -> None:
+            results.append(await bench.generate(prompt="a"))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await wait_all_tasks_blocked()
+            mock_clock.autojump_threshold = 0
+            assert await bench.ref.call(Drain(2.0), timeout=None) == Drained(num_cancelled=1)
+            assert trio.current_time() == 2.0
+            mock_clock.autojump_threshold = float(
+                "inf"
+            )  # the Batcher's end waits for a thread, which the clock does not see
+        assert [result.finish_reason for result in results] == ["cancelled"]
