@@ -24,7 +24,7 @@ from genbatch.nif.decode_run import DecodeRun, Read, Steps
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.sequence_state import fingerprint, pack, unpack
+from genbatch.nif.kv.offload import fingerprint, pack, unpack
 from genbatch.nif.largest import Largest
 from genbatch.nif.models.model import Model
 from genbatch.nif.overlapped_run import OverlappedRun, can_overlap

@@ -10,8 +10,7 @@ import torch
 from genbatch.nif.context import Context
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size
-from genbatch.nif.kv.free_memory import free_gpu_memory, free_host_memory
+from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_gpu_memory, free_host_memory
 from genbatch.nif.models.model import Model, describe_model, load_model
 from genbatch.nif.models.quiet_transformers import Progress
 from genbatch.nif.native.errors import NativeUnavailable

@@ -49,8 +49,8 @@ from genbatch.actors.recording.flight import Flight
 from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.runtime.actor import NOREPLY, Down, From, GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker
-from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
-from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
+from genbatch.actors.scheduling.plan import SchedulerOutput
+from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.nif.context import Context
 from genbatch.nif.engine import Engine
 from genbatch.nif.errors import OptionError, OutOfBlocks

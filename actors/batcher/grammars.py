@@ -10,7 +10,7 @@ import outcome
 
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.runtime.worker import Worker
-from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.kv.prefix_cache import prefix_key
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.constraint import Constraint

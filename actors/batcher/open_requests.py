@@ -11,7 +11,7 @@ from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.batcher.slots import FairShare, Slots
 from genbatch.actors.runtime.actor import From, Monitor, reply
-from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.actors.scheduling.request import Phase
 from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError, Unavailable
 from genbatch.proto.messages import Drained, FinishReason
 

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import DEFAULT_MAX_PAUSES, PauseOrder, SchedulerPolicy
-from genbatch.actors.scheduling.scheduler import RequestScheduler
-from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS, SchedulerOptions
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import DEFAULT_MAX_PAUSES, PauseOrder, RequestScheduler, SchedulerPolicy
+from genbatch.actors.scheduling.spec import STEP_ORDERS, SchedulerOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, QueueFull
 from genbatch.proto.validation import RequestLimits

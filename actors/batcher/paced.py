@@ -12,7 +12,7 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.runtime.actor import NOREPLY, From, reply
-from genbatch.actors.scheduling.llm_request import LlmRequest
+from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.actors.scheduling.scheduler import SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError

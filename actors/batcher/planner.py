@@ -11,14 +11,12 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
 from genbatch.actors.batcher.step import Planned, plan_beams, plan_tokens
-from genbatch.actors.scheduling.batching_type import forwards
-from genbatch.actors.scheduling.blocks import Blocks
-from genbatch.actors.scheduling.llm_request import LlmRequest, Phase, RequestList
+from genbatch.actors.scheduling.plan import StepLimits, forwards
+from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SchedulerOutput, normalize_output
-from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS, build_scheduler
-from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.step_draft import Beginning
+from genbatch.nif.kv.reservation import Beginning
 
 
 class KVView:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from genbatch.actors.batcher.beam_search import Beam
 from genbatch.actors.batcher.stats import TenantShare
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
-from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.nif.sampling.constraint import Constraint
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from genbatch.nif.text.detokenizer import Detokenizer

@@ -15,11 +15,11 @@ import trio
 
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
-from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.offload import HostBlockStore
-from genbatch.nif.kv.step_draft import Beginning
+from genbatch.nif.kv.reservation import Beginning
 
 # A generated token costs a forward of its own, a prompt token only a share of one (the paper's weights).
 PROMPT_WEIGHT = 1.0

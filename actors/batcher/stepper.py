@@ -25,7 +25,7 @@ from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
 from genbatch.actors.batcher.slots import Slots, Swap, SwapFault, run_copies, waiting_key
 from genbatch.actors.batcher.step import Evaluated, Planned, evaluate
 from genbatch.actors.runtime.worker import Worker
-from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.decode_run import DecodeRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import outcome
 import trio
 
-from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
+from genbatch.actors.scheduling.plan import SchedulerOutput
 
 if TYPE_CHECKING:
     from genbatch.actors.batcher.arrivals import Prompt

@@ -29,8 +29,8 @@ from genbatch.actors.recording.records import (
     RecordWriter,
     TickRecord,
 )
-from genbatch.actors.scheduling.llm_request import LlmRequest
-from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
+from genbatch.actors.scheduling.plan import SchedulerOutput
+from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.sampling.sampler import SampleFault

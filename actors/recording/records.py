@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, TypeAlias
 import msgspec
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.proto.messages import GenerateRequest
 
 FORMAT = 1

@@ -58,7 +58,7 @@ from genbatch.actors.recording.records import (
 )
 from genbatch.actors.runtime.actor import ActorRef, Timer, start
 from genbatch.actors.runtime.errors import ActorDown
-from genbatch.actors.scheduling.scheduler_output import SchedulerOutput
+from genbatch.actors.scheduling.plan import SchedulerOutput
 from genbatch.nif.batch import Entry, RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks

@@ -1,27 +1,29 @@
-"""The interfaces a scheduler implements, and SimpleScheduler, which joins the two usual halves.
-
-    class Mine(CapacityScheduler):
-        def schedule_request(self, active_requests):
-            return [r for r in active_requests if self.can_hold(r)], []   # fitting, paused
-
-    scheduler = SimpleScheduler(Mine(), FIFOScheduler(limits))
-    context_requests, generation_requests, paused_requests = scheduler.schedule_request(active, set())
-
-Every scheduler is given the active requests in one order: the running ones, longest admitted first, then the
-waiting ones, next in turn first. So it may stop reading at the first that does not fit.
-"""
+"""The schedulers, side by side: two policies on KV memory, and three orders in which a step is filled."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Set
+from enum import Enum
+from itertools import islice, takewhile
 
-from genbatch.actors.scheduling.llm_request import LlmRequest, LlmRequestState, RequestList
-from genbatch.actors.scheduling.scheduler_output import (
+from genbatch.actors.scheduling.plan import (
     CapacityOutput,
     MicroBatchOutput,
     PlainPlan,
     SchedulerError,
     SchedulerOutput,
+    StepLimits,
+    StepPlan,
     normalize_output,
+)
+from genbatch.actors.scheduling.request import (
+    Blocks,
+    KVResources,
+    LlmRequest,
+    LlmRequestState,
+    Phase,
+    RequestList,
+    split_by_phase,
+    total,
 )
 
 __all__ = [
@@ -109,3 +111,239 @@ class SimpleScheduler(RequestScheduler):
 
 def _grounded(requests: RequestList, inflight_request_ids: Set[int]) -> RequestList:
     return [request for request in requests if request.request_id not in inflight_request_ids]
+
+
+# transformers' continuous batching holds new prompts back below this share of free blocks.
+DEFAULT_MARGIN = 0.2
+# A request that is paused again and again is evaluated again and again, and its caller waits for all of it.
+DEFAULT_MAX_PAUSES = 2
+
+
+class SchedulerPolicy(Enum):
+    """TensorRT-LLM's names of the two policies."""
+
+    MAX_UTILIZATION = "MAX_UTILIZATION"
+    GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"
+
+
+class PauseOrder(Enum):
+    """Whom MAX_UTILIZATION pauses when the pool is full."""
+
+    NEWEST = "newest"  # the last admitted; the one that has run longest is never paused
+    OLDEST = "oldest"  # transformers' soft reset: the oldest, or the newest if a reset already blocks new requests
+
+
+class GuaranteedNoEvictScheduler(CapacityScheduler):
+    """Admits a request only if the blocks it needs at full length are there: nothing is ever paused.
+
+    Running requests are reserved first; the first waiting one that does not fit ends the round, so that
+    nobody overtakes it. One that would not fit into the whole pool is reported as never fitting.
+
+    Args:
+        max_num_requests: most requests running at once.
+        kv_cache_manager: see KVResources.
+    """
+
+    # Only requests with no_schedule_until_state <= state < no_schedule_after_state are scheduled.
+    no_schedule_until_state = LlmRequestState.CONTEXT_INIT
+    no_schedule_after_state = LlmRequestState.GENERATION_COMPLETE
+
+    def __init__(self, max_num_requests: int, kv_cache_manager: KVResources) -> None:
+        super().__init__()
+        self.max_num_requests = max_num_requests
+        self.kv_cache_manager = kv_cache_manager
+
+    def schedule_request(self, active_requests: RequestList) -> CapacityOutput:
+        """See CapacityScheduler."""
+        kv = self.kv_cache_manager
+        needed_to_completion = kv.get_needed_resource_to_completion
+        max_blocks = kv.get_max_resource_count()
+        running = _running(active_requests)
+        available = max_blocks - total(map(needed_to_completion, running), kv.no_blocks)
+        schedulable = self._schedulable_states()
+        fitting = [request for request in running if request.state in schedulable]
+        never_fitting: RequestList = []
+        for request in islice(active_requests, len(running), None):
+            if len(fitting) >= self.max_num_requests:
+                break
+            if request.state not in schedulable:
+                continue
+            needed = needed_to_completion(request)
+            if needed <= available:
+                fitting.append(request)
+                available -= needed
+            elif needed > max_blocks:
+                never_fitting.append(request)
+            else:
+                break
+        return CapacityOutput(fitting, [], never_fitting)
+
+    def _schedulable_states(self) -> list[LlmRequestState]:
+        first, end = self.no_schedule_until_state.value, self.no_schedule_after_state.value
+        return [state for state in LlmRequestState if first <= state.value < end]
+
+
+class MaxUtilizationScheduler(CapacityScheduler):
+    """Admits a request as soon as its context fits; pauses running ones when the pool is full.
+
+    What a running request still has to compute of its context counts as taken, so a prefill that has begun
+    always finds its blocks. Below the margin of free blocks new requests wait while running ones go on; the
+    margin never holds back the only request there is.
+
+    Args:
+        max_num_requests: most requests running at once.
+        kv_cache_manager: see KVResources.
+        margin: share of the pool, 0 <= margin < 1; 0 turns it off.
+        pause_order: see PauseOrder.
+        max_pauses: a request that was paused so often is paused again only if there is nobody else to pause.
+    """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        kv_cache_manager: KVResources,
+        *,
+        margin: float = DEFAULT_MARGIN,
+        pause_order: PauseOrder = PauseOrder.NEWEST,
+        max_pauses: int = DEFAULT_MAX_PAUSES,
+    ) -> None:
+        super().__init__()
+        self.max_num_requests = max_num_requests
+        self.kv_cache_manager = kv_cache_manager
+        self.margin = margin
+        self.pause_order = pause_order
+        self.max_pauses = max_pauses
+
+    def schedule_request(self, active_requests: RequestList) -> CapacityOutput:
+        """See CapacityScheduler."""
+        kv = self.kv_cache_manager
+        running = _running(active_requests)
+        needs = [kv.blocks_for_step(request, request.context_remaining) for request in running]
+        left = kv.free_blocks - total(needs, kv.no_blocks)
+        if left < 0 and len(running) > 1:
+            return self._make_room(active_requests, running, needs, left)
+        return self._admit(active_requests, running, left)
+
+    def _make_room(
+        self, active_requests: RequestList, running: RequestList, needs: list[Blocks], left: Blocks
+    ) -> CapacityOutput:
+        """Pauses running requests, all but one at most, until the others fit; admits nobody."""
+        waiting = islice(active_requests, len(running), None)
+        reset_blocks = any(request.num_pauses for request in waiting)
+        paused: RequestList = []
+        while left < 0 and len(running) > 1:
+            victim = self._victim(running, reset_blocks or bool(paused))
+            request = running.pop(victim)
+            left += needs.pop(victim) + self.kv_cache_manager.blocks_held(request)
+            paused.append(request)
+        # Blocks that only paused requests shared come free beyond what was counted: else ask again next time.
+        return CapacityOutput(running if left >= 0 else [], paused)
+
+    def _victim(self, running: RequestList, reset_blocks: bool) -> int:
+        # Each request is reset once at most as the oldest: a steady stream of new ones must not starve it.
+        if self.pause_order is PauseOrder.OLDEST and not reset_blocks and not running[0].num_pauses:
+            return 0
+        # The first is never among them: whatever happens, the one that has run longest gets to its end.
+        newest_first = range(len(running) - 1, 0, -1)
+        spared = (index for index in newest_first if running[index].num_pauses < self.max_pauses)
+        return next(spared, len(running) - 1)
+
+    def _admit(self, active_requests: RequestList, running: RequestList, left: Blocks) -> CapacityOutput:
+        kv = self.kv_cache_manager
+        max_blocks = kv.get_max_resource_count()
+        margin_blocks = self.margin * kv.num_blocks
+        never_fitting: RequestList = []
+        fitting = running
+        for request in islice(active_requests, len(running), None):
+            if len(fitting) >= self.max_num_requests or (fitting and left < margin_blocks):
+                break
+            if kv.get_needed_resource_to_completion(request) > max_blocks:
+                never_fitting.append(request)
+                continue
+            needed = kv.blocks_for_step(request, request.context_remaining)
+            # Alone it has all there is: what held prompts keep is given back for it.
+            if fitting and needed > left:
+                break
+            fitting.append(request)
+            left -= needed
+        return CapacityOutput(fitting, [], never_fitting)
+
+
+def _running(active_requests: RequestList) -> RequestList:
+    pending = Phase.PENDING
+    return list(takewhile(lambda request: request.phase is not pending, active_requests))
+
+
+class FIFOScheduler(MicroBatchScheduler):
+    """Pushes what runs through before it pulls in what waits; decodes never stall behind a prefill.
+
+    Args:
+        limits: the budgets of a step.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        super().__init__()
+        self.limits = limits
+
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Set[int]) -> MicroBatchOutput:
+        """See MicroBatchScheduler; a later class gets something only once the earlier ones got all."""
+        decoding, prefilling, pending = split_by_phase(fitting_requests, inflight_request_ids)
+        step = StepPlan(self.limits)
+        if step.add_decodes(decoding) and step.add_contexts(prefilling):
+            step.add_contexts(pending)
+        return MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)
+
+
+class PrefillFirstScheduler(MicroBatchScheduler):
+    """Completes contexts that were split before decodes resume.
+
+    Waiting requests come last, so a steady stream of prompts cannot keep the decodes out.
+
+    Args:
+        limits: the budgets of a step.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        super().__init__()
+        self.limits = limits
+
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Set[int]) -> MicroBatchOutput:
+        """See MicroBatchScheduler; a later class gets something only once the earlier ones got all."""
+        decoding, prefilling, pending = split_by_phase(fitting_requests, inflight_request_ids)
+        step = StepPlan(self.limits)
+        if step.add_contexts(prefilling) and step.add_decodes(decoding):
+            step.add_contexts(pending)
+        return MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)
+
+
+class LockstepScheduler(RequestScheduler):
+    """Forms a group of what fits, prefills all of it, then decodes all of it together.
+
+    Args:
+        capacity_scheduler: chooses the group; it must not pause, as the group waits for each member.
+        micro_batch_scheduler: spreads the group's contexts over steps; its budgets must hold the whole group.
+    """
+
+    def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
+        super().__init__()
+        self.capacity_scheduler = capacity_scheduler
+        self.micro_batch_scheduler = micro_batch_scheduler
+        self._group: frozenset[int] = frozenset()  # ids, some of them complete by now
+
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Set[int]) -> SchedulerOutput:
+        """See RequestScheduler.
+
+        Raises:
+            SchedulerError: the capacity scheduler paused a request.
+        """
+        group = [request for request in active_requests if request.request_id in self._group]
+        refused: RequestList = []
+        if not group:
+            capacity = CapacityOutput.of(self.capacity_scheduler.schedule_request(active_requests))
+            if capacity.paused_requests:
+                raise SchedulerError("V1 batching needs a capacity scheduler that does not pause requests")
+            group, refused = capacity.fitting_requests, capacity.never_fitting
+            self._group = frozenset(request.request_id for request in group)
+        contexts = [request for request in group if request.state is LlmRequestState.CONTEXT_INIT]
+        step = MicroBatchOutput.of(self.micro_batch_scheduler.schedule(contexts or group, inflight_request_ids))
+        return step.as_plan([], refused)

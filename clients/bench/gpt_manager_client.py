@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import trio
 
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.clients.bench.workloads import ScriptedLoad
 from genbatch.clients.gpt_manager.manager import GptManager
 from genbatch.clients.gpt_manager.params import BuildConfig, TrtGptModelType

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import DEFAULT_MARGIN, DEFAULT_MAX_PAUSES, PauseOrder, SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import DEFAULT_MARGIN, DEFAULT_MAX_PAUSES, PauseOrder, SchedulerPolicy
 from genbatch.nif.errors import OptionError
 from genbatch.proto.validation import RequestLimits
 

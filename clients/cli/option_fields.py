@@ -16,8 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions
-from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.actors.scheduling.plan import StepLimits
+from genbatch.actors.scheduling.spec import SchedulerOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.batcher_flags import BatcherFlags
 from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags

@@ -41,8 +41,8 @@ import trio
 from genbatch.actors.batcher.paced import Interrupt, Iterate, Iteration, PacedBatcher
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.errors import ActorError
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.clients.gpt_manager.params import BuildConfig, GptEngine, TrtGptModelOptionalParams, open_engine
 from genbatch.clients.gpt_manager.requests import (
     GptRequest,

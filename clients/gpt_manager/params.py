@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.engine import Engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, build_router
-from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.actors.scheduling.plan import StepLimits
+from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import MicroBatchScheduler
-from genbatch.actors.scheduling.scheduler_spec import STEP_ORDERS
-from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.actors.scheduling.spec import STEP_ORDERS
 from genbatch.clients.plan.step_time import StepTime, StepWork
 from genbatch.clients.plan.traces import Trace, TraceError, TraceRequest
 

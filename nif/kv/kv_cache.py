@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.kv.block_tables import NEVER, BlockTables, Ints
-from genbatch.nif.kv.prefix_cache import PrefixCache
-from genbatch.nif.kv.reservation import Entries, Reservation, more_blocks
-from genbatch.nif.kv.sequence_checks import (
+from genbatch.nif.kv.block_tables import (
+    NEVER,
+    BlockTables,
+    Ints,
     check_copy,
     check_prompt,
     check_removal,
     sequence_of,
     shortest_prefix,
 )
-from genbatch.nif.kv.step_draft import Beginning, StepDraft
+from genbatch.nif.kv.prefix_cache import PrefixCache
+from genbatch.nif.kv.reservation import Beginning, Entries, Reservation, StepDraft, more_blocks
 from genbatch.nif.layer_group import LayerGroup
 
 

@@ -1,17 +1,72 @@
-"""A bounded store in host memory for the KV of sequences that were swapped out.
+"""KV outside the pools: a sequence saved as bytes, and paused ones in host memory."""
 
-if store.put(request_id, [runner.read_blocks(group, blocks) for group, blocks in enumerate(exported)]):
-    kv.seq_rm(seq_id)
-...
-for group, (blocks, content) in enumerate(zip(kv.import_(seq_id, tokens, key), store.take(request_id))):
-    runner.write_blocks(group, blocks, content)
-"""
-
+import hashlib
+import json
 from collections.abc import Hashable, Sequence
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.models.model import Model
+from genbatch.nif.models.weight_source import ModuleWeights
+from genbatch.nif.runner import Runner
+
+FORMAT = "genbatch-sequence-1"
+_SAMPLED_BYTES = 256  # of every eighth tensor
+
+
+def fingerprint(model: Model, runner: Runner, block_size: int) -> str:
+    """What has to be equal for KV to mean the same: the model, as its config and a few of its weights tell; layout and
+    precision."""
+    facts = {
+        "config": model.config.to_dict(),
+        "weights": _sample(model),
+        "dtype": str(model.dtype),
+        "runner": [type(runner).__name__, runner.quantize],
+        "block_size": block_size,
+        "bytes_per_block": [runner.bytes_per_block(g, block_size) for g in range(len(runner.groups))],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def pack(tokens: Sequence[int], contents: Sequence[torch.Tensor], identity: str) -> bytes:
+    """One file of the tokens and, per layer group, its blocks' content [num_blocks, bytes_per_block] uint8."""
+    tensors = {f"group.{index}": content.contiguous() for index, content in enumerate(contents)}
+    tensors["tokens"] = torch.tensor(list(tokens), dtype=torch.int64)
+    # `save` writes metadata through a keyword that takes strings only.
+    return bytes(save(tensors, metadata={"format": FORMAT, "identity": identity}))
+
+
+def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list[torch.Tensor]]:
+    """What `pack` was given.
+
+    Raises:
+        BatchError: not such a file, damaged, or of another model, precision or block size.
+    """
+    try:
+        size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+        tensors = load(data)
+        if tensors["tokens"].dtype is not torch.int64 or tensors["tokens"].dim() != 1:
+            raise ValueError("its tokens are no list of ids")
+        tokens = tensors["tokens"].tolist()
+        contents = [tensors[f"group.{index}"] for index in range(num_groups)]
+    except (SafetensorError, ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise BatchError(f"not a saved sequence: {error}") from error
+    if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
+        raise BatchError("the saved sequence is of another model, precision or block size")
+    return tokens, contents
+
+
+def _sample(model: Model) -> str:
+    """A digest of some weights: two models of one config, one of them trained further, differ in all of them."""
+    digest = hashlib.sha256()
+    source = model.weights or ModuleWeights(model.hf)
+    for name in sorted(source.names())[::8]:
+        digest.update(source.tensor(name).rows.reshape(-1)[:_SAMPLED_BYTES].tobytes())
+    return digest.hexdigest()
 
 
 class HostBlockStore:

@@ -2,9 +2,8 @@
 
 from collections.abc import Set
 
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.llm_request import RequestList
-from genbatch.actors.scheduling.scheduler import MicroBatchOutput
+from genbatch.actors.scheduling.request import RequestList
+from genbatch.actors.scheduling.scheduler import FIFOScheduler, MicroBatchOutput
 
 NAME = f"{__name__}:HoldingScheduler"
 ENDLESS, FIRST = 240, 8

@@ -4,10 +4,9 @@ import statistics
 import sys
 import time
 
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
-from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
-from genbatch.actors.scheduling.scheduler import normalize_output
-from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions, build_scheduler
+from genbatch.actors.scheduling.request import LlmRequest, Phase
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy, normalize_output
+from genbatch.actors.scheduling.spec import SchedulerOptions, build_scheduler
 
 RUNNING, WAITING, BLOCK_SIZE, NUM_BLOCKS = 256, 1000, 16, 20_000
 

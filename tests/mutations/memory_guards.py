@@ -106,7 +106,7 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "identity of a session file",
-        "nif/kv/sequence_state.py",
+        "nif/kv/offload.py",
         'if metadata.get("format") != FORMAT or metadata.get("identity") != identity:',
         'if metadata.get("format") != FORMAT:',
         FOREIGN,

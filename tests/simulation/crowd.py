@@ -21,10 +21,9 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
-from genbatch.actors.scheduling.llm_request import Phase
-from genbatch.actors.scheduling.scheduler import PlainPlan, RequestList, RequestScheduler
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.request import Phase
+from genbatch.actors.scheduling.scheduler import PauseOrder, PlainPlan, RequestList, RequestScheduler, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import Model

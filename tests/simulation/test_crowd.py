@@ -13,9 +13,8 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
-from genbatch.actors.scheduling.scheduler import RequestList, RequestScheduler
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import RequestList, RequestScheduler, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.proto.messages import GenerateRequest, Message, Result

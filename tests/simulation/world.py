@@ -25,8 +25,8 @@ from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_c
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import ActorDown
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.proto.messages import Result

@@ -16,9 +16,9 @@ from genbatch.actors.batcher.messages import Generate, GetStats
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
-from genbatch.actors.scheduling.llm_request import Phase
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.request import Phase
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner

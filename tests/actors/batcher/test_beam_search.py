@@ -14,8 +14,8 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Keep
 from genbatch.actors.runtime.actor import start
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner

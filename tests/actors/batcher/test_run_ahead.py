@@ -18,7 +18,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault, RunAhead
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
-from genbatch.actors.scheduling.llm_request import RequestList, split_by_phase
+from genbatch.actors.scheduling.request import RequestList, split_by_phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model

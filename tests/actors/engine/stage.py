@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from genbatch.actors.scheduling.fifo import FIFOScheduler
+from genbatch.actors.scheduling.scheduler import FIFOScheduler
 
 HOLD = Path(__file__).with_name("hold")
 while HOLD.exists():

@@ -15,10 +15,8 @@ from genbatch.actors.engine.child_process import (
     to_error,
     to_message,
 )
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import PauseOrder
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.scheduler import SchedulerError
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import FIFOScheduler, PauseOrder, SchedulerError
 from genbatch.actors.security.errors import AddressError
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions

@@ -19,8 +19,8 @@ from genbatch.actors.recording import records
 from genbatch.actors.recording.records import Record, RecordError, RecordReader, RecordWriter
 from genbatch.actors.recording.replay import Report, replay
 from genbatch.actors.runtime.actor import ActorRef, start
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from genbatch.actors.batcher.planner import KVView
 from genbatch.actors.batcher.requests import Slotted
 from genbatch.actors.batcher.slots import HeldPrompts
-from genbatch.actors.scheduling.blocks import Blocks
-from genbatch.actors.scheduling.llm_request import LlmRequest, Phase
+from genbatch.actors.scheduling.plan import StepLimits
+from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, normalize_output
-from genbatch.actors.scheduling.step_plan import StepLimits
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.layer_group import LayerGroup
 

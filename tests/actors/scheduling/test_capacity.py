@@ -4,11 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler, PauseOrder
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.llm_request import LlmRequest, LlmRequestState, Phase
-from genbatch.actors.scheduling.scheduler import SimpleScheduler
-from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.actors.scheduling.plan import StepLimits
+from genbatch.actors.scheduling.request import LlmRequest, LlmRequestState, Phase
+from genbatch.actors.scheduling.scheduler import (
+    FIFOScheduler,
+    GuaranteedNoEvictScheduler,
+    MaxUtilizationScheduler,
+    PauseOrder,
+    SimpleScheduler,
+)
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 LIMITS = StepLimits(max_batch_tokens=16, block_size=4)

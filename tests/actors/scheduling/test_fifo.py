@@ -3,11 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.capacity import GuaranteedNoEvictScheduler
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.llm_request import Phase
-from genbatch.actors.scheduling.scheduler import SchedulerOutput, SimpleScheduler
-from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.actors.scheduling.plan import StepLimits
+from genbatch.actors.scheduling.request import Phase
+from genbatch.actors.scheduling.scheduler import (
+    FIFOScheduler,
+    GuaranteedNoEvictScheduler,
+    SchedulerOutput,
+    SimpleScheduler,
+)
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 JOBS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12)

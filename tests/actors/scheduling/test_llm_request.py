@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.llm_request import (
-    IllegalTransition,
-    LlmRequest,
-    LlmRequestState,
-    Phase,
-    split_by_phase,
-)
+from genbatch.actors.scheduling.request import IllegalTransition, LlmRequest, LlmRequestState, Phase, split_by_phase
 from tests.actors.scheduling.real_blocks import decoding, prefilling, request
 
 LEGAL = {

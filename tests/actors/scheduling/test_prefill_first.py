@@ -3,11 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.prefill_first import PrefillFirstScheduler
-from genbatch.actors.scheduling.scheduler import SimpleScheduler
-from genbatch.actors.scheduling.step_plan import StepLimits
+from genbatch.actors.scheduling.plan import StepLimits
+from genbatch.actors.scheduling.scheduler import (
+    FIFOScheduler,
+    GuaranteedNoEvictScheduler,
+    MaxUtilizationScheduler,
+    PrefillFirstScheduler,
+    SimpleScheduler,
+)
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 

@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.batching_type import BatchingType, forwards
-from genbatch.actors.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.lockstep import LockstepScheduler
+from genbatch.actors.scheduling.plan import BatchingType, StepLimits, forwards
 from genbatch.actors.scheduling.scheduler import (
     CapacityOutput,
     CapacityScheduler,
+    FIFOScheduler,
+    GuaranteedNoEvictScheduler,
+    LockstepScheduler,
+    MaxUtilizationScheduler,
     MicroBatchScheduler,
     RequestScheduler,
     SchedulerError,
@@ -18,7 +19,6 @@ from genbatch.actors.scheduling.scheduler import (
     SimpleScheduler,
     normalize_output,
 )
-from genbatch.actors.scheduling.step_plan import StepLimits
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, decoding, prefilling, request
 
 LIMITS = StepLimits(max_batch_tokens=16, block_size=4)

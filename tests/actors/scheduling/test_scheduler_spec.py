@@ -5,18 +5,20 @@ from types import ModuleType
 
 import pytest
 
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import (
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import (
+    FIFOScheduler,
     GuaranteedNoEvictScheduler,
+    LockstepScheduler,
     MaxUtilizationScheduler,
     PauseOrder,
+    PrefillFirstScheduler,
+    RequestScheduler,
+    SchedulerError,
     SchedulerPolicy,
+    SimpleScheduler,
 )
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.lockstep import LockstepScheduler
-from genbatch.actors.scheduling.prefill_first import PrefillFirstScheduler
-from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SimpleScheduler
-from genbatch.actors.scheduling.scheduler_spec import SchedulerOptions, build_scheduler
+from genbatch.actors.scheduling.spec import SchedulerOptions, build_scheduler
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, request
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.option_fields import FLAG_GROUPS, LIMITS, Option, option_of_flag, options

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.addresses import default_address
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import PauseOrder, SchedulerPolicy
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.settings import read_settings

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.clients.gpt_manager.manager import GptManager
 from genbatch.clients.gpt_manager.params import BuildConfig, KvCacheConfig, TrtGptModelOptionalParams, TrtGptModelType
 from genbatch.clients.gpt_manager.requests import InferenceRequest

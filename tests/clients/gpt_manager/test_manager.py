@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from genbatch.actors.batcher.paced import PacedBatcher
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import SchedulerPolicy
-from genbatch.actors.scheduling.scheduler import SchedulerError
+from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.scheduler import SchedulerError, SchedulerPolicy
 from genbatch.clients.gpt_manager.manager import GptManager
 from genbatch.clients.gpt_manager.params import BuildConfig, TrtGptModelType
 from genbatch.clients.gpt_manager.requests import InferenceRequest

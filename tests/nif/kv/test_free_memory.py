@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from genbatch.nif.kv.free_memory import free_host_memory
+from genbatch.nif.kv.cache_size import free_host_memory
 
 _KIB = 1024
 

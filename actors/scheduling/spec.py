@@ -5,27 +5,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-from genbatch.actors.scheduling.batching_type import BatchingType
-from genbatch.actors.scheduling.capacity import (
+from genbatch.actors.scheduling.plan import BatchingType, StepLimits
+from genbatch.actors.scheduling.request import KVResources
+from genbatch.actors.scheduling.scheduler import (
     DEFAULT_MARGIN,
     DEFAULT_MAX_PAUSES,
-    GuaranteedNoEvictScheduler,
-    MaxUtilizationScheduler,
-    PauseOrder,
-    SchedulerPolicy,
-)
-from genbatch.actors.scheduling.fifo import FIFOScheduler
-from genbatch.actors.scheduling.kv_resources import KVResources
-from genbatch.actors.scheduling.lockstep import LockstepScheduler
-from genbatch.actors.scheduling.prefill_first import PrefillFirstScheduler
-from genbatch.actors.scheduling.scheduler import (
     CapacityScheduler,
+    FIFOScheduler,
+    GuaranteedNoEvictScheduler,
+    LockstepScheduler,
+    MaxUtilizationScheduler,
     MicroBatchScheduler,
+    PauseOrder,
+    PrefillFirstScheduler,
     RequestScheduler,
     SchedulerError,
+    SchedulerPolicy,
     SimpleScheduler,
 )
-from genbatch.actors.scheduling.step_plan import StepLimits
 
 T = TypeVar("T")
 

@@ -1,8 +1,10 @@
-"""The unit of scheduling: one sequence's lengths and its place in the request lifecycle."""
+"""What a scheduler sees: requests with their lifecycle, and the KV memory, in blocks of each pool."""
 
-from collections.abc import Iterable, Set
+import math
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol, Union
 
 
 class Phase(Enum):
@@ -147,3 +149,126 @@ def split_by_phase(
         if chosen is not None and request.request_id not in inflight_request_ids:
             chosen.append(request)
     return decoding, prefilling, pending
+
+
+Count = Union["Blocks", int]  # a plain number means so many in every pool
+
+
+class Blocks:
+    """A count for each pool; most models have one pool, those whose layers differ in their windows have more.
+
+    `<=` and `>=` hold if they hold in every pool, `<` and `>` if they hold in any. So `needed <= available` says that
+    it fits, and `needed > available` that it does not. A share of it, `0.2 * blocks`, is rounded up.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self, counts: Iterable[int]) -> None:
+        self.counts = tuple(counts)
+
+    def __add__(self, other: Count) -> "Blocks":
+        return Blocks(a + b for a, b in zip(self.counts, self._of(other), strict=True))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Count) -> "Blocks":
+        return Blocks(a - b for a, b in zip(self.counts, self._of(other), strict=True))
+
+    def __rsub__(self, other: int) -> "Blocks":
+        return Blocks(other - count for count in self.counts)
+
+    def __mul__(self, share: float) -> "Blocks":
+        return Blocks(math.ceil(count * share) for count in self.counts)
+
+    __rmul__ = __mul__
+
+    def __le__(self, other: Count) -> bool:
+        return all(a <= b for a, b in zip(self.counts, self._of(other), strict=True))
+
+    def __ge__(self, other: Count) -> bool:
+        return all(a >= b for a, b in zip(self.counts, self._of(other), strict=True))
+
+    def __lt__(self, other: Count) -> bool:
+        return any(a < b for a, b in zip(self.counts, self._of(other), strict=True))
+
+    def __gt__(self, other: Count) -> bool:
+        return any(a > b for a, b in zip(self.counts, self._of(other), strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blocks | int) and self.counts == self._of(other)
+
+    def __hash__(self) -> int:
+        return hash(self.counts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.counts)
+
+    def __repr__(self) -> str:
+        return f"Blocks({', '.join(map(str, self.counts))})"
+
+    def at_most(self, other: "Blocks") -> "Blocks":
+        """The smaller count of each pool."""
+        return Blocks(map(min, self.counts, other.counts))
+
+    def _of(self, other: Count) -> tuple[int, ...]:
+        return other.counts if isinstance(other, Blocks) else (other,) * len(self.counts)
+
+
+def total(needs: Iterable[Blocks], nothing: Blocks) -> Blocks:
+    """The sum; most needs of a step are `nothing`, that very object, and cost no addition."""
+    summed = nothing
+    for need in needs:
+        if need is not nothing:
+            summed = summed + need
+    return summed
+
+
+class KVResources(Protocol):
+    """The `kv_cache_manager` argument of schedulers; asking changes nothing.
+
+    Schedulers add up needs and compare the sum with what is there. They need not be exact: the Batcher carries out
+    as much of a plan as fits, by the allocator's own arithmetic.
+    """
+
+    @property
+    def block_size(self) -> int:
+        """Positions in a block."""
+        ...
+
+    @property
+    def num_blocks(self) -> Blocks:
+        """All blocks."""
+        ...
+
+    @property
+    def free_blocks(self) -> Blocks:
+        """Blocks that can be handed out now, those included that keep a finished prefix or an idle held prompt."""
+        ...
+
+    @property
+    def no_blocks(self) -> Blocks:
+        """None of any pool."""
+        ...
+
+    def get_max_resource_count(self) -> Blocks:
+        """Blocks that requests may hold in all: what is not pinned by a configured prompt."""
+        ...
+
+    def get_needed_resource_to_completion(self, request: LlmRequest) -> Blocks:
+        """The most blocks the request holds on its way to `max_positions`, those held now included.
+
+        What it shares with a configured prompt is not counted. More than `get_max_resource_count()` only if it does
+        not fit even alone.
+        """
+        ...
+
+    def blocks_held(self, request: LlmRequest) -> Blocks:
+        """Blocks that become free if this request alone is released."""
+        ...
+
+    def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> Blocks:
+        """The most blocks that leave `free_blocks` until `num_tokens` more tokens of the request are computed.
+
+        For a pending request that includes the free blocks that keep a prefix it will reuse.
+        """
+        ...
