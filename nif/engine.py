@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,7 @@ from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import HoldsMemory, Runner
 from genbatch.nif.runners.tensor_parallel import TensorParallelRunner, open_ranks
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.text.tokenizer import ChatTemplateError, check_template
 
 log = logging.getLogger("genbatch")
 
@@ -110,6 +112,32 @@ class Engine:
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Loads the model that the options name; raises as `load_model` and `choose_runner` do."""
+    template = read_template(options.chat_template)
+    engine = _load_engine(options, progress)
+    if options.served_model_name:
+        engine.model = replace(engine.model, name=options.served_model_name)
+    if template is not None:
+        engine.model.tokenizer.set_template(template)
+    return engine
+
+
+def read_template(path: str) -> str | None:
+    """The text of a chat template's file, which is none for "".
+
+    Raises:
+        OptionError: it cannot be read, or is no template.
+    """
+    if not path:
+        return None
+    try:
+        template = Path(path).expanduser().read_text(encoding="utf-8")
+        check_template(template)
+    except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
+        raise OptionError("chat_template", f"{path} is not a chat template: {error}") from error
+    return template
+
+
+def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
     if options.tensor_parallel > 1:
         # Each rank keeps its share only, so the whole is never on a GPU.
         load = partial(load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)

@@ -16,6 +16,8 @@ class EngineOptions:
 
     Args:
         model_path: a name ("smollm2"), a Hugging Face directory or id, or a .gguf file.
+        served_model_name: the name that clients see and ask for; "" is the model's own.
+        chat_template: a file with the chat template to use; "" is the model's own.
         dtype: "auto", "float32", "bfloat16" or "float16".
         n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
         runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
@@ -40,6 +42,8 @@ class EngineOptions:
     """
 
     model_path: str = "smollm2"
+    served_model_name: str = ""
+    chat_template: str = ""
     dtype: str = "auto"
     n_gpu_layers: int = -1
     runner: str = "auto"

@@ -18,6 +18,14 @@ _GRAPHS = "CUDA graphs"
 class ModelFlags:
     """Where and how a model runs: the fields of EngineOptions that every command has."""
 
+    served_model_name: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="The name that clients see, if not its own.", rich_help_panel=_MODEL),
+    ] = ""
+    chat_template: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="A chat template in the place of the model's own.", rich_help_panel=_MODEL),
+    ] = ""
     dtype: Annotated[
         str,
         typer.Option(

@@ -1,11 +1,13 @@
 """Tokenizer: text and conversations to token ids and back, as the model's own files define it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 
@@ -74,6 +76,11 @@ class Tokenizer:
         """Whether `apply_chat_template` can work."""
         return bool(self.hf.chat_template)
 
+    def set_template(self, template: str) -> None:
+        """Takes this chat template in the place of the model's own."""
+        self.hf.chat_template = template
+        self._is_read = False
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that `tokenizer(text)` gives before `generate`; special tokens in the text count as such.
 
@@ -138,13 +145,11 @@ class Tokenizer:
     def _names(self) -> frozenset[str]:
         """The variables that the template reads."""
         if not self._is_read:
-            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
             try:
-                # transformers' own block, which plain jinja does not know
-                source = self._template().replace("{% generation %}", "").replace("{% endgeneration %}", "")
-                self._template_names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+                names = jinja2.meta.find_undeclared_variables(_parse(self._template()))
             except jinja2.TemplateError:
-                self._template_names = frozenset(["tools"]) if "tools" in self._template() else frozenset()
+                names = {"tools"} if "tools" in self._template() else set()
+            self._template_names = frozenset(names)
             self._is_read = True
         return self._template_names
 
@@ -203,6 +208,20 @@ class Tokenizer:
             raise ChatTemplateError("the model has no chat template; send a prompt instead of messages")
         if not messages:
             raise ChatTemplateError("a conversation needs at least one message")
+
+
+def check_template(template: str) -> None:
+    """Raises ChatTemplateError where it cannot be parsed."""
+    try:
+        _parse(template)
+    except jinja2.TemplateError as fault:
+        raise ChatTemplateError(str(fault)) from fault
+
+
+def _parse(template: str) -> jinja2.nodes.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    # A block of transformers' own, which plain jinja does not know.
+    return environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
 
 
 def _common_prefix(rows: Sequence[list[int]]) -> list[int]:

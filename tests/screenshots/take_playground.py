@@ -1,4 +1,4 @@
-"""Takes the README's picture of the page: `python -m tests.screenshots.take_playground http://127.0.0.1:8000/ FILE`.
+"""The README's picture of the page: `python -m tests.screenshots.take_playground http://127.0.0.1:8000/compare FILE`.
 
 Wants a running `genbatch serve --http :8000`, and Chromium; `dark` as a third argument takes it as seen at night.
 """

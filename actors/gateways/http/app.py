@@ -4,7 +4,7 @@ Those that generate are in `generating.py`; those that tell about the service, a
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
@@ -17,11 +17,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from genbatch.actors.gateways.http.anthropic import read_count, read_message
+from genbatch.actors.gateways.http.anthropic import CountFields, MessageFields, read_count, read_message
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
 from genbatch.actors.gateways.http.front import Front
 from genbatch.actors.gateways.http.generating import Generating, Messages, Responses
-from genbatch.actors.gateways.http.openai_request import read_chat, read_completion, read_messages
+from genbatch.actors.gateways.http.openai_request import (
+    ChatFields,
+    CompletionFields,
+    read_chat,
+    read_completion,
+    read_messages,
+)
+from genbatch.actors.gateways.http.openapi import Endpoint, describe_api, docs_page
+from genbatch.actors.gateways.http.responses import ResponseFields
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.observing.metrics import render
 from genbatch.actors.security.security import Authenticate
@@ -43,6 +51,10 @@ _HEADERS = {
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 FILES = {
     "/": "index.html",
+    "/chat.js": "chat.js",
+    "/chat.css": "chat.css",
+    "/events.js": "events.js",
+    "/compare": "compare.html",
     "/playground.css": "playground.css",
     "/playground.js": "playground.js",
     "/column.js": "column.js",
@@ -54,6 +66,19 @@ FILES = {
 def page_routes() -> list[Route]:
     """A route for each file; they are read once."""
     return [Route(path, _endpoint(name), methods=["GET"]) for path, name in FILES.items()]
+
+
+def docs_routes(endpoints: Sequence[Endpoint]) -> list[Route]:
+    """What is served, for people and for programs."""
+    page, document = docs_page(endpoints), describe_api(endpoints)
+
+    async def docs(request: Request) -> Response:
+        return Response(page, media_type="text/html", headers=_HEADERS)
+
+    async def openapi(request: Request) -> Response:
+        return JSON(document)
+
+    return [Route("/docs", docs, methods=["GET"]), Route("/openapi.json", openapi, methods=["GET"])]
 
 
 def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -79,6 +104,13 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+
+
+class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What /v1/embeddings would take."""
+
+    input: str | list[str]
+    model: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,9 +194,6 @@ class ServiceRoutes:
         return Response(content, headers={"content-type": content_type})
 
 
-POST, GET = ["POST"], ["GET"]
-
-
 def make_app(
     calls: HTTPCalls, open_calls: OpenCalls, *, authenticate: Authenticate | None, only_loopback: bool
 ) -> ASGIApp:
@@ -176,20 +205,34 @@ def make_app(
         authenticate, only_loopback: see Front.
     """
     service = ServiceRoutes(calls)
+    endpoints = [
+        Endpoint(
+            "/v1/chat/completions",
+            Generating(read_chat, calls, open_calls),
+            "The next message of a conversation, whole or streamed, with tools. OpenAI's.",
+            ChatFields,
+        ),
+        Endpoint(
+            "/v1/completions",
+            Generating(read_completion, calls, open_calls),
+            "How a text, or several, go on. OpenAI's.",
+            CompletionFields,
+        ),
+        Endpoint("/v1/responses", Responses(calls, open_calls), "OpenAI's newer API.", ResponseFields),
+        Endpoint("/v1/messages", Messages(read_message, calls, open_calls), "Anthropic's API.", MessageFields),
+        Endpoint("/v1/messages/count_tokens", service.count_tokens, "How many tokens that would be.", CountFields),
+        Endpoint("/v1/models", service.models, "The models that are served."),
+        Endpoint("/v1/models/{name:path}", service.model, "One of them."),
+        Endpoint("/v1/embeddings", service.embeddings, "404, and why.", EmbeddingsBody),
+        Endpoint("/tokenize", service.tokenize, "The token ids of a text or of messages.", TokenizeBody),
+        Endpoint("/detokenize", service.detokenize, "The text of token ids.", DetokenizeBody),
+        Endpoint("/health", service.health, "200 while requests get done, else 503 with the reason in status."),
+        Endpoint("/stats", service.stats, "The counters as JSON."),
+        Endpoint("/metrics", service.metrics, "The counters for Prometheus."),
+    ]
     routes = [
-        Route("/v1/chat/completions", Generating(read_chat, calls, open_calls), methods=POST),
-        Route("/v1/completions", Generating(read_completion, calls, open_calls), methods=POST),
-        Route("/v1/responses", Responses(calls, open_calls), methods=POST),
-        Route("/v1/messages", Messages(read_message, calls, open_calls), methods=POST),
-        Route("/v1/messages/count_tokens", service.count_tokens, methods=POST),
-        Route("/v1/models", service.models, methods=GET),
-        Route("/v1/models/{name:path}", service.model, methods=GET),
-        Route("/v1/embeddings", service.embeddings, methods=POST),
-        Route("/tokenize", service.tokenize, methods=POST),
-        Route("/detokenize", service.detokenize, methods=POST),
-        Route("/health", service.health, methods=GET),
-        Route("/stats", service.stats, methods=GET),
-        Route("/metrics", service.metrics, methods=GET),
+        *(Route(endpoint.path, endpoint.endpoint, methods=[endpoint.method]) for endpoint in endpoints),
+        *docs_routes(endpoints),
         *page_routes(),
     ]
     handlers = {GenbatchError: _refused, HTTPException: _not_routed, Exception: _failed}

@@ -27,7 +27,12 @@ BODY_TIMEOUT_S = 30.0
 # A body that is not wanted is read all the same, so far: a client that still writes would not read why.
 MAX_UNWANTED_BYTES, MAX_UNWANTED_S = 16 * MAX_BODY_BYTES, 5.0
 # Paths that tell nothing and do nothing. A page cannot show a token before it is loaded.
-OPEN_PATHS = frozenset(("/", "/playground.css", "/playground.js", "/chart.js", "/column.js", "/health", "/favicon.svg"))
+OPEN_PATHS = frozenset(
+    (
+        *("/", "/chat.js", "/chat.css", "/events.js", "/compare", "/playground.css", "/playground.js", "/chart.js"),
+        *("/column.js", "/favicon.svg", "/health", "/docs", "/openapi.json"),
+    )
+)
 
 
 class Front:

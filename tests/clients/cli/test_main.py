@@ -74,6 +74,8 @@ def test_the_flags_defaults_are_the_options_defaults() -> None:
 def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineOptions(
         model_path="some",
+        served_model_name="shown",
+        chat_template="some.jinja",
         dtype="bfloat16",
         n_gpu_layers=0,
         runner="torch",
@@ -154,6 +156,8 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "restart-window-s": 60.0,
         "log-format": "json",
         "log-level": "error",
+        "served-model-name": "shown",
+        "chat-template": "some.jinja",
         "dtype": "bfloat16",
         "n-gpu-layers": 0,
         "runner": "torch",

@@ -1,5 +1,7 @@
 // One prompt with its answer, streamed. Text of the model is only ever set as text, never as markup.
 
+import { events } from "./events.js";
+
 export class Column {
   // settings(): what all columns share; onChange(): called when it starts, ends or is removed.
   constructor(template, prompt, settings, onChange) {
@@ -119,20 +121,4 @@ export class Column {
 
 function duration(milliseconds) {
   return milliseconds < 1000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(2)} s`;
-}
-
-// The events of a stream, until it says that it is done.
-async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  while (true) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("the connection was lost");
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (part === "data: [DONE]") return;
-      yield JSON.parse(part.slice("data: ".length));
-    }
-  }
 }

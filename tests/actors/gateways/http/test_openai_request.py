@@ -144,3 +144,18 @@ def test_an_address_is_a_port_with_or_without_a_host(text: str, host: str, port:
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(AddressError):
         parse_http_address(text)
+
+
+def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
+    (params,) = read_chat({"messages": [USER], "guided_choice": ["a.b", "c|d"], "no_stop_trim": True}).params
+    assert params["regex"] == r"(a\.b)|(c\|d)" and params["keep_stop"] is True
+    (params,) = read_chat({"messages": [USER], "structured_outputs": {"json": {"type": "object"}}}).params
+    assert params["response_format"] == {"type": "json_schema", "schema": {"type": "object"}}
+    (params,) = read_chat({"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}).params
+    assert params["continue_final_message"] is True
+    neutral = {"length_penalty": 1.0, "skip_special_tokens": True, "bad_words": [], "use_beam_search": False}
+    assert read_chat({"messages": [USER], **neutral}).params == read_chat({"messages": [USER]}).params
+    for field, value in {"length_penalty": 2.0, "skip_special_tokens": False, "bad_words": ["x"]}.items():
+        with pytest.raises(InvalidRequest) as caught:
+            read_chat({"messages": [USER], field: value})
+        assert caught.value.field == field

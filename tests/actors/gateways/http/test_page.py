@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import trio
@@ -17,6 +18,8 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.engine import EngineOptions
+from genbatch.proto.messages import Token
+from genbatch.proto.tools import ToolCall, ToolCallDelta
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, Held, ScriptedBatcher
@@ -56,7 +59,7 @@ async def test_the_page_streams_prompts_side_by_side_and_stops_them(
     with trio.fail_after(PATIENCE_S):
         async with (
             open_service(engine, batcher, options) as service,
-            open_page(service.addresses[0], tmp_path) as page,
+            open_page(service.addresses[0] + "/compare", tmp_path) as page,
         ):
             await page.until("document.getElementById('health').textContent === 'ready'")
             await page.until("!document.getElementById('token-field').hidden")
@@ -100,9 +103,86 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 @needs_chromium
 @pytest.mark.trio
 async def test_what_a_model_says_is_shown_and_never_run(tmp_path: Path) -> None:
-    async with served_http(batcher=Hostile()) as served, open_page(served.gateway.address, tmp_path) as page:
+    async with (
+        served_http(batcher=Hostile()) as served,
+        open_page(served.gateway.address + "/compare", tmp_path) as page,
+    ):
         await page.evaluate("document.querySelector('.run').click()")
         await page.until("document.querySelector('.state').textContent === 'done'")
         assert await page.evaluate("document.querySelector('.answer').textContent") == HOSTILE
         assert await page.evaluate("document.querySelector('.answer').children.length") == 0
         assert await page.evaluate("document.title") == "genbatch playground"
+
+
+TOOL = (
+    '[{"type": "function", "function": {"name": "look", "strict": true, "parameters": {"type": "object", "properties": '
+    '{"x": {"enum": [1]}}, "required": ["x"], "additionalProperties": false}}}]'
+)
+
+
+class Calling(ScriptedBatcher):
+    """Asks for a call at first, and says what markup would be once it is answered."""
+
+    async def handle_call(self, request: Any, from_: From[Any]) -> Any:
+        if not isinstance(request, Generate):
+            return await super().handle_call(request, from_)
+        held = Held(request, from_)
+        asked = request.request.messages or []
+        if request.request.tools and asked[-1].role == "user":
+            piece = ToolCallDelta(index=0, id="abc", name="look", arguments='{"x": 1}')
+            assert request.on_token is not None
+            request.on_token(Token(text="", token_id=1, index=0, tool_calls=(piece,)))
+            return msgspec.structs.replace(
+                held.result(),
+                finish_reason="tool_calls",
+                tool_calls=(ToolCall(id="abc", name="look", arguments='{"x": 1}'),),
+            )
+        held.emit(HOSTILE)
+        return held.result()
+
+
+@needs_chromium
+@pytest.mark.trio
+async def test_the_chat_keeps_its_history_asks_again_and_shows_calls(tmp_path: Path) -> None:
+    turns = "[...document.querySelectorAll('.turn .text')].map(each => each.textContent)"
+    idle = "!document.querySelector('[aria-busy=true]')"
+    async with (
+        served_http(batcher=Calling()) as served,
+        open_page(served.gateway.address, tmp_path) as page,
+    ):
+        await page.until("document.getElementById('send')?.disabled === false")
+        await page.evaluate("document.getElementById('message').value = 'Well?'")
+        await page.evaluate("document.getElementById('ask').requestSubmit()")
+        await page.until(f"{turns}.length === 2 && {idle}")
+        assert await page.evaluate(turns) == ["Well?", HOSTILE]
+        await page.evaluate("document.getElementById('again').click()")
+        await page.until(f"{turns}.length === 2 && {idle} && {turns}[1] !== ''")
+        assert await page.evaluate(turns) == ["Well?", HOSTILE]
+        await page.evaluate(f"document.getElementById('tools').value = {TOOL!r}")
+        await page.evaluate("document.getElementById('message').value = 'And now?'")
+        await page.evaluate("document.getElementById('ask').requestSubmit()")
+        await page.until("document.querySelector('.call button')")
+        assert await page.evaluate("document.querySelector('.call pre').textContent") == '{"x": 1}'
+        await page.evaluate("document.querySelector('.call textarea').value = 'seen'")
+        await page.evaluate("document.querySelector('.call').requestSubmit()")
+        await page.until(f"{turns}.length === 6 && {idle}")
+        assert await page.evaluate(turns) == ["Well?", HOSTILE, "And now?", "", "seen", HOSTILE]
+        assert await page.evaluate("document.title") == "genbatch chat" and page.problems == []
+        await page.evaluate("document.getElementById('new').click()")
+        assert await page.evaluate(turns) == []
+
+
+@pytest.mark.trio
+async def test_docs_list_what_is_served() -> None:
+    async with served_http() as served:
+        document = (await served.client.get("/openapi.json")).json()
+        page = (await served.client.get("/docs")).text
+        for path, methods in document["paths"].items():
+            assert path in page
+            (method,) = methods
+            if "{" not in path and path != "/v1/embeddings":
+                other = "POST" if method == "get" else "GET"
+                response = await served.client.request(other, path)
+                assert response.status_code == 405, path
+        chat = document["components"]["schemas"]["ChatFields"]["properties"]
+        assert {"messages", "tools", "tool_choice"} <= chat.keys()
