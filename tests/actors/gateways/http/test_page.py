@@ -18,8 +18,7 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.engine import EngineOptions
-from genbatch.proto.messages import Token
-from genbatch.proto.tools import ToolCall, ToolCallDelta
+from genbatch.proto.messages import Token, ToolCall, ToolCallDelta
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, Held, ScriptedBatcher
