@@ -32,7 +32,7 @@ def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool) -
     wide = head_size > 128  # such tiles must stay small to fit shared memory
     if decode:
         # The block ids, which addresses wait for, take stages too: what is left doubles the keys' and values' buffers.
-        return Tile(needed, 32 if wide else 64, 4, 5)
+        return Tile(needed, 32 if wide else 64, 8 if wide else 4, 5)
     return Tile(max(needed, 32 if wide else 64), 32 if wide else 64, 8 if head_size > 64 else 4, 2)
 
 

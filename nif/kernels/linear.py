@@ -311,7 +311,7 @@ def linear_tile(num_rows: int, dtype: torch.dtype, *, bits: int = 0, fixed: bool
         return LinearTile(16, 32, 32, 4, 2)
     rows = 64 if fixed or num_rows > 32 else 32 if num_rows > 16 else 16
     if bits == 4:
-        return LinearTile(rows, 32, GROUP, 4, 4)
+        return LinearTile(16, 32, GROUP, 4, 4)  # with more rows, unpacking spills registers before 9.0
     return LinearTile(rows, 32, 128, 4, 3) if rows == 64 else LinearTile(rows, 16, 256, 4, 3)
 
 
