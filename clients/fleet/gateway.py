@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batching.batcher_messages import Drain, GetModels, GetStats
+from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, Phase
 from genbatch.actors.fleet.routing import build_router
 from genbatch.actors.fleet.scaling import FleetLoad, ScaleRule, wanted_replicas

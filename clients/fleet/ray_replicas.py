@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import decode_options, encode_options
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.fleet.scaling import ScaleRule
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients import ZeroMQClient, remote

@@ -13,8 +13,8 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batching.batcher_messages import Generate, GetStats
-from genbatch.actors.batching.options import BatcherOptions
+from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.nif.engine_options import EngineOptions
