@@ -581,6 +581,7 @@ class Arrivals:
             from_=from_,
             monitor=self._monitor(from_),
             on_token=message.on_token,
+            on_begin=message.on_begin,
             client=message.client,
             request_id=self._journal.request_id(message),
             accepted_at=now,

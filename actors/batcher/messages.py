@@ -16,7 +16,9 @@ class Generate:
 
     Args:
         request: what to generate.
-        on_token: called on the event loop with each token as it comes; must not block.
+        on_token: called on the event loop with each token as it comes; must not block. The result's texts are then
+            what it was given, joined: a deadline adds nothing that was held back.
+        on_begin: called once, with nothing, when the first token is there.
         client: who asks, for fairness and logs.
         request_id: its name in logs and spans; "" lets the Batcher choose one.
         tag: what Interrupt and Iterate name the request by; None for one that nobody names.
@@ -31,6 +33,7 @@ class Generate:
     tag: Hashable = None
     beam_width: int = 1
     keep: "Keep | None" = None
+    on_begin: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,13 +303,15 @@ class Output:
             self.finish_reason = "stop"
         return tail
 
-    def choice(self, finish_reason: FinishReason) -> Choice:
+    def choice(self, finish_reason: FinishReason, *, only_shown: bool = False) -> Choice:
         """What was generated, as the caller gets it.
 
         Args:
             finish_reason: why it ends here, if no token of its own has ended it: what was held back is text now.
+            only_shown: what was held back is left out. A stream has no token any more with which to show it, and its
+                pieces joined are the text.
         """
-        if self.finish_reason is None:
+        if self.finish_reason is None and not only_shown:
             rest = self._flush() if self.token_ids else self._echo
             if self._reader is not None:
                 found = [self._reader.push(rest), self._reader.finish()]
@@ -338,7 +340,7 @@ class Request:
         from_: whom to reply to.
         monitor: tells when the caller is gone.
         on_token: called once per token, must not block; None when only the whole is wanted.
-        tag, beam_width, keep: see Generate.
+        on_begin, tag, beam_width, keep: see Generate.
         request_id: its name in logs and spans.
         number: which one it is of those that this Batcher accepted, from 1.
         grammar: what its answers must match.
@@ -351,6 +353,7 @@ class Request:
     on_token: Callable[[Token], None] | None
     client: str
     accepted_at: float
+    on_begin: Callable[[], None] | None = None
     tag: Hashable = None
     beam_width: int = 1
     keep: Keep | None = None
@@ -387,7 +390,7 @@ class Request:
         if sequence.beams is not None:
             self._finish_beams(sequence, sequence.beams.best(), reason)
             return True
-        self.choices[sequence.choice] = sequence.output.choice(reason)
+        self.choices[sequence.choice] = sequence.output.choice(reason, only_shown=self.on_token is not None)
         return len(self.choices) == len(self.sequences)
 
     def _finish_beams(self, sequence: Sequence, beams: list[Beam], reason: FinishReason) -> None:

@@ -308,6 +308,9 @@ class StepCommit:
         self._count_token(sequence)
         sequence.tokens.append(drawn.token_id)
         text = sequence.output.push(drawn)
+        if request.on_begin is not None:
+            begun, request.on_begin = request.on_begin, None
+            begun()
         if request.on_token is not None:
             apart = sequence.output.apart
             try:

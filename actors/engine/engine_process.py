@@ -8,6 +8,7 @@ and after most others, only a new one can be trusted.
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -139,10 +140,11 @@ class EngineSession:
     async def _generate(self, submit: Submit) -> Final:
         call = Generate(
             submit.request,
-            self._on_token(submit),
+            self._sender(submit.id) if submit.streams else None,
             submit.client,
             request_id=submit.request_id,
             beam_width=submit.beam_width,
+            on_begin=None if submit.streams else partial(self._post, Began(submit.id)),
         )
         return Final(submit.id, await self._batcher.call(call, timeout=None))
 
@@ -157,8 +159,8 @@ class EngineSession:
         answer = await self._batcher.call(call, timeout=None, control=ask.method in ("stats", "drain"))
         return Answer(ask.id, engine_wire.encode(answer))
 
-    def _on_token(self, submit: Submit) -> Callable[[Token], None]:
-        id, rows = submit.id, self._rows
+    def _sender(self, id: int) -> Callable[[Token], None]:
+        rows = self._rows
 
         def stream(token: Token) -> None:
             row = (id, token.choice, token.index, token.token_id, token.text, token.logprob)
@@ -172,11 +174,7 @@ class EngineSession:
             elif num_rows > MAX_BACKLOG:
                 self._give_up()
 
-        def begin(token: Token) -> None:
-            if token.index == 0 and token.choice == 0:
-                self._post(Began(id))
-
-        return stream if submit.streams else begin
+        return stream
 
     # Sending
 
