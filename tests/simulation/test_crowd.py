@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ TinyModel = Callable[[str], Model]
 SEEDS = 60
 SHARE = 15
 NO_EVICT = SchedulerPolicy.GUARANTEED_NO_EVICT
-LONG_MESSAGE = SYSTEM_MESSAGES[1]
+LONG_MESSAGE = SYSTEM_MESSAGES[1]  # 61 tokens
+LONGER_MESSAGE = f"{LONG_MESSAGE} {LONG_MESSAGE[:42]}"  # 98
+SHORTER_MESSAGE = LONG_MESSAGE[:32]  # 38
 
 
 @pytest.fixture
@@ -57,8 +60,8 @@ def asks(size: int, max_tokens: int | None, number: int = 0, **fields: Any) -> G
     return GenerateRequest(token_ids=prompt(size, 31 * number), max_tokens=max_tokens, ignore_eos=True, **fields)
 
 
-def chat(words: str, max_tokens: int | None, **fields: Any) -> GenerateRequest:
-    messages = [Message(role="system", content=LONG_MESSAGE), Message(role="user", content=words)]
+def chat(words: str, max_tokens: int | None, content: str = LONG_MESSAGE, **fields: Any) -> GenerateRequest:
+    messages = [Message(role="system", content=content), Message(role="user", content=words)]
     return GenerateRequest(messages=messages, max_tokens=max_tokens, ignore_eos=True, **fields)
 
 
@@ -71,8 +74,12 @@ def serve(
     beam_width: int = 1,
     **options: Any,
 ) -> list[Any]:
-    """The answers to requests that come at once, burst after burst, each after the one before was answered."""
-    chosen = BatcherOptions(default_deadline_s=0.0, batch_timeout=0.0, **options)
+    """The answers to requests that come at once, burst after burst, each after the one before was answered.
+
+    Args:
+        beam_width: of the last burst's.
+    """
+    chosen = BatcherOptions(**{"default_deadline_s": 0.0, "batch_timeout": 0.0, **options})
     answers: list[Any] = []
 
     async def main() -> None:
@@ -96,15 +103,17 @@ def serve(
                 for burst in bursts:
                     given: list[Any] = [None] * len(burst)
 
-                    async def ask(given: list[Any], index: int, wanted: GenerateRequest) -> None:
+                    width = beam_width if burst is bursts[-1] else 1
+
+                    async def ask(given: list[Any], index: int, wanted: GenerateRequest, width: int) -> None:
                         try:
-                            given[index] = await ref.call(Generate(wanted, beam_width=beam_width), timeout=None)
+                            given[index] = await ref.call(Generate(wanted, beam_width=width), timeout=None)
                         except Exception as error:
                             given[index] = error
 
                     async with trio.open_nursery() as asking:
                         for index, wanted in enumerate(burst):
-                            asking.start_soon(ask, given, index, wanted)
+                            asking.start_soon(ask, given, index, wanted, width)
                     answers.extend(given)
                 check_rest(batcher)
                 nursery.cancel_scope.cancel()
@@ -133,7 +142,7 @@ def test_a_pool_of_no_more_than_max_tokens_serves_a_short_window(model: Model) -
 
 
 def test_two_requests_in_a_model_of_windows_only_take_turns(model: Model) -> None:
-    serve(model, [[asks(40, 8), asks(40, 8, 1)]], windows=(8,), memory={"num_blocks": [4]}, max_batch_tokens=64)
+    serve(model, [[asks(40, 8), asks(40, 8, 1)]], windows=(16,), memory={"num_blocks": [4]}, max_batch_tokens=64)
 
 
 @pytest.mark.parametrize("kind", [BatchingType.INFLIGHT_FUSED_BATCHING, BatchingType.V1])
@@ -152,10 +161,15 @@ def test_choices_that_both_copy_their_last_block_are_counted(model: Model) -> No
     serve(model, [burst], memory={"num_blocks": [10]}, scheduler_policy=NO_EVICT)
 
 
-def test_a_lone_request_beside_a_noticed_prompt_gets_the_whole_pool(model: Model) -> None:
+@pytest.mark.parametrize("kind", [BatchingType.INFLIGHT_FUSED_BATCHING, BatchingType.V1])
+@pytest.mark.parametrize("policy", SchedulerPolicy)
+def test_a_lone_request_beside_a_noticed_prompt_gets_the_whole_pool(
+    model: Model, policy: SchedulerPolicy, kind: BatchingType
+) -> None:
     warm = [[chat("one", 4)], [chat("two", 4)], [chat("three", 4)]]
-    [*_, answer] = serve(model, [*warm, [asks(40, 110, 1)]], memory={"num_blocks": [10]})
-    assert len(answer.token_ids) == 110
+    memory = {"num_blocks": [8]}
+    [*_, answer] = serve(model, [*warm, [asks(40, 88, 1)]], memory=memory, scheduler_policy=policy, batching_type=kind)
+    assert len(answer.token_ids) == 88
 
 
 def test_a_scheduler_that_ignores_memory_serves_everyone(model: Model) -> None:
@@ -195,26 +209,38 @@ def test_a_group_with_a_window_does_not_bound_what_the_others_hold(model: Model)
     assert len(answer.token_ids) == 8
 
 
+def test_a_prompt_much_longer_than_the_window_of_some_layers_fits_a_context_of_its_length(model: Model) -> None:
+    """A window of 512 beside full attention, of 8,192 positions 8,108 are asked for."""
+    serve(replace(model, max_position=8192), [[asks(8100, 8)]], windows=(512, None), memory={"n_ctx": 8192})
+
+
 def test_a_burst_after_an_idle_time_is_served_at_once(model: Model) -> None:
+    """Of 64 blocks 25 are held, and a request takes 42: nobody is refused before what is held has gone."""
+    content = model.tokenizer.template_prefix([{"role": "system", "content": LONGER_MESSAGE}])
+    assert -(-len(content) // 4) == 25
+    warm = [[chat("one", 4, LONGER_MESSAGE)], [chat("two", 4, LONGER_MESSAGE)], [chat("three", 4, LONGER_MESSAGE)]]
+    burst = [asks(160, 8, number) for number in range(1, 4)]
+    serve(model, [*warm, burst, burst], memory={"num_blocks": [64], "block_size": 4}, batch_timeout=20.0)
+
+
+@pytest.mark.parametrize("policy", SchedulerPolicy)
+@pytest.mark.parametrize(("width", "num_blocks"), [(2, 20), (3, 26), (4, 34)])
+def test_beams_in_mid_search_get_what_a_noticed_prompt_holds(
+    model: Model, policy: SchedulerPolicy, width: int, num_blocks: int
+) -> None:
+    warm = [[chat("one", 2)], [chat("two", 2)], [chat("three", 2)]]
+    search = GenerateRequest(token_ids=prompt(20), max_tokens=24, ignore_eos=True, temperature=0.0)
+    memory = {"num_blocks": [num_blocks], "block_size": 4}
+    serve(model, [*warm, [search]], memory=memory, n_parallel=4, beam_width=width, scheduler_policy=policy)
+
+
+@pytest.mark.parametrize("policy", SchedulerPolicy)
+def test_odd_pools_refuse_nobody(model: Model, policy: SchedulerPolicy) -> None:
     warm = [[chat("one", 4)], [chat("two", 4)], [chat("three", 4)]]
-    burst = [asks(60, 8, number) for number in range(1, 4)]
-    serve(model, [*warm, burst, burst], memory={"num_blocks": [15]})
-
-
-@pytest.mark.parametrize("width", [2, 3, 4])
-def test_beams_in_mid_search_get_what_a_noticed_prompt_holds(model: Model, width: int) -> None:
-    warm = [[chat("one", 4)], [chat("two", 4)], [chat("three", 4)]]
-    burst = [GenerateRequest(token_ids=prompt(20), max_tokens=24, ignore_eos=True, temperature=0.0)]
-    serve(model, [*warm], memory={"num_blocks": [12]}, n_parallel=4)
-    serve(model, [burst], memory={"num_blocks": [3 * width]}, n_parallel=4, beam_width=width)
-
-
-def test_odd_pools_refuse_nobody(model: Model) -> None:
     burst = [asks(13, 24, number) for number in range(9)]
-    for policy in SchedulerPolicy:
-        serve(model, [burst], memory={"n_ctx": 96, "block_size": 5}, scheduler_policy=policy, n_parallel=4)
-        chats = [[chat("one", 30), chat("two", 30), chat("four", 30)]] * 2
-        serve(model, chats, memory={"n_ctx": 132, "block_size": 3}, scheduler_policy=policy, n_parallel=4)
+    serve(model, [*warm, burst], memory={"n_ctx": 96, "block_size": 5}, scheduler_policy=policy, n_parallel=4)
+    chats = [[chat(words, 30, SHORTER_MESSAGE) for words in ("one", "two", "four")]] * 3
+    serve(model, chats, memory={"n_ctx": 104, "block_size": 3}, scheduler_policy=policy, n_parallel=4)
 
 
 def test_an_open_end_stops_where_a_configured_prompt_begins(model: Model) -> None:
