@@ -575,19 +575,29 @@ async def test_a_prompt_of_one_token_has_log_probs_of_which_nothing_is_known(tin
 
 
 @pytest.mark.trio
-async def test_a_deadline_shows_what_was_held_back(tiny_model: TinyModel, mock_clock: MockClock) -> None:
-    """The stop string that it might have become will not be complete."""
-    async with batcher(tiny_model("llama"), async_batching=False, batch_size=1) as bench:
-        whole = await bench.generate(prompt="abc", max_tokens=9, ignore_eos=True)
+async def test_a_deadline_shows_what_was_held_back_but_to_a_stream(
+    tiny_model: TinyModel, mock_clock: MockClock
+) -> None:
+    """The stop string that it might have become will not be complete; a stream has no token to show it with."""
+    async with batcher(tiny_model("llama"), async_batching=False, batch_size=2) as bench:
+        plain = {"prompt": "abc", "max_tokens": 9, "ignore_eos": True}
+        [whole, _] = await gather(bench, [plain, plain])
+        shown: list[str] = []
 
         def late(token: Token) -> None:
+            shown.append(token.text)
             if token.index == 8:
                 mock_clock.jump(5.0)
 
-        result = await bench.generate(
-            late, prompt="abc", max_tokens=30, ignore_eos=True, stop=[whole.text[-3:] + "never"], deadline_s=1.0
+        held = {**plain, "max_tokens": 30, "stop": [whole.text[-3:] + "never"], "deadline_s": 1.0, "echo": True}
+        [result, streamed] = await gather(bench, [held, {**held, "on_token": late}])
+        assert (result.finish_reason, result.token_ids, result.text) == (
+            "deadline",
+            whole.token_ids,
+            "abc" + whole.text,
         )
-        assert (result.finish_reason, result.token_ids, result.text) == ("deadline", whole.token_ids, whole.text)
+        assert (streamed.finish_reason, streamed.token_ids) == ("deadline", whole.token_ids)
+        assert streamed.text == "".join(shown) == "abc" + whole.text[:-3]
 
 
 @pytest.mark.trio
