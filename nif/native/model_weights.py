@@ -126,6 +126,7 @@ class ModelWeights:
                 layers[layer] = loader.layer(layer)
                 layers[layer].group, layers[layer].index_in_group, layers[layer].window = group_id, index, window
                 layers[layer].rope = self._rope_of(layer, architecture)
+                source.release()  # else the whole file stays beside what was packed
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         # A file may hold a head of a tied model; a module has tied its own already.
