@@ -81,11 +81,15 @@ class KVView:
     def get_needed_resource_to_completion(self, request: LlmRequest) -> Blocks:
         """The most blocks the request holds on its way to its full length."""
         available = self.get_max_resource_count()
-        alone = self._to_completion(request, 1)
+        # Alone it can share a configured prompt, if what it shares now begins with that one and gives way.
+        alone = self._to_completion(request, 1, _num_pinned(request))
         if alone > available:
             return alone
         # What has room alone must not be told otherwise: then it runs alone, in smaller steps and sharing nothing.
-        return (self._to_completion(request, self._limits.max_batch_tokens) + _copies(request)).at_most(available)
+        donor = request.held_donor if isinstance(request, Slotted) else None
+        shared = len(donor.tokens) if donor is not None and donor.pinned else 0
+        most = self._to_completion(request, self._limits.max_batch_tokens, shared)
+        return (most + _copies(request)).at_most(available)
 
     def blocks_held(self, request: LlmRequest) -> Blocks:
         """Blocks that become free if this request alone is released."""
@@ -130,9 +134,8 @@ class KVView:
                 too_many = middle
         return fits + 1 if fits else 0  # the token drawn last is never evaluated
 
-    def _to_completion(self, request: LlmRequest, chunk: int) -> Blocks:
-        num_prompt, pinned = request.num_prompt_tokens, _num_pinned(request)
-        return self._most(num_prompt, request.max_positions, request.width, pinned, chunk)
+    def _to_completion(self, request: LlmRequest, chunk: int, num_pinned: int) -> Blocks:
+        return self._most(request.num_prompt_tokens, request.max_positions, request.width, num_pinned, chunk)
 
     def _most(self, num_prompt: int, num_positions: int, width: int, num_pinned: int, chunk: int) -> Blocks:
         """The most blocks held on the way to `num_positions`, besides those of a configured prompt."""
@@ -160,9 +163,9 @@ def _slots(request: LlmRequest) -> list[int]:
 
 
 def _num_pinned(request: LlmRequest) -> int:
-    """Positions that it shares with a configured prompt for as long as it lives."""
-    held = request.held_donor if isinstance(request, Slotted) else None
-    return len(held.tokens) if held is not None and held.pinned else 0
+    """Positions that it can share with a configured prompt for as long as it lives."""
+    pinned = request.pinned_donor if isinstance(request, Slotted) else None
+    return len(pinned.tokens) if pinned is not None else 0
 
 
 def _copies(request: LlmRequest) -> int:
@@ -222,6 +225,8 @@ class Planner:
         Args:
             inflight: ids of those that are not to be planned.
         """
+        for held in self._held.evaluating():
+            self._slots.begin_held(held)
         active, ready = self._active()
         if not active:
             return SchedulerOutput([], [], [])

@@ -104,9 +104,19 @@ class Slotted(LlmRequest):
     def held_donor(self) -> "HeldPrompt | None":
         """The held prompt whose beginning it shares, itself or through another choice of its request."""
         donor = self.donor
-        while donor is not None and not isinstance(donor, HeldPrompt):
+        while donor is not None:
+            if isinstance(donor, HeldPrompt) and donor.seq_id is not None:
+                return donor
             donor = donor.donor
-        return donor if donor is not None and donor.seq_id is not None else None
+        return None
+
+    @property
+    def pinned_donor(self) -> "HeldPrompt | None":
+        """The configured prompt whose beginning it shares, itself or through what begins with that one."""
+        donor = self.held_donor
+        while donor is not None and not donor.pinned:
+            donor = donor.held_donor
+        return donor
 
     @property
     def donor_ready(self) -> bool:
@@ -128,6 +138,7 @@ class HeldPrompt(Slotted):
     key: bytes = b""  # whose requests may share it
     last_used: float = 0.0  # seconds on the event loop's clock
     pinned: bool = False  # configured, not noticed: never dropped to make room
+    begun: bool = False  # its slot has what was evaluated of it before
 
     @property
     def ready(self) -> bool:

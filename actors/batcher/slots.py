@@ -280,6 +280,8 @@ class HeldPrompts:
         """Holds a prompt that is evaluated already, in a slot that `take_slot` gave."""
         held.seq_id = slot
         held.num_computed = len(held.tokens)
+        held.donor = self.find(held.tokens, None)  # what those that share it can share once it has gone
+        held.num_shared = len(held.donor.tokens) if held.donor is not None else 0
         held.move(Phase.PREFILLING)
         self._held.append(held)
 
@@ -418,10 +420,11 @@ class Slots:
         if owner.beams is not None:
             owner.beams.restart()
             owner.num_generated = 0
-        else:
+        elif owner.pinned_donor is None:
+            # Else it would come back whole, and there may be room only for what it has beside a prompt held for good.
             swapped = self._swap.out(owner.request_id, owner.seq_id)
             if swapped:
-                owner.donor = None  # it comes back whole: a plan must find room for all of it
+                owner.donor = None  # a plan must find room for all of it
         self._free(owner)
         owner.pause()
         self._journal.paused(owner, swapped=swapped)
@@ -435,6 +438,15 @@ class Slots:
             self.pending.remove(sequence)
             self._swap.forget(sequence.request_id)
         sequence.move(Phase.FINISHED)
+
+    def begin_held(self, held: HeldPrompt) -> None:
+        """Gives a prompt to hold, once, what is already evaluated of it: by those that began alike before it."""
+        if held.begun:
+            return
+        assert held.seq_id is not None
+        held.begun = True
+        held.num_computed = self._ctx.attach_prefix(held.seq_id, held.tokens, held.key)
+        self._journal.stats.reused_tokens += held.num_computed
 
     def drop_held(self, held: HeldPrompt) -> None:
         """Frees a held prompt's blocks."""

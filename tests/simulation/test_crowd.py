@@ -243,6 +243,15 @@ def test_odd_pools_refuse_nobody(model: Model, policy: SchedulerPolicy) -> None:
     serve(model, chats, memory={"n_ctx": 104, "block_size": 3}, scheduler_policy=policy, n_parallel=4)
 
 
+def test_what_shares_a_configured_prompt_comes_back_from_a_pause_with_room_for_the_rest_only(model: Model) -> None:
+    """Whole, a request takes eleven blocks; beside the prompt there are eight."""
+    burst = [chat("one", 95), chat("two", 95)]
+    [one, _] = serve(
+        model, [burst], memory={"num_blocks": [12]}, system_prompts=(LONG_MESSAGE,), cpu_offload_space=0.001
+    )
+    assert -(-(one.usage.prompt_tokens + 94) // 16) == 11
+
+
 def test_an_open_end_stops_where_a_configured_prompt_begins(model: Model) -> None:
     memory = {"num_blocks": [12]}
     [answer, shared] = serve(

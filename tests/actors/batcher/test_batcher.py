@@ -295,6 +295,10 @@ async def test_a08_requests_that_share_a_first_message_prefill_it_once(tiny_mode
     assert prefix > 16
     assert [result.usage.cached_tokens >= prefix for result in together] == [True] * 4
     assert stats.shared_tokens == 4 * prefix
+    # The prompt that is held begins with the blocks of the request that brought it first.
+    begun = (prefix - 1) // 4 * 4
+    lengths = [result.usage.prompt_tokens for result in together]
+    assert stats.prefilled_tokens <= lengths[0] + (prefix - begun) + sum(length - prefix for length in lengths)
 
 
 @pytest.mark.trio
