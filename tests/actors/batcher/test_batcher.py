@@ -20,6 +20,7 @@ from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.request import Phase
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
+from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, PromptTooLong, QueueFull, Unavailable
@@ -299,6 +300,45 @@ async def test_a08_requests_that_share_a_first_message_prefill_it_once(tiny_mode
     begun = (prefix - 1) // 4 * 4
     lengths = [result.usage.prompt_tokens for result in together]
     assert stats.prefilled_tokens <= lengths[0] + (prefix - begun) + sum(length - prefix for length in lengths)
+
+
+@pytest.mark.trio
+async def test_a_held_prompt_that_is_shared_again_is_the_last_to_make_room(
+    tiny_model: TinyModel, mock_clock: MockClock
+) -> None:
+    def asks(system: str, question: str) -> dict[str, Any]:
+        return {"messages": [Message(role="system", content=system), Message(role="user", content=question)]}
+
+    async with batcher(tiny_model("llama"), max_held_prompts=2, batch_size=1) as bench:
+        for system in ("You are brief and kind.", "You sing every answer."):
+            for question in ("one", "two", "three"):
+                await bench.generate(**asks(system, question))
+        first, second = bench.actor.held
+        mock_clock.jump(5.0)
+        await bench.generate(**asks("You are brief and kind.", "four"))
+        assert bench.actor.held.droppable() == [second, first]
+
+
+@pytest.mark.trio
+async def test_a_step_without_blocks_pauses_the_newest(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with batcher(tiny_model("llama"), async_batching=False, batch_size=2) as bench:
+        evaluate, paused, pause = bench.actor.stepper.evaluate, [], bench.actor.slots.pause
+        numbers: list[int] = []
+
+        def fail_once(batch: Any, copies: Any) -> Any:
+            if len(batch) == 2 and len(batch[0].entry.tokens) == 1 and not paused:
+                paused.extend(sequence.arrival for sequence in bench.actor.slots.sequences.values())
+                raise OutOfBlocks(1, 0)
+            return evaluate(batch, copies)
+
+        def note(owner: Any) -> None:
+            numbers.append(owner.arrival)
+            pause(owner)
+
+        monkeypatch.setattr(bench.actor.stepper, "evaluate", fail_once)
+        monkeypatch.setattr(bench.actor.slots, "pause", note)
+        await gather(bench, [{"prompt": "abc"}, {"prompt": "abd"}])
+        assert len(paused) == 2 and numbers == [max(paused)]
 
 
 @pytest.mark.trio

@@ -224,3 +224,15 @@ def test_h13_a_soft_reset_takes_the_oldest_and_the_newest_once_a_reset_blocks() 
     assert ids(capacity.schedule_request([*active, request(0, num_pauses=1)]).paused_requests) == [3]
     active[0].num_pauses = 1
     assert ids(capacity.schedule_request(active).paused_requests) == [3]
+
+
+def test_b17_who_was_paused_often_is_paused_again_only_if_there_is_nobody_else() -> None:
+    kv = RealBlocks(6, 4)
+    active = held(kv, decoding(1), decoding(2), decoding(3))
+    capacity = MaxUtilizationScheduler(8, kv, max_pauses=2)
+    active[2].num_pauses = 1
+    assert ids(capacity.schedule_request(active).paused_requests) == [3]
+    active[2].num_pauses = 2
+    assert ids(capacity.schedule_request(active).paused_requests) == [2]
+    active[1].num_pauses = 2
+    assert ids(capacity.schedule_request(active).paused_requests) == [3]

@@ -118,3 +118,12 @@ def test_b24_a_prompt_longer_than_the_budget_is_split_even_without_chunked_conte
     loop.add([request(1, 25, 2)])
     loop.run()
     assert [plan.num_context_tokens for plan in loop.plans] == [10, 10, 5, 0]
+
+
+def test_h03_beams_that_no_step_has_tokens_or_blocks_for_can_never_run() -> None:
+    limits = StepLimits(max_batch_tokens=4, block_size=4, cache_budget=12)
+    wide, widest = request(1, 8, 1, width=4), request(2, 8, 1, width=5)
+    assert [limits.can_ever_run(one) for one in (wide, widest)] == [True, False]
+    assert [limits.can_ever_run(request(3, 12, new, width=4)) for new in (1, 2)] == [True, False]
+    plan = FIFOScheduler(limits).schedule([widest, wide], set())
+    assert (plan.never_fitting, plan.context_requests) == ([widest], [wide])

@@ -1,0 +1,52 @@
+"""What is held, who shares it, and who makes room for whom."""
+
+from genbatch.actors.batcher.requests import HeldPrompt
+from genbatch.actors.batcher.slots import HeldPrompts
+
+
+def prompt(tokens: list[int], key: bytes = b"a", **fields: object) -> HeldPrompt:
+    return HeldPrompt(
+        request_id=len(tokens), arrival=0, num_prompt_tokens=len(tokens), max_new_tokens=1, tokens=tokens, key=key,
+        **fields,
+    )  # fmt: skip
+
+
+def test_the_longest_held_prompt_of_the_owner_is_shared_and_leaves_a_token() -> None:
+    held = HeldPrompts(range(4), 1)
+    longest, shorter, configured = prompt([1, 2, 3]), prompt([1, 2]), prompt([1], b"", pinned=True)
+    for one in (shorter, longest, configured):
+        assert held.hold(one)
+    assert held.find([1, 2, 3, 4], b"a") is longest
+    assert held.find([1, 2, 3], b"a") is shorter
+    assert held.find([1, 2, 3, 4], b"b") is held.find([1, 2, 3, 4], None) is configured
+    assert held.find([1], b"a") is None
+
+
+def test_only_what_is_whole_and_not_configured_makes_room_the_least_recent_first() -> None:
+    held = HeldPrompts(range(4), 1)
+    recent, older = prompt([1, 2], last_used=2.0), prompt([3], last_used=1.0)
+    unready, configured = prompt([4, 5]), prompt([6], pinned=True)
+    for one in (recent, older, unready, configured):
+        assert held.hold(one)
+    assert not held.hold(prompt([7])), "every slot is taken"
+    for one in (recent, older, configured):
+        one.num_computed = len(one.tokens)
+    unready.num_computed = 1
+    assert held.droppable() == [older, recent]
+    assert held.least_recent(besides=older) is recent
+    assert held.evaluating() == [unready]
+    held.drop(older)
+    assert held.hold(prompt([7]))
+
+
+def test_what_shares_a_sessions_prompt_can_share_the_configured_one_that_it_begins_with() -> None:
+    held = HeldPrompts(range(2), 1)
+    configured, session = prompt([1], b"", pinned=True), prompt([1, 2, 3])
+    assert held.hold(configured)
+    slot = held.take_slot()
+    assert slot is not None
+    held.adopt(session, slot)
+    sharer = prompt([1, 2, 3, 4], donor=session)
+    assert (sharer.held_donor, sharer.pinned_donor, session.num_shared) == (session, configured, 1)
+    held.drop(session)
+    assert (sharer.held_donor, sharer.pinned_donor) == (configured, configured)
