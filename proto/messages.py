@@ -281,6 +281,8 @@ def check_type(value: object, wanted: Any) -> Any:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
         raise InvalidRequest(*_fault(str(error))) from None
+    except UnicodeEncodeError:  # msgspec meets it in a name or in a word of a fixed list
+        raise InvalidRequest(None, "a name or a word is not valid Unicode: it has a lone surrogate") from None
     except RecursionError:
         raise InvalidRequest(None, "is nested too deeply") from None
 

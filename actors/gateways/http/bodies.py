@@ -117,7 +117,12 @@ def describe(error: GenbatchError) -> dict[str, object]:
     """The body: {"error": {message, type, param, code}}."""
     kind = INVALID if isinstance(error, Refusal) else STATUSES.get(error.code, FAILED)[1]
     code = CODES.get(error.code, error.code)
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": code}}
+    return {"error": {"message": _valid(str(error)), "type": kind, "param": _valid(error.field), "code": code}}
+
+
+def _valid(text: str | None) -> str | None:
+    """Text that quotes what a client sent, which may be half a surrogate pair, as it can be sent back."""
+    return None if text is None else text.encode(errors="backslashreplace").decode()
 
 
 def api_response(error: GenbatchError) -> Response:

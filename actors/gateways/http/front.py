@@ -78,7 +78,7 @@ class Front:
         if self._only_loopback and not is_loopback(_without_port(host)):
             raise Forbidden(f"the service is reached as localhost, 127.0.0.1 or [::1], not as {host[:128]!r}")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _host_of(origin) != host:
             raise Forbidden(f"pages of {origin[:128]!r} may not use this service")
         client = f"http:{(scope.get('client') or ('',))[0]}"
         if self._authenticate is None or scope["path"] in OPEN_PATHS:
@@ -90,6 +90,14 @@ class Front:
             reason = "is missing" if token is None else "is not known"
             raise Unauthenticated(f"the token {reason}; send the header Authorization: Bearer TOKEN")
         return HTTPCaller(client, tenant)
+
+
+def _host_of(origin: str) -> str | None:
+    """HOST:PORT of an Origin header; None if it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _without_port(host: str) -> str:

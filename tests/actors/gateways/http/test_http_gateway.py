@@ -57,6 +57,9 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", "invalid_request"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_request"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "invalid_request"),
+        (CHAT, {"messages": USER, "\ud800": 1}, None, "invalid_request"),
+        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, "messages[0].role", "invalid_request"),
+        (CHAT, {"messages": USER, "response_format": {"type": "\ud800"}}, None, "invalid_request"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -505,3 +508,22 @@ def test_an_answer_that_the_service_cut_short_is_an_error(reason: Any, error: ty
     with pytest.raises(error):
         generating._finished(result)
     assert generating._finished(msgspec.structs.replace(result, choices=(whole, whole)))
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    "header",
+    [b"Host: \xff\xfe", b"Host: [::1", b"Host: localhost:abc", b"Host: user@localhost", b"Host: a\r\nHost: b",
+     b"Host: localhost\r\nOrigin: http://[", b"Host: localhost\r\nOrigin: \xff",
+     b"Host: localhost\r\nAuthorization: Bearer \xff"],
+)  # fmt: skip
+async def test_odd_headers_are_answered_and_no_fault_of_the_service(
+    header: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served_http() as served, await trio.open_tcp_stream("127.0.0.1", served.port) as connection:
+        await connection.send_all(b"GET /health HTTP/1.1\r\n" + header + b"\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while part := await connection.receive_some():
+            answer += part
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 403", b"HTTP/1.1 200"))
+    assert not [record for record in caplog.records if record.exc_info]
