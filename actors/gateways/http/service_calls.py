@@ -1,4 +1,4 @@
-"""ServiceCalls: the service's methods as the HTTP endpoint uses them, over the Dispatcher that all gateways share."""
+"""HTTPCalls: the service's methods as the HTTP endpoint uses them, over the Dispatcher that all gateways share."""
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -292,7 +292,7 @@ async def test_a_service_that_says_nothing_is_down(autojump_clock: trio.testing.
             await trio.sleep_forever()
             raise AssertionError
 
-    health = await service_calls.ServiceCalls(Silent()).health()  # type: ignore[arg-type]
+    health = await service_calls.HTTPCalls(Silent()).health()  # type: ignore[arg-type]
     assert health.status == "down"
     assert trio.current_time() == pytest.approx(service_calls.HEALTH_TIMEOUT_S)
 
