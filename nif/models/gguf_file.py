@@ -9,6 +9,7 @@ called once for the configuration, once for the tokenizer and once for the weigh
 file.
 """
 
+import math
 import re
 import struct
 from collections.abc import Collection
@@ -70,8 +71,8 @@ class GgufFile:
             raise self.fault(f"the file ends within its header ({len(self._view)} bytes)") from fault
 
     def fault(self, reason: str) -> ModelError:
-        """An error that names this file."""
-        return ModelError(self.model, f"{self.path.name}: {reason}")
+        """An error that names this file, on one line whatever names the file has in it."""
+        return ModelError(self.model, f"{self.path.name}: {' '.join(reason.split())}")
 
     @property
     def architecture(self) -> str:
@@ -406,9 +407,11 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     settings["vocab_size"] = file.tensor("token_embd.weight").shape[0]
     if (head_dim := file.metadata.get(f"{architecture}.attention.key_length")) is not None:
         settings["head_dim"] = head_dim
-    _settle_attention(file, settings)
     try:
+        _settle_attention(file, settings)
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
+    except ModelError:
+        raise
     except Exception as fault:
         raise file.fault(f"its metadata are no configuration of {kind}: {fault}") from fault
     return config
@@ -419,34 +422,150 @@ _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the one that scales i
 
 def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
     """What the metadata say in other words than a configuration: the scale of scores, and the rotary embedding."""
-
-    def value(key: str) -> Any:
-        return file.metadata.get(f"{file.architecture}.{key}")
-
     head_dim = settings.get("head_dim")
     if head_dim is None and settings.get("hidden_size") and settings.get("num_attention_heads"):
         head_dim = settings["hidden_size"] // settings["num_attention_heads"]
     if file.architecture in _LARGEST_GEMMA and head_dim:
-        largest = value("block_count") == _LARGEST_GEMMA[file.architecture]
+        largest = file.metadata.get(f"{file.architecture}.block_count") == _LARGEST_GEMMA[file.architecture]
         settings["query_pre_attn_scalar"] = (
             settings["hidden_size"] // settings["num_attention_heads"] if largest else head_dim
         )
-    if file.architecture == "gemma3" and value("rope.scaling.type") == "linear":
-        settings["rope_scaling"] = {"rope_type": "linear", "factor": value("rope.scaling.factor")}
-    if file.architecture not in ("phi3", "glm4"):
-        return
-    rotated = value("rope.dimension_count")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.pop("rope_theta", 10000.0)}
-    if rotated and head_dim:
-        rope["partial_rotary_factor"] = rotated / head_dim
-    if "rope_factors_short.weight" in file.names():
+    if rope := _rope_parameters(file, settings, head_dim):
+        # Where kinds of layers have embeddings of their own, transformers gives the scaling to those it is for.
+        settings["rope_scaling" if file.architecture in _ROPES_BY_LAYER else "rope_parameters"] = rope
+
+
+_YARN_AS_EVER = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}  # all transformers has
+_YARN_KEYS = ("yarn_beta_fast", "yarn_beta_slow", *_YARN_AS_EVER)
+_ROPE_SCALING = ("type", "factor", "original_context_length", "attn_factor", "finetuned", *_YARN_KEYS)
+_PARTLY_ROTATED = ("phi3", "glm4")
+_ROPES_BY_LAYER = ("gemma3",)
+
+
+def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | None) -> dict[str, Any] | None:
+    """transformers' `rope_parameters`, where the file says more of them than their base; takes the base along.
+
+    The tensor `rope_freqs` divides each pair's frequency. Llama 3's files have it in place of the numbers that
+    transformers computes the same factors from, so they are given as a "longrope" that is one for every length.
+
+    Raises:
+        ModelError: transformers has no such embedding; the reason names the key or the tensor.
+    """
+    architecture, prefix = file.architecture, f"{file.architecture}.rope.scaling."
+    for key in file.metadata:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _ROPE_SCALING:
+            raise file.fault(f"{key} is a scaling of rotary embeddings that is not known")
+    kind = file.metadata.get(f"{prefix}type", "linear")  # llama.cpp's default
+    rotated = file.metadata.get(f"{architecture}.rope.dimension_count", head_dim)
+    if rotated != head_dim and head_dim and architecture not in _PARTLY_ROTATED:
+        raise file.fault(
+            f"{architecture}.rope.dimension_count is {rotated!r} in heads of {head_dim}: only whole heads are rotated"
+        )
+    base = _positive(file, f"{architecture}.rope.freq_base", 10000.0)
+    if kind == "yarn" and base <= 1:
+        raise file.fault(f"{architecture}.rope.freq_base is {base}; yarn needs one above 1")
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if "rope_factors_short.weight" in file.names() and architecture == "phi3":
+        if kind not in ("linear", "longrope"):
+            raise file.fault(f"{prefix}type is {kind!r} beside the tensor rope_factors_short.weight")
         rope["rope_type"] = "longrope"
         for length in ("short", "long"):
-            rope[f"{length}_factor"] = file.tensor(f"rope_factors_{length}.weight").whole().tolist()
-        original = value("rope.scaling.original_context_length")
-        if original is not None:
+            rope[f"{length}_factor"] = _rope_factors(file, f"rope_factors_{length}.weight", rotated)
+        if (original := file.metadata.get(f"{prefix}original_context_length")) is not None:
             settings["original_max_position_embeddings"] = original
-    settings["rope_parameters"] = rope
+        if f"{prefix}attn_factor" in file.metadata:
+            rope["attention_factor"] = _positive(file, f"{prefix}attn_factor", 1.0)
+    elif kind == "yarn":
+        rope.update(_yarn(file, prefix, settings))
+    elif kind in ("none", "linear"):
+        rope.update(_divided(file, prefix, settings, rotated))
+    else:
+        raise file.fault(f"{prefix}type is {kind!r}; none, linear and yarn are read, and phi3's longrope")
+    if architecture in _PARTLY_ROTATED and rotated and head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if architecture in _ROPES_BY_LAYER:
+        if rope["rope_type"] not in ("default", "linear"):
+            raise file.fault(f"{prefix}type or rope_freqs.weight: {architecture} is read with linear scaling only")
+        return rope if rope["rope_type"] == "linear" else None
+    if len(rope) == 1 and architecture not in _PARTLY_ROTATED:
+        return None
+    return {**rope, "rope_theta": settings.pop("rope_theta", 10000.0)}
+
+
+def _divided(file: GgufFile, prefix: str, settings: dict[str, Any], rotated: Any) -> dict[str, Any]:
+    """Frequencies divided by one factor, by a factor each, or by both."""
+    factor = 1.0
+    if file.metadata.get(f"{prefix}type") != "none":
+        old = f"{file.architecture}.rope.scale_linear"
+        key = old if old in file.metadata and f"{prefix}factor" not in file.metadata else f"{prefix}factor"
+        factor = 1.0 if file.metadata.get(key) == 0 else _positive(file, key, 1.0)  # 0 is llama.cpp's word for none
+    if (scale := _positive(file, f"{prefix}attn_factor", 1.0)) != 1.0:
+        raise file.fault(f"{prefix}attn_factor is {scale}; without yarn only 1 is read")
+    if "rope_freqs.weight" in file.names():
+        factors = [one * factor for one in _rope_factors(file, "rope_freqs.weight", rotated)]
+        length = _positive(file, f"{file.architecture}.context_length", settings.get("max_position_embeddings", 2048))
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": int(length),
+        }
+    return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(file: GgufFile, prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
+    if "rope_freqs.weight" in file.names():
+        raise file.fault(f"tensor rope_freqs.weight beside {prefix}type yarn: only one of them is read")
+    for name, usual in _YARN_AS_EVER.items():
+        if (value := file.metadata.get(prefix + name, usual)) != usual:
+            raise file.fault(f"{prefix}{name} is {value!r}; only {usual:g} is read")
+    if f"{prefix}factor" not in file.metadata:
+        raise file.fault(f"{prefix}factor is missing beside {prefix}type yarn")
+    factor = _positive(file, f"{prefix}factor", 1.0)
+    original = _positive(file, f"{prefix}original_context_length", settings.get("max_position_embeddings", 2048))
+    usual_scale = 1.0 + 0.1 * math.log(max(factor, 1.0))
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": int(original),
+        "attention_factor": _positive(file, f"{prefix}attn_factor", 1.0) * usual_scale,
+        "beta_fast": _positive(file, f"{prefix}yarn_beta_fast", 32.0),
+        "beta_slow": _positive(file, f"{prefix}yarn_beta_slow", 1.0),
+    }
+
+
+def _rope_factors(file: GgufFile, name: str, rotated: Any) -> list[float]:
+    factors = file.tensor(name).whole().flatten().tolist()
+    if rotated is not None and len(factors) * 2 != rotated:
+        raise file.fault(f"tensor {name} has {len(factors)} factors for {rotated} rotated elements")
+    if not all(0 < factor < math.inf for factor in factors):
+        raise file.fault(f"tensor {name} has a factor that is no positive number")
+    return factors
+
+
+def _positive(file: GgufFile, key: str, default: float) -> float:
+    value = file.metadata.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise file.fault(f"{key} is {value!r}, not a positive number")
+    return float(value)
+
+
+def check_unscaled(file: GgufFile) -> None:
+    """Refuses a file whose rotary embedding transformers would read as a plain one, since it knows none of these keys.
+
+    Raises:
+        ModelError: the reason names the key or the tensor.
+    """
+    if file.architecture == "gpt-oss":
+        return  # its files say what its configuration says without them
+    key = f"{file.architecture}.rope.scaling.type"
+    if (kind := file.metadata.get(key, "none")) != "none":
+        raise file.fault(f"{key} is {kind!r}, which is not read for files of this architecture")
+    for name in ("rope_freqs.weight", "rope_factors_short.weight"):
+        if name in file.names():
+            raise file.fault(f"tensor {name} is not read for files of the architecture {file.architecture}")
 
 
 _TOKENIZER_KEYS = {

@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_conversion import convert_gguf
-from genbatch.nif.models.gguf_file import FAMILIES, GgufFile
+from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, check_unscaled
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
@@ -215,9 +215,11 @@ def _pip_version() -> tuple[int, ...]:
 
 def _readable(source: str, path: Path, progress: Progress) -> Path:
     """The file itself where its family is read as it is, else the directory that it is converted to."""
-    architecture = GgufFile(source, path).architecture
+    file = GgufFile(source, path)
+    architecture = file.architecture
     if architecture in FAMILIES:
         return path
+    check_unscaled(file)
     log.info(
         "%s is converted to safetensors: files of the architecture %s are not read as they are (%s are)",
         path.name,
