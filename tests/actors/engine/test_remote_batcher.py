@@ -40,6 +40,7 @@ from genbatch.proto.messages import (
     Token,
     TokenIds,
     TokenizeRequest,
+    ToolCallDelta,
     Usage,
 )
 
@@ -254,7 +255,16 @@ async def test_a_stream_crosses_token_by_token_and_ends_with_its_result(bench: B
 @pytest.mark.trio
 async def test_every_field_of_a_token_crosses(bench: Bench, mock_clock: MockClock) -> None:
     plain = Token(text="", token_id=0, index=0)
-    full = Token(text="é", token_id=7, index=0, logprob=-0.25, choice=1, top={7: -0.25, 3: -2.0})
+    full = Token(
+        text="é",
+        token_id=7,
+        index=0,
+        logprob=-0.25,
+        choice=1,
+        top={7: -0.25, 3: -2.0},
+        reasoning="so",
+        tool_calls=(ToolCallDelta(index=0, id="c1", name="f", arguments="{"),),
+    )
     unset = {"index"}  # counted anew for each choice
     assert all(getattr(full, name) != getattr(plain, name) for name in set(Token.__struct_fields__) - unset)
     await bench.engine_comes()
@@ -317,7 +327,7 @@ async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, moc
 
 def test_every_field_of_a_generate_call_is_sent_or_is_known_to_stay() -> None:
     sent = {"request", "client", "request_id", "beam_width"}
-    stays = {"on_token", "tag", "keep"}  # becomes `streams`; for programs that run the Batcher themselves
+    stays = {"on_token", "on_begin", "tag", "keep"}  # become `streams`; for programs that run the Batcher themselves
     assert {field.name for field in fields(Generate)} == sent | stays
 
 
