@@ -61,14 +61,16 @@ class Work:
     given: list[Token] = field(default_factory=list)
 
     def emit(self, text: str, choice: int = 0) -> None:
-        assert self.message.on_token is not None
+        if self.message.on_begin is not None and not self.indices:
+            self.message.on_begin()
         index = self.indices.get(choice, 0)
         self.indices[choice] = index + 1
         token = Token(
             text=text, token_id=index, index=index, choice=choice, logprob=-0.5 - index, top={index: -0.5, 9: -1.5}
         )
         self.given.append(token)
-        self.message.on_token(token)
+        if self.message.on_token is not None:
+            self.message.on_token(token)
 
     def finish(self, text: str = "all") -> None:
         usage = Usage(prompt_tokens=1, completion_tokens=1)
