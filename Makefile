@@ -89,6 +89,7 @@ overload: $(VENV)/.test
 
 # Beside llama.cpp and transformers: 25 minutes on a machine that does nothing else, and at first ten more to build
 # llama.cpp. Then the gateway alone, a minute. make bench ARGS=--quick tells whether it works.
+# ARGS="--model FILE" has a GGUF file of your own in the place of the first.
 bench: $(VENV)/.demo
 	$(BIN)/python -m tests.benchmarks.compare $(ARGS)
 	$(BIN)/python tests/benchmarks/gateway.py

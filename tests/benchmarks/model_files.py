@@ -6,7 +6,7 @@
 For each file: seconds from an imported library to the first token of a prompt of 16, the process's peak memory after
 that and after everything, tokens a second of decode steps with a context of 128, and of a prompt of 256 tokens. Both
 engines run the same steps through their lowest door, greedy, on all cores. Prints a table in Markdown; medians of the
-rounds, and the ratio's least and most. Needs llama-cpp-python, built for the machine.
+rounds, and the ratio's least and most. llama.cpp comes from the environment of the comparison, made at its first run.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Protocol
 
 CONTEXT = 128
 PREFILL = 256
+BATCHES = (1, 4, 8, 16, 32)
 FIRST = 16  # tokens of the prompt that ends the start
 _SECONDS = 2.0  # of one measurement
 _LEAST_STEPS = 4
@@ -128,13 +129,14 @@ def worker(engine: str, path: str, mode: str, batches: Sequence[int]) -> None:
 
 
 class Process:
-    """A worker, asked one thing at a time."""
+    """A worker, asked one thing at a time; `command` is its Python and its part of the command line."""
 
-    def __init__(self, engine: str, path: str, mode: str, batches: Sequence[int]) -> None:
+    def __init__(self, command: Sequence[str], path: str, batches: Sequence[int]) -> None:
+        python, engine, mode = command
         module = "tests.benchmarks.model_files"
         arguments = ["--worker", engine, "--modes", mode, "--batch", *map(str, batches)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, path, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, "-m", module, path, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._line()
         self.start: dict[str, float] = json.loads(self.ask("start"))
@@ -158,10 +160,11 @@ class Process:
         return line
 
 
-def measure(path: str, modes: Sequence[str], batches: Sequence[int], rounds: int) -> None:
-    """Prints the table of one file."""
-    names = [("llama.cpp", "llama", "exact"), *((mode, "ours", mode) for mode in modes)]
-    processes = {name: Process(engine, path, mode, batches) for name, engine, mode in names}
+def measure(path: str, modes: Sequence[str], batches: Sequence[int], rounds: int, *, llama_python: Path) -> None:
+    """Prints the table of one file; `llama_python` has llama.cpp."""
+    commands = {"llama.cpp": (str(llama_python), "llama", "exact")}
+    commands |= {mode: (sys.executable, "ours", mode) for mode in modes}
+    processes = {name: Process(command, path, batches) for name, command in commands.items()}
     asked = [*(f"decode {count}" for count in batches), "prefill"]
     rates: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
@@ -192,15 +195,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--modes", nargs="+", choices=("exact", "int8"), default=["exact", "int8"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", choices=("ours", "llama"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.files[0], options.modes[0], options.batch)
+        return
+    from tests.benchmarks.compare.peers import peer_python  # a worker's environment need not have what it imports
+
     for path in options.files:
-        if options.worker:
-            worker(options.worker, path, options.modes[0], options.batch)
-        else:
-            measure(path, options.modes, options.batch, options.rounds)
+        measure(path, options.modes, options.batch, options.rounds, llama_python=peer_python())
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python -m tests.benchmarks.compare            # 25 minutes on a quiet machine; the first run also builds llama.cpp
     python -m tests.benchmarks.compare --quick    # does everything work? Its figures mean nothing
     python -m tests.benchmarks.compare --parts agreement variants w5
+    python -m tests.benchmarks.compare --model MODEL.gguf        # this file instead, beside llama.cpp, on the terminal
 
-Writes comparison.md, .svg and .json into a folder.
+Writes comparison.md, .svg and .json into a folder, but for --model.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from genbatch.clients.bench.runs import machine
+from tests.benchmarks import model_files
 from tests.benchmarks.compare.engines import MODES, Engines, LlamaVariant
 from tests.benchmarks.compare.markdown import report
 from tests.benchmarks.compare.measured import Results
@@ -33,6 +35,9 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="every part once, as small as it goes")
+    parser.add_argument(
+        "--model", nargs="+", type=Path, metavar="FILE", help="GGUF files, see tests.benchmarks.model_files"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--modes", nargs="+", choices=[mode for mode in MODES if mode != "float32"],
                         help="genbatch's: int8 against llama.cpp's best, bfloat16 against its BF16")  # fmt: skip
@@ -40,7 +45,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slow-rounds", type=int, help=f"{FULL.slow_rounds} if not given")
     parser.add_argument("--minutes", type=float, help=f"the aim, {FULL.minutes:g} if not given; a part has one round")
     parser.add_argument("--results", type=Path, help=f"the folder; {RESULTS}, of a quick run a temporary one")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if missing := [str(path) for path in options.model or () if not path.is_file()]:
+        parser.error(f"--model: there is no file {missing[0]}")
+    return options
 
 
 def chosen_plan(options: argparse.Namespace) -> Plan:
@@ -54,6 +62,12 @@ def chosen_plan(options: argparse.Namespace) -> Plan:
 def main() -> None:
     options = arguments()
     exit_on_sigterm()
+    if options.model:
+        for path in options.model:
+            batches = model_files.BATCHES[:1] if options.quick else model_files.BATCHES
+            rounds = options.rounds or (1 if options.quick else 3)
+            model_files.measure(str(path), ("exact", "int8"), batches, rounds, llama_python=peer_python())
+        return
     plan, results = chosen_plan(options), Results()
     if options.quick:
         results.notes.append(
