@@ -151,12 +151,21 @@ async def open_batcher(
         yield BatcherClient(service)
 
 
+# What transformers' continuous batching calls them.
+OTHER_NAMES = {"scheduler_type": "scheduler", "page_size": "block_size"}
+
+
 def split_options(model: str, options: dict[str, Any]) -> tuple[EngineOptions, BatcherOptions, ServiceOptions]:
     """The three kinds of options out of one set of keywords.
 
     Raises:
         OptionError: there is no such option, or its value is out of range.
     """
+    for other, name in OTHER_NAMES.items():
+        if other in options:
+            if name in options:
+                raise OptionError(other, f"is another name of {name}, which is given too")
+            options = {name if given == other else given: value for given, value in options.items()}
     engine_names = {field.name for field in fields(EngineOptions)} - {"model_path"}
     batcher_names = {field.name for field in fields(BatcherOptions) if field.init}
     service_names = {field.name for field in fields(ServiceOptions)}

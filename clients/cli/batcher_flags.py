@@ -38,7 +38,13 @@ class BatcherFlags:
     ] = 512
     scheduler: Annotated[
         str,
-        typer.Option(metavar="NAME", help='"fifo", "prefill_first" or "module:Class".', rich_help_panel=_SCHEDULING),
+        typer.Option(
+            "--scheduler",
+            "--scheduler-type",
+            metavar="NAME",
+            help='"fifo", "prefill_first" or "module:Class".',
+            rich_help_panel=_SCHEDULING,
+        ),
     ] = "fifo"
     scheduler_policy: Annotated[
         SchedulerPolicy,

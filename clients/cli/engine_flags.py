@@ -86,7 +86,9 @@ class PoolFlags:
     max_memory_percent: Annotated[
         float, typer.Option(help="Fraction of the free memory for the KV pool and a step.", rich_help_panel=_POOL)
     ] = 0.9
-    block_size: Annotated[int, typer.Option(help="Positions in a KV block.", rich_help_panel=_POOL)] = 16
+    block_size: Annotated[
+        int, typer.Option("--block-size", "--page-size", help="Positions in a KV block.", rich_help_panel=_POOL)
+    ] = 16
     cap_per_sequence: Annotated[
         bool,
         typer.Option(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import trio
 
+from genbatch.actors.scheduling.plan import SchedulerError
 from genbatch.clients import open_batcher
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.errors import InvalidRequest
@@ -112,3 +113,17 @@ async def test_an_option_out_of_range_is_named(tiny: str, option: str, value: An
         async with open_batcher(tiny, **{**OPTIONS, option: value}):
             pass
     assert caught.value.option == option
+
+
+@pytest.mark.trio
+async def test_h06_transformers_names_of_options_are_taken(tiny: str) -> None:
+    async with open_batcher(tiny, **{**OPTIONS, "page_size": 4, "scheduler_type": "prefill_first"}) as batcher:
+        assert (await batcher.stats())["kv_block_size"] == 4
+        assert (await batcher.generate("a b", max_tokens=2)).usage.completion_tokens <= 2
+    with pytest.raises(OptionError) as caught:
+        async with open_batcher(tiny, **{**OPTIONS, "page_size": 4, "block_size": 4}):
+            pass
+    assert caught.value.option == "page_size"
+    with pytest.raises(SchedulerError, match="nosuch"):
+        async with open_batcher(tiny, **{**OPTIONS, "scheduler_type": "nosuch"}):
+            pass
