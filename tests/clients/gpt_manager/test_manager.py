@@ -226,14 +226,14 @@ def test_b04_a_send_callback_that_raises_ends_its_own_request_only(
 def test_b04_a_forward_that_fails_for_one_request_fails_that_one(
     tiny_model: TinyModel, oracle: OracleOf, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Context.step
+    step = Context.step_and_read
 
     def broken(context: Context, batch: Any, *args: Any, **options: Any) -> Any:
         if any(entry.n_past + len(entry.tokens) == 21 for entry in batch):
             raise RuntimeError("illegal instruction")
         return step(context, batch, *args, **options)
 
-    monkeypatch.setattr(Context, "step", broken)
+    monkeypatch.setattr(Context, "step_and_read", broken)
     prompt = prompt_of(5, 2)
     client = BatchClient(
         inference_request(1, prompt_of(18, 1), 30, end_id=-1),
@@ -309,14 +309,14 @@ def test_b15_all_model_types_give_the_same_tokens_and_fused_runs_the_fewest_forw
 ) -> None:
     prompts = [prompt_of(length, length) for length in (3, 20, 7, 30, 5, 12)]
     lengths = [9, 4, 12, 6, 3, 8]
-    step, forwards = Context.step, 0
+    step, forwards = Context.step_and_read, 0
 
     def count(context: Context, *args: Any, **options: Any) -> Any:
         nonlocal forwards
         forwards += 1
         return step(context, *args, **options)
 
-    monkeypatch.setattr(Context, "step", count)
+    monkeypatch.setattr(Context, "step_and_read", count)
     counted: dict[BatchingType, int] = {}
     joined: dict[BatchingType, bool] = {}
     for model_type in BatchingType:

@@ -71,6 +71,8 @@ def expected(kind: str, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         assert grid is not None
         return reference.linear_u4(x, *grid)
     weights = matrix.bfloat16() if kind == "bfloat16" else matrix
+    if kind == "bfloat16" and native_library().gemm_bf16_rows_kind() == WEIGHT_BF16:
+        x = x.bfloat16()  # where the CPU multiplies pairs of bfloat16, the rows are rounded, too
     return x.double() @ weights.double().T
 
 
