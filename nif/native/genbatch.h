@@ -54,7 +54,7 @@ typedef struct {
     int32_t group; /* inputs that share a scale; 1 for float kinds */
     const void *weights; /* NULL with parts */
     const float *bias; /* [padded n], or NULL */
-    const part *parts; /* one for each type of the file, or NULL */
+    const part *parts; /* one for each type of the file, or NULL; two that begin at block 0: gates, and ups */
     int32_t num_parts;
     int32_t pad;
 } linear;

@@ -5,6 +5,8 @@
 #include "simd.h"
 #include "tiles.h"
 
+#define HALVES_ROWS 96 /* 12 KB of ups; more rows take more passes over the weights */
+
 /* The part that holds a block. */
 static const part *part_of(const linear *l, int64_t block)
 {
@@ -27,21 +29,49 @@ enum weight_kind linear_operand(const linear *l)
     return l->kind == WEIGHT_U4 ? WEIGHT_I8 : (enum weight_kind)l->kind;
 }
 
+static void part_block(const linear *l, const part *p, int64_t block, const rows *a, int64_t first, int64_t count,
+                       float *sums)
+{
+    if (p->kind == WEIGHT_F32) {
+        const linear plain = {.k = l->k, .weights = p->weights};
+        gemm_f32_block(&plain, block, a, first, count, sums);
+        return;
+    }
+    const uint8_t *weights = (const uint8_t *)p->weights + block * stored_block_bytes(p->kind, l->k);
+    if (l->kind == WEIGHT_I8)
+        gemm_stored_int8_block(p->kind, weights, l->k, l->group, a, first, count, sums);
+    else
+        gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
+}
+
+/* Gates and ups of two types: each part has every block, the gates its first half of columns and the ups the other. */
+static void halves_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)
+{
+    part_block(l, &l->parts[0], block, a, first, count, sums);
+    _Alignas(64) float ups[HALVES_ROWS * COLUMNS];
+    for (int64_t from = first, size; from < first + count; from += size) {
+        size = tile_with(a->count, from).size; /* whole tiles, as many as there is room for */
+        while (from + size < first + count) {
+            const int64_t more = tile_with(a->count, from + size).size;
+            if (size + more > HALVES_ROWS) break;
+            size += more;
+        }
+        part_block(l, &l->parts[1], block, a, from, size, ups);
+        for (int64_t r = 0; r < size; r++)
+            memcpy(sums + (from - first + r) * COLUMNS + COLUMNS / 2, ups + r * COLUMNS + COLUMNS / 2,
+                   sizeof(float) * (COLUMNS / 2));
+    }
+}
+
 void linear_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)
 {
+    if (l->num_parts == 2 && l->parts[1].first_block == 0) {
+        halves_block(l, block, a, first, count, sums);
+        return;
+    }
     if (l->parts) {
         const part *p = part_of(l, block);
-        block -= p->first_block;
-        if (p->kind == WEIGHT_F32) {
-            const linear plain = {.k = l->k, .weights = p->weights};
-            gemm_f32_block(&plain, block, a, first, count, sums);
-            return;
-        }
-        const uint8_t *weights = (const uint8_t *)p->weights + block * stored_block_bytes(p->kind, l->k);
-        if (l->kind == WEIGHT_I8)
-            gemm_stored_int8_block(p->kind, weights, l->k, l->group, a, first, count, sums);
-        else
-            gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
+        part_block(l, p, block - p->first_block, a, first, count, sums);
         return;
     }
     if (l->kind == WEIGHT_F32) gemm_f32_block(l, block, a, first, count, sums);

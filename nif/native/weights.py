@@ -95,7 +95,7 @@ class WeightPacker:
             interleaved: of two tensors, gate and up, in runs of 16 rows each; see `interleave_gate_up`.
         """
         kinds = [stored_kind(kind, tensor) for tensor in tensors]
-        if None not in kinds and (not interleaved or len(set(kinds)) == 1):
+        if None not in kinds:
             linear = self._stored([kind for kind in kinds if kind is not None], tensors, interleaved)
             if kind == WEIGHT_I8:
                 linear.kind = WEIGHT_I8
@@ -123,6 +123,8 @@ class WeightPacker:
         """A linear of parts, one for each run of tensors of one type."""
         k = tensors[0].shape[-1]
         rows = [tensor.addresses() for tensor in tensors]
+        if interleaved and kinds[0] != kinds[1]:
+            return self._halves(kinds, rows, k)
         if interleaved:
             rows, kinds = [_interleaved(*rows)], kinds[:1]
         runs: list[tuple[int, list[np.ndarray]]] = []
@@ -140,6 +142,16 @@ class WeightPacker:
             block += -(-len(addresses) // COLUMNS)
         self._parts.append(parts)
         return Linear(kind=WEIGHT_F32, n=column, k=k, group=1, parts=parts, num_parts=len(parts))
+
+    def _halves(self, kinds: Sequence[int], rows: Sequence[np.ndarray], k: int) -> Linear:
+        """Gates and ups of two types: two parts of the same blocks, each with zeros where the other has its rows."""
+        gates, ups = rows
+        placed = _interleaved(gates, np.zeros_like(ups)), _interleaved(np.zeros_like(gates), ups)
+        parts = (Part * 2)()
+        for part, kind, addresses in zip(parts, kinds, placed, strict=True):
+            part.kind, part.n, part.weights = kind, len(addresses), self.blocks(kind, addresses, k)
+        self._parts.append(parts)
+        return Linear(kind=WEIGHT_F32, n=len(placed[0]), k=k, group=1, parts=parts, num_parts=2)
 
     def vector(self, tensor: StoredTensor) -> int:
         """The address of a tensor's values in float32, end to end; they live as long as this object."""

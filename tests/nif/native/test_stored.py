@@ -22,7 +22,7 @@ from genbatch.nif.native.library import (
     Linear,
     native_library,
 )
-from genbatch.nif.native.weights import WeightPacker
+from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
 
 # Where a block has its float16 factors; any other byte may have any value.
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}
@@ -143,9 +143,35 @@ def test_gates_and_ups_alternate_and_rows_come_in_their_order() -> None:
     assert not got[40:48].any()
 
 
-def test_gates_and_ups_of_two_types_become_floats() -> None:
-    _packer, linear = packed([random_tensor("Q4_0", 16, 2), random_tensor("Q5_0", 16, 2)], interleaved=True)
-    assert (linear.num_parts, linear.kind) == (0, WEIGHT_F32)
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q2_K", "IQ4_XS"), ("BF16", "Q8_0"), ("Q5_1", "F16")])
+def test_gates_and_ups_of_two_types_stay_what_they_are(kinds: tuple[str, str]) -> None:
+    blocks = [1 if kind.endswith(("K", "XS")) else 8 for kind in kinds]
+    gate, up = (
+        random_tensor(kind, 40, count, seed) for seed, (kind, count) in enumerate(zip(kinds, blocks, strict=True))
+    )
+    _packer, linear = packed([gate, up], interleaved=True)
+    assert [part.kind for part in linear.parts[: linear.num_parts]] == [STORED_KINDS[kind] for kind in kinds]
+    weights = interleave_gate_up(gate.floats(), up.floats())
+    assert linear.n == len(weights)
+    x = random_rows(333, linear.k)  # several passes
+    together = multiply(linear, x)
+    want = x.double() @ weights.double().T
+    assert torch.allclose(together.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+    for rows in (slice(0, 1), slice(3, 5), slice(90, 103), slice(100, 333)):
+        assert torch.equal(multiply(linear, x[rows]), together[rows])
+
+
+def test_gates_and_ups_of_two_types_in_8_bits_are_those_of_the_rounded_row() -> None:
+    gate, up = random_tensor("Q4_K", 40, 1), random_tensor("Q6_K", 40, 1)
+    _packer, linear = packed([gate, up], interleaved=True, kind=WEIGHT_I8)
+    assert (linear.num_parts, linear.group) == (2, 16)
+    x = random_rows(133, linear.k)
+    together = multiply(linear, x)
+    rows, scales = reference.quantize_rows(x, linear.group)
+    rounded = (rows * scales[:, :, None]).double().flatten(1)
+    want = rounded @ interleave_gate_up(gate.floats(), up.floats()).double().T
+    assert torch.allclose(together.double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+    assert torch.equal(multiply(linear, x[100:101]), together[100:101])
 
 
 def test_every_type_is_one_that_gguf_reads() -> None:
