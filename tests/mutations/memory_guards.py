@@ -147,7 +147,7 @@ MEMORY_GUARDS = (
     Mutation(
         "room for all that was swapped",
         "actors/batcher/slots.py",
-        "                owner.donor = None  # it comes back whole: a plan must find room for all of it",
+        "                owner.donor = None  # a plan must find room for all of it",
         "                pass",
         (
             "simulation/test_staged_faults.py::"

@@ -128,7 +128,7 @@ SECURITY_GUARDS = (
     Mutation(
         "pages of other sites",
         "actors/gateways/http/front.py",
-        "if origin is not None and urlsplit(origin).netloc != host:",
+        "if origin is not None and _host_of(origin) != host:",
         "if False:",
         ("actors/gateways/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
         "a page that this machine's user looks at uses the service",
