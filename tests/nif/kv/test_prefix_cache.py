@@ -1,7 +1,9 @@
 """Blocks are found by what they contain, after what, and for whom."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,3 +89,20 @@ def test_the_first_block_known_for_a_content_stays() -> None:
     cache.extend_hashes(names, range(4), b"")
     assert not cache.insert(0, names[0], 7)
     assert cache.match(range(4), b"").blocks == [(0,)]
+
+
+def test_a_waiting_prompt_is_named_once_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = _filled(range(64), b"")
+    named = 0
+    name_of = PrefixCache._name
+
+    def count(cache: PrefixCache, *args: Any) -> bytes:
+        nonlocal named
+        named += 1
+        return name_of(cache, *args)
+
+    monkeypatch.setattr(PrefixCache, "_name", count)
+    names: list[bytes] = []
+    for _ in range(5):
+        assert cache.known_run(range(64), b"", names, 0, 15) == 15
+    assert named == 15
