@@ -1,6 +1,7 @@
 """Every architecture that the C kernels know: greedy text is that of `generate`, alone and in every company."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ def described(models: ModuleType) -> Callable[[str, str], Any]:
     def make(name: str, mode: str) -> Any:
         if name not in made:
             made[name] = models.random_model(name)
-        hf = made[name].bfloat16() if mode == "bfloat16" else made[name].float()
+        hf = deepcopy(made[name]).bfloat16() if mode == "bfloat16" else made[name]  # what is rounded stays so
         return SimpleNamespace(
             name=name,
             hf=hf,
