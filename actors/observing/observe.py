@@ -131,7 +131,7 @@ def start_tracing() -> None:
         OptionError: OpenTelemetry is not installed.
     """
     try:
-        import genbatch.actors.observing.tracing  # noqa: F401  # noqa: F401
+        import genbatch.actors.observing.tracing  # noqa: F401
     except ImportError as error:
         raise OptionError("otel", f'{error.name} is not installed: pip install "genbatch[otel]"') from error
     os.environ[_OTEL_VARIABLE] = "1"
