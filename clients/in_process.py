@@ -82,24 +82,28 @@ class BatcherClient(ServiceCalls):
             yield stream
 
     async def _ask(self, method: str, params: Params, wanted: Any) -> Any:
+        # The maker of these has checked no types, as the dispatcher does with a map.
         fields = params if isinstance(params, dict) else msgspec.structs.asdict(params)
         return await self._dispatcher.call(method, fields, client=CLIENT, on_token=None)
 
-    async def save_session(self, messages: Sequence[MessageLike], *, tenant: str = "") -> bytes:
+    async def save_session(
+        self, messages: Sequence[MessageLike], *, tenant: str = "", model: str | None = None
+    ) -> bytes:
         """The KV of a conversation's beginning, as far as it is evaluated; empty where nothing of it is at hand.
 
         Args:
             tenant: in whose name it was generated.
+            model: with which adapter.
 
         Raises:
             InvalidRequest: the conversation is none.
             Unavailable: the model is in another process.
         """
         request = build_tokenize(None, messages, add_special_tokens=True)
-        state: bytes = await self._session(SaveSession(request, tenant))
+        state: bytes = await self._session(SaveSession(request, tenant, model))
         return state
 
-    async def load_session(self, state: bytes, *, tenant: str = "") -> int:
+    async def load_session(self, state: bytes, *, tenant: str = "", model: str | None = None) -> int:
         """Takes over what `save_session` gave: requests that begin with it do not evaluate it again.
 
         The bytes are trusted to be the model's own: whoever can change them can change what the model answers.
@@ -111,7 +115,7 @@ class BatcherClient(ServiceCalls):
             InvalidRequest: it is damaged, does not fit, or is of another model, precision or block size.
             Unavailable: the model is in another process, or no sequence is free.
         """
-        length: int = await self._session(LoadSession(state, tenant))
+        length: int = await self._session(LoadSession(state, tenant, model))
         return length
 
     async def _session(self, message: SaveSession | LoadSession) -> Any:
@@ -121,8 +125,7 @@ class BatcherClient(ServiceCalls):
 
     async def _call(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         method = "generate" if on_token is None else "stream"
-        params = msgspec.structs.asdict(request)
-        result = await self._dispatcher.call(method, params, client=CLIENT, on_token=on_token)
+        result = await self._dispatcher.call(method, request, client=CLIENT, on_token=on_token)
         assert isinstance(result, Result)
         return result
 

@@ -9,6 +9,8 @@
 Errors of requests are in genbatch.proto.errors; here are those of a client's own use.
 """
 
+import struct
+from base64 import b64decode
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -24,8 +26,11 @@ from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
     DrainRequest,
+    Embeddings,
+    EmbedRequest,
     GenerateRequest,
     Health,
+    LoadAdapterRequest,
     Message,
     ModelCard,
     Models,
@@ -37,6 +42,7 @@ from genbatch.proto.messages import (
     TokenizeRequest,
     Tool,
     ToolChoice,
+    UnloadAdapterRequest,
     check_type,
 )
 
@@ -96,6 +102,7 @@ class GenerateParams(TypedDict, total=False):
     priority: int
     deadline_s: float | None
     tenant: str
+    model: str | None
 
 
 def build_request(
@@ -121,14 +128,49 @@ def build_request(
 
 
 def build_tokenize(
-    prompt: str | None, messages: Sequence[MessageLike] | None, add_special_tokens: bool
+    prompt: str | None, messages: Sequence[MessageLike] | None, add_special_tokens: bool, model: str | None = None
 ) -> TokenizeRequest:
     """As `build_request`, for `Client.tokenize`."""
-    fields: dict[str, object] = {"prompt": prompt, "add_special_tokens": add_special_tokens}
+    fields: dict[str, object] = {"prompt": prompt, "add_special_tokens": add_special_tokens, "model": model}
     if messages is not None:
         fields["messages"] = _plain(messages)
     request: TokenizeRequest = check_type(fields, TokenizeRequest)
     return request
+
+
+Texts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+class EmbedParams(TypedDict, total=False):
+    """The parameters beside the texts; EmbedRequest tells what each means and its range."""
+
+    dimensions: int | None
+    priority: int
+    deadline_s: float | None
+    tenant: str
+    model: str | None
+
+
+def build_embed(texts: Texts, params: EmbedParams) -> EmbedRequest:
+    """As `build_request`, for `Client.embed`: written as bytes, which are half as long as numbers."""
+    plain: object = texts
+    if not isinstance(texts, str) and isinstance(texts, Sequence):
+        plain = [one if isinstance(one, str | int) else list(one) for one in texts]
+    fields = {"input": plain, "encoding_format": "base64", **params}
+    request: EmbedRequest = check_type(fields, EmbedRequest)
+    return request
+
+
+def read_embeddings(answer: Embeddings) -> Embeddings:
+    """The answer with vectors as lists of numbers, however they were written."""
+    vectors: list[list[float] | str] = []
+    for vector in answer.embeddings:
+        if isinstance(vector, str):
+            content = b64decode(vector)
+            vectors.append(list(struct.unpack(f"<{len(content) // 4}f", content)))
+        else:
+            vectors.append(vector)
+    return Embeddings(embeddings=vectors, usage=answer.usage)
 
 
 def generate_request(
@@ -207,6 +249,17 @@ class Client(Protocol):
         print(stream.result.finish_reason)
         """
 
+    async def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
+        """A vector for each text, as lists of numbers; cancelling the scope cancels the request.
+
+        Args:
+            texts: a text, the token ids of one, or a list of either.
+            params: the other fields of EmbedRequest.
+
+        Raises:
+            GenbatchError: the request's error; InvalidRequest where the model gives no embeddings.
+        """
+
     async def stats(self) -> dict[str, Any]:
         """The service's counters; while its engine is down (`engine` says so) only those of the gateway."""
 
@@ -216,14 +269,16 @@ class Client(Protocol):
         *,
         messages: Sequence[MessageLike] | None = None,
         add_special_tokens: bool = True,
+        model: str | None = None,
     ) -> list[int]:
         """The token ids that `generate` would evaluate for a text or a conversation.
 
         Args:
             add_special_tokens: put the start token in front of `prompt`, if the model wants one.
+            model: a name that `models` lists; None is the first of them.
         """
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text of token ids, without special tokens; parts of a character become U+FFFD."""
 
     async def models(self) -> tuple[ModelCard, ...]:
@@ -231,6 +286,21 @@ class Client(Protocol):
 
     async def health(self) -> Health:
         """How the service is: "ready", "draining", "stuck" or "down"."""
+
+    async def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
+        """Has the service serve a LoRA adapter, too; what it serves then. For the operator.
+
+        Args:
+            name: what requests will name as their `model`.
+            path: its directory on the service's machine, absolute.
+        """
+
+    async def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
+        """Has the service refuse new requests for an adapter, and waits until those it has have ended.
+
+        Args:
+            timeout_s: seconds after which those that are still open are cancelled.
+        """
 
     async def drain(self, timeout_s: float = 30.0) -> Drained:
         """Lets the service take no new requests, and waits until those it has have ended; there is no way back.
@@ -261,6 +331,9 @@ class SyncClient(Protocol):
     ) -> AbstractContextManager[SyncStream]:
         """As Client's, with `with` and `for`."""
 
+    def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
+        """As Client's."""
+
     def stats(self) -> dict[str, Any]:
         """As Client's."""
 
@@ -270,16 +343,23 @@ class SyncClient(Protocol):
         *,
         messages: Sequence[MessageLike] | None = None,
         add_special_tokens: bool = True,
+        model: str | None = None,
     ) -> list[int]:
         """As Client's."""
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """As Client's."""
 
     def models(self) -> tuple[ModelCard, ...]:
         """As Client's."""
 
     def health(self) -> Health:
+        """As Client's."""
+
+    def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
+        """As Client's."""
+
+    def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
         """As Client's."""
 
     def drain(self, timeout_s: float = 30.0) -> Drained:
@@ -395,6 +475,10 @@ class ServiceCalls:
         """The answer, of the type `wanted`."""
         raise NotImplementedError
 
+    async def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
+        """See `Client.embed`."""
+        return read_embeddings(await self._ask("embed", build_embed(texts, params), Embeddings))
+
     async def stats(self) -> dict[str, Any]:
         """See `Client.stats`."""
         stats: dict[str, Any] = await self._ask("stats", {}, dict[str, Any])
@@ -406,15 +490,16 @@ class ServiceCalls:
         *,
         messages: Sequence[MessageLike] | None = None,
         add_special_tokens: bool = True,
+        model: str | None = None,
     ) -> list[int]:
         """See `Client.tokenize`."""
-        request = build_tokenize(prompt, messages, add_special_tokens)
+        request = build_tokenize(prompt, messages, add_special_tokens, model)
         answer: TokenIds = await self._ask("tokenize", request, TokenIds)
         return answer.token_ids
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """See `Client.detokenize`."""
-        answer: Text = await self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids)), Text)
+        answer: Text = await self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids), model=model), Text)
         return answer.text
 
     async def models(self) -> tuple[ModelCard, ...]:
@@ -426,6 +511,17 @@ class ServiceCalls:
         """See `Client.health`."""
         health: Health = await self._ask("health", {}, Health)
         return health
+
+    async def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
+        """See `Client.load_adapter`."""
+        answer: Models = await self._ask("load_adapter", LoadAdapterRequest(name=name, path=path), Models)
+        return answer.models
+
+    async def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
+        """See `Client.unload_adapter`."""
+        wanted = UnloadAdapterRequest(name=name, timeout_s=timeout_s)
+        drained: Drained = await self._ask("unload_adapter", wanted, Drained)
+        return drained
 
     async def drain(self, timeout_s: float = 30.0) -> Drained:
         """See `Client.drain`."""
@@ -440,6 +536,10 @@ class SyncServiceCalls:
         """The answer, of the type `wanted`."""
         raise NotImplementedError
 
+    def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
+        """See `Client.embed`."""
+        return read_embeddings(self._ask("embed", build_embed(texts, params), Embeddings))
+
     def stats(self) -> dict[str, Any]:
         """See `Client.stats`."""
         stats: dict[str, Any] = self._ask("stats", {}, dict[str, Any])
@@ -451,14 +551,15 @@ class SyncServiceCalls:
         *,
         messages: Sequence[MessageLike] | None = None,
         add_special_tokens: bool = True,
+        model: str | None = None,
     ) -> list[int]:
         """See `Client.tokenize`."""
-        answer: TokenIds = self._ask("tokenize", build_tokenize(prompt, messages, add_special_tokens), TokenIds)
+        answer: TokenIds = self._ask("tokenize", build_tokenize(prompt, messages, add_special_tokens, model), TokenIds)
         return answer.token_ids
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """See `Client.detokenize`."""
-        answer: Text = self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids)), Text)
+        answer: Text = self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids), model=model), Text)
         return answer.text
 
     def models(self) -> tuple[ModelCard, ...]:
@@ -470,6 +571,17 @@ class SyncServiceCalls:
         """See `Client.health`."""
         health: Health = self._ask("health", {}, Health)
         return health
+
+    def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
+        """See `Client.load_adapter`."""
+        answer: Models = self._ask("load_adapter", LoadAdapterRequest(name=name, path=path), Models)
+        return answer.models
+
+    def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
+        """See `Client.unload_adapter`."""
+        wanted = UnloadAdapterRequest(name=name, timeout_s=timeout_s)
+        drained: Drained = self._ask("unload_adapter", wanted, Drained)
+        return drained
 
     def drain(self, timeout_s: float = 30.0) -> Drained:
         """See `Client.drain`."""

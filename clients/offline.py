@@ -16,10 +16,10 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from genbatch.nif.batch import Entry
-from genbatch.nif.context import Context
+from genbatch.nif.context.engine import Engine, load_engine
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import BatchError, OutOfBlocks
-from genbatch.nif.models.model import Model, load_model
-from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.detokenizer import Detokenizer
@@ -106,14 +106,17 @@ class InferenceSession:
         return "".join(self._pieces)
 
 
+N_BATCH = 512  # tokens of a prompt evaluated in one forward
+
+
 class InferenceEngine:
     """One forward for all sessions at once, each of its own length, none padded.
 
     Args:
-        model: a loaded model, or what `load_model` takes.
+        model: a loaded model; or what `load_model` takes, which runs as fast as it can here, as a service's does.
         n_ctx: positions in the KV pool, all sessions together.
         n_parallel: sessions that run at once.
-        use_amp: run the forward under autocast.
+        use_amp: run the forward under autocast, and so in torch.
         amp_dtype: autocast's precision.
 
     Raises:
@@ -129,10 +132,13 @@ class InferenceEngine:
         use_amp: bool = False,
         amp_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.model = load_model(model) if isinstance(model, str) else model
+        runner = "torch" if use_amp else "auto"
+        options = EngineOptions(model_path=model if isinstance(model, str) else model.name, runner=runner, n_ctx=n_ctx)
+        engine = load_engine(options) if isinstance(model, str) else Engine(model, options)
+        self.model = engine.model
         self.use_amp = use_amp
         self.amp_dtype = amp_dtype
-        self.context = Context(self.model, TorchRunner(self.model), n_ctx=n_ctx, n_parallel=n_parallel)
+        self.context = engine.open_context(n_parallel=n_parallel, n_held=0, n_batch=N_BATCH)
         self.free_slots = list(range(n_parallel))
 
     @property

@@ -28,6 +28,7 @@ import msgspec
 import stamina
 import trio
 
+from genbatch.actors.gateways.addresses import default_address
 from genbatch.clients.interface import (
     CallResult,
     ClientClosed,
@@ -38,7 +39,7 @@ from genbatch.clients.interface import (
     TokenStream,
     build_request,
 )
-from genbatch.clients.transports import RPCTransport, Transport, ZeroMQTransport
+from genbatch.clients.transports import RPCTransport, Transport, ZeroMQTransport, load_client_keys
 from genbatch.proto.codec import to_answer
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage, QueueFull, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
@@ -488,7 +489,7 @@ class ZeroMQClient(RemoteClient):
     """A client of one service; has the interface of `Client`. Use it inside `async with`.
 
     Args:
-        address: the service's, ipc://PATH or tcp://HOST:PORT.
+        address: the service's, ipc://PATH or tcp://HOST:PORT; None is where `genbatch serve` listens by default.
         timeout, retry: see RemoteClient.
         client_key: file with this client's keys, for a service that asks for them.
         server_key: the service's public key, or its file; None where the client's file has it too.
@@ -499,12 +500,13 @@ class ZeroMQClient(RemoteClient):
 
     def __init__(
         self,
-        address: str,
+        address: str | None = None,
         *,
         timeout: float = 10.0,
         retry: Retry | None = None,
         client_key: str | None = None,
         server_key: str | None = None,
     ) -> None:
-        transport = ZeroMQTransport(address, client_key=client_key, server_key=server_key)
+        where = default_address() if address is None else address
+        transport = ZeroMQTransport(where, load_client_keys(client_key, server_key))
         super().__init__(transport, timeout=timeout, retry=retry)

@@ -16,6 +16,7 @@ from typing import Any, Self, Unpack
 
 import zmq
 
+from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.runtime.zeromq_socket import set_defaults
 from genbatch.clients.interface import (
     CallResult,
@@ -30,9 +31,12 @@ from genbatch.clients.remote import Deadline, Retry, RPCCalls
 from genbatch.clients.transports import (
     CONNECTION_EVENTS,
     LINGER_MS,
+    ZEROMQ_ADDRESSES,
     RPCLink,
     SyncTransport,
+    is_connected,
     load_client_keys,
+    no_address,
     no_answer,
     read_refusal,
     read_rpc_address,
@@ -429,6 +433,7 @@ class SyncZeroMQTransport:
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._socket: zmq.Socket[bytes]
         self._monitor: zmq.Socket[bytes]
+        self._is_connected = False
 
     def open(self) -> None:
         """See `SyncTransport.open`."""
@@ -442,7 +447,7 @@ class SyncZeroMQTransport:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
-            raise Unavailable(f"{self.address} is no address to connect to: {error}") from error
+            raise no_address(self.address, ZEROMQ_ADDRESSES) from error
 
     def close(self) -> None:
         """See `SyncTransport.close`."""
@@ -453,16 +458,17 @@ class SyncZeroMQTransport:
 
     def connect(self, timeout: float) -> None:
         """See `SyncTransport.connect`."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLOUT)
-        poller.register(self._monitor, zmq.POLLIN)
         end = time.monotonic() + timeout
         while self._refusal is None and time.monotonic() < end:
+            poller = zmq.Poller()
+            poller.register(self._monitor, zmq.POLLIN)
+            if self._is_connected:  # else it may take messages for a connection that has ended
+                poller.register(self._socket, zmq.POLLOUT)
             ready = dict(poller.poll(max(0, round((end - time.monotonic()) * 1000))))
-            if self._socket in ready:
-                return
             if self._monitor in ready:
                 self._read_monitor()
+            elif self._socket in ready:
+                return
         raise self._refusal or Unavailable(no_answer(self.address, timeout, has_keys=self._keys is not None))
 
     def send(self, message: bytes) -> None:
@@ -478,8 +484,7 @@ class SyncZeroMQTransport:
         ready = dict(poller.poll(round(timeout * 1000)))
         if self._socket in ready:
             return self._take()
-        if self._monitor in ready:  # after what was sent before the connection ended
-            self._read_monitor()
+        if self._monitor in ready and not self._read_monitor():  # after what was sent before the connection ended
             raise self._refusal or Unavailable(f"the connection to {self.address} was lost")
         return []
 
@@ -495,9 +500,13 @@ class SyncZeroMQTransport:
                 messages.append(self._socket.recv_multipart(zmq.NOBLOCK)[-1])
         return messages
 
-    def _read_monitor(self) -> None:
+    def _read_monitor(self) -> bool:
+        """Takes one event; whether a connection stands by it."""
         event, *_ = self._monitor.recv_multipart()
-        self._refusal = read_refusal(event, self.address, has_keys=self._keys is not None) or self._refusal
+        self._is_connected = is_connected(event)
+        if not self._is_connected:
+            self._refusal = read_refusal(event, self.address, has_keys=self._keys is not None) or self._refusal
+        return self._is_connected
 
 
 class SyncRPCClient(SyncRemoteClient):
@@ -525,7 +534,7 @@ class SyncZeroMQClient(SyncRemoteClient):
     """A client of one service; has the interface of `SyncClient`. Use it inside `with`.
 
     Args:
-        address: the service's, ipc://PATH or tcp://HOST:PORT.
+        address: the service's, ipc://PATH or tcp://HOST:PORT; None is where `genbatch serve` listens by default.
         timeout, retry: see SyncRemoteClient.
         client_key: file with this client's keys, for a service that asks for them.
         server_key: the service's public key, or its file; None where the client's file has it too.
@@ -536,12 +545,13 @@ class SyncZeroMQClient(SyncRemoteClient):
 
     def __init__(
         self,
-        address: str,
+        address: str | None = None,
         *,
         timeout: float = 10.0,
         retry: Retry | None = None,
         client_key: str | None = None,
         server_key: str | None = None,
     ) -> None:
-        transport = SyncZeroMQTransport(address, client_key=client_key, server_key=server_key)
+        where = default_address() if address is None else address
+        transport = SyncZeroMQTransport(where, client_key=client_key, server_key=server_key)
         super().__init__(transport, timeout=timeout, retry=retry)

@@ -111,7 +111,34 @@ def read_rpc_address(address: str) -> RPCAddress:
     host, _, port = rest.rpartition(":")
     if transport in ("rpc", "tcp") and host and port.isascii() and port.isdecimal() and int(port) < 2**16:
         return RPCAddress(host=host.removeprefix("[").removesuffix("]"), port=int(port))
-    raise Unavailable(f"{address} is no address to connect to: it must be unix://PATH or rpc://HOST:PORT")
+    raise no_address(address, "unix://PATH or rpc://HOST:PORT")
+
+
+def no_address(address: str, wanted: str) -> Unavailable:
+    """The error for what no client can connect to; it says what was meant.
+
+    Args:
+        address: what was given.
+        wanted: the forms that the client takes.
+    """
+    scheme, separator, _ = address.partition("://")
+    if scheme in ("http", "https"):
+        reason = (
+            "HTTP is for OpenAI's clients (base_url) and browsers; this client takes what the service's --bind says "
+            "(ipc://PATH or tcp://HOST:PORT) or its --rpc-bind (unix://PATH or rpc://HOST:PORT)"
+        )
+    elif separator:
+        reason = f"it must be {wanted}"
+    elif address.startswith(("/", ".", "~")):
+        reason = f"it begins with no scheme; ipc://{address} is a service's --bind, unix://{address} its --rpc-bind"
+    elif address.rpartition(":")[2].isdecimal():
+        reason = f"it begins with no scheme; tcp://{address} is a service's --bind, rpc://{address} its --rpc-bind"
+    else:
+        reason = f"it must be {wanted}"
+    return Unavailable(f"{address} is no address to connect to: {reason}")
+
+
+ZEROMQ_ADDRESSES = "ipc://PATH or tcp://HOST:PORT"
 
 
 # Calls are counted from 1.
@@ -312,8 +339,8 @@ class RPCTransport:
 # Milliseconds in which the last cancellations may leave.
 LINGER_MS = 500
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-# What a client listens for beside its messages: the end of a connection, and a service that shuts the door.
-CONNECTION_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSALS
+# What a client listens for beside its messages: a connection that stands, its end, and a service that shuts the door.
+CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
 _EVENT = struct.Struct("=HI")  # what happened; a descriptor, a status or a reason
 
 
@@ -339,6 +366,12 @@ def socket_options(address: str, keys: ClientKeys | None) -> Iterator[tuple[int,
     yield zmq.IPV6, int(address.startswith("tcp://["))
     if keys is not None:
         yield from keys.options()
+
+
+def is_connected(event: bytes) -> bool:
+    """Whether the monitor tells of a connection that stands."""
+    kind, _ = _EVENT.unpack(event)
+    return bool(kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 def read_refusal(event: bytes, address: str, *, has_keys: bool) -> Unauthenticated | None:
@@ -368,18 +401,17 @@ class ZeroMQTransport:
 
     Args:
         address: ipc://PATH or tcp://HOST:PORT.
-        client_key, server_key: see ZeroMQClient.
-
-    Raises:
-        KeyFileError: a file of keys is missing, faulty, or exposed to others.
+        keys: where the service asks for them.
     """
 
-    def __init__(self, address: str, *, client_key: str | None = None, server_key: str | None = None) -> None:
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self.address = address
-        self._keys = load_client_keys(client_key, server_key)
+        self._keys = keys
         self._refusal: Unauthenticated | None = None
         self._connecting: set[trio.CancelScope] = set()
         self._socket: ZeroMQSocket | None = None
+        # Between the news that a connection has ended and the next one ZeroMQ still takes messages, and loses them.
+        self._connected = trio.Event()
 
     async def run(
         self, on_message: OnMessage, on_lost: OnLost, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -392,7 +424,7 @@ class ZeroMQTransport:
                 try:
                     socket.connect(self.address)
                 except zmq.ZMQError as error:
-                    raise Unavailable(f"{self.address} is no address to connect to: {error}") from error
+                    raise no_address(self.address, ZEROMQ_ADDRESSES) from error
                 self._socket = socket
                 task_status.started()
                 try:
@@ -401,6 +433,7 @@ class ZeroMQTransport:
                         await _receive(socket, on_message)
                 finally:
                     self._socket = None
+                    self._connected.set()  # who waits for a connection is told that none will come
 
     async def send(self, messages: Sequence[bytes]) -> None:
         """See `Transport.send`."""
@@ -409,6 +442,9 @@ class ZeroMQTransport:
             self._connecting.add(scope)
             try:
                 if self._refusal is None:
+                    await self._connected.wait()
+                    if self._socket is None:
+                        raise Unavailable(f"the connection to {self.address} was closed")
                     for message in messages:
                         await self._socket.send([message])
                     return
@@ -428,6 +464,11 @@ class ZeroMQTransport:
     async def _notice_disconnection(self, monitor: ZeroMQSocket, on_lost: OnLost) -> None:
         while True:
             event, *_ = await monitor.recv()
+            if is_connected(event):
+                self._connected.set()
+                continue
+            if self._connected.is_set():
+                self._connected = trio.Event()
             self._refusal = read_refusal(event, self.address, has_keys=self._keys is not None) or self._refusal
             on_lost(self._refusal or Unavailable(f"the connection to {self.address} was lost"))
             if self._refusal is not None:  # ZeroMQ does not try again

@@ -8,11 +8,13 @@ import torch
 
 
 class Logits(Enum):
-    """For which of an entry's tokens the logits are wanted."""
+    """For which of an entry's tokens the logits are wanted, or the hidden states in their place."""
 
     NONE = "none"  # a prefill chunk that is not the last
     LAST = "last"
     ALL = "all"  # context logits, prompt log-probs, verifying drafts
+    LAST_STATE = "last_state"  # no logits: the last token's hidden state, or what an encoder pools of the whole text
+    EVERY_STATE = "every_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,29 @@ class Entry:
         seq_id: the sequence, 0 <= seq_id < the context's number of sequences.
         tokens: token ids, at least one.
         n_past: positions that the sequence already holds; the first token gets position n_past.
-        logits: which rows of logits to return.
+        logits: which rows of logits, or of hidden states, to return.
+        adapter: handle of the adapter that all of the sequence is evaluated with; 0: none.
     """
 
     seq_id: int
     tokens: Sequence[int]
     n_past: int
     logits: Logits = Logits.LAST
+    adapter: int = 0
+
+
+def num_logits(entry: Entry) -> int:
+    """Rows of logits that an entry wants."""
+    if entry.logits is Logits.ALL:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST else 0
+
+
+def num_states(entry: Entry) -> int:
+    """Rows of hidden states that an entry wants."""
+    if entry.logits is Logits.EVERY_STATE:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST_STATE else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +66,5 @@ class RaggedBatch:
     logit_rows: torch.Tensor  # [R] int64, indices into the T tokens whose logits are wanted
     max_query_len: int
     max_kv_len: int
+    state_rows: torch.Tensor | None = None  # [S] int64, indices into the T tokens whose hidden states are wanted
+    adapters: torch.Tensor | None = None  # [T] int64 on the CPU, each token's adapter, 0: none; None: nobody has one

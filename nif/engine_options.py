@@ -1,13 +1,84 @@
-"""EngineOptions: which model, how it is run, and over how much memory, with the defaults in one place. No torch."""
+"""EngineOptions: which model, how it is run, and over how much memory, with the defaults in one place. No torch.
+
+GraphOptions, a part of them, tells how decode steps are captured as CUDA graphs, and which sizes there are.
+"""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.errors import OptionError
-from genbatch.nif.runners.graph_options import GraphOptions
 
 RUNNERS = ("auto", "native", "triton", "torch")
-QUANTIZE = ("auto", "none", "int8")
+QUANTIZE = ("auto", "none", "int8", "fp8", "int4")
+# What only the GPU's kernels multiply; int8 means something on either.
+GPU_ONLY = ("fp8", "int4")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POOLING = ("", "last", "mean", "cls")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphKey:
+    """The padded size of a step.
+
+    Args:
+        num_tokens: rows, one token each.
+        kv_len: positions that every row's block table covers.
+    """
+
+    num_tokens: int
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How decode steps are captured.
+
+    Args:
+        q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: as in EngineOptions.
+        max_batch_size: larger steps run eagerly.
+    """
+
+    q_padding_interval_size: int = 0
+    kv_padding_interval_size: int = 0
+    max_cached_graphs: int = 64
+    max_batch_size: int = 256
+
+    def __post_init__(self) -> None:
+        for option, least in (
+            ("q_padding_interval_size", 0),
+            ("kv_padding_interval_size", 0),
+            ("max_cached_graphs", 1),
+            ("max_batch_size", 1),
+        ):
+            if getattr(self, option) < least:
+                raise OptionError(option, f"must be at least {least}, not {getattr(self, option)}")
+
+    def row_sizes(self) -> list[int]:
+        """The padded numbers of rows, ascending, no more than may be kept."""
+        limit, interval = self.max_batch_size, self.q_padding_interval_size
+        sizes = list(range(interval, limit, interval)) if interval else [1, 2, 4, *range(8, limit, 8)]
+        sizes = [size for size in sizes if size < limit] + [limit]
+        # The largest stays, so that every step has a size.
+        return sizes[::-1][:: -(-len(sizes) // self.max_cached_graphs)][::-1]
+
+    def key(self, num_tokens: int, max_kv_len: int, longest: int) -> GraphKey | None:
+        """The size that a step is padded to; None where it has more rows than any.
+
+        Args:
+            max_kv_len: of its sequences.
+            longest: positions that a sequence may have at most.
+        """
+        if num_tokens > self.max_batch_size:
+            return None
+        rows = next(size for size in self.row_sizes() if size >= num_tokens)
+        interval = self.kv_padding_interval_size or longest
+        return GraphKey(rows, min(-(-max_kv_len // interval) * interval, longest))
+
+    def captured_keys(self, longest: int) -> list[GraphKey]:
+        """What is captured at the start, the largest first: smaller graphs then fit into its memory."""
+        kv_len = min(self.kv_padding_interval_size or longest, longest)
+        return [GraphKey(rows, kv_len) for rows in reversed(self.row_sizes())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,29 +87,42 @@ class EngineOptions:
 
     Args:
         model_path: a name ("smollm2"), a Hugging Face directory or id, or a .gguf file.
-        served_model_name: the name that clients see and ask for; "" is the model's own.
-        chat_template: a file with the chat template to use; "" is the model's own.
-        dtype: "auto", "float32", "bfloat16" or "float16".
+        served_model_name: the name that clients see and ask for; if empty, the model's own.
+        chat_template: a file with the chat template to use; if empty, the model's own.
+        dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is bfloat16 where the GPU has it, else float32.
         n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
         runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
             insist on one.
         quantize: "none" computes in the dtype; "int8" quantises weights, activations and KV of the native runner;
-            "auto" is int8 where that runner runs and dtype is "auto", too: who names a dtype gets its numbers.
+            "auto" is int8 where that runner runs and dtype is "auto", too: who names a dtype gets its numbers. On a
+            GPU "int8", "fp8" and "int4" pack the weights alone, of models of the Llama family.
+        pooling: how embeddings are made of hidden states: "last", "mean" or "cls"; if empty, as the model's files say,
+            and most say nothing of them.
         n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
         tensor_parallel: processes that share the model, each with a part of every layer, one a GPU where there are
             any; 1: this one alone. Needs a model of the Llama family, and computes in torch.
-        use_cuda_graph: whether decode steps are captured at the start and replayed; needs a GPU and a model of the
-            Llama family. None does it where it can be done.
-        batch_invariant: whether, on a GPU, a request's logits are the same bit for bit whatever else is in the batch;
-            slower. Without it the last bits may differ. On a CPU they never do.
-        q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: see GraphOptions.
-        n_ctx: positions in the KV pool, all sequences together.
+        use_cuda_graph: decode steps are captured at the start and replayed; needs a GPU and a model of the
+            Llama family. If not given, it is done where it can be.
+        batch_invariant: on a GPU, a request's logits are the same bit for bit whatever else is in the batch;
+            slower. Without it the last bits may differ. On a CPU the native kernels' never do, torch's may.
+        q_padding_interval_size: tokens of a captured step are padded to a multiple of it; 0 pads to 1, 2, 4, 8 and then
+            multiples of 8.
+        kv_padding_interval_size: 0 captures graphs for every length, all at the start. Otherwise the longest
+            sequence's length is padded to a multiple of it, and a longer one's graph is captured when it comes.
+        max_cached_graphs: graphs kept. With fewer than there are sizes, steps are padded further; the least recently
+            used graph beyond it is dropped where lengths are padded, too.
+        n_ctx: positions in the KV pool, all sequences together; 0 or None: as many as `max_memory_percent` of the free
+            memory holds.
         num_blocks: blocks of the KV pool, where that is to be pinned instead.
         max_tokens_in_cache: positions at most, whatever the other limits say (TensorRT-LLM's maxTokens).
         max_memory_percent: fraction of the free memory, once the model is loaded, that the pool and a step may take.
         block_size: positions a KV block holds; transformers calls it page_size.
-        cap_per_sequence: whether one sequence may take at most n_ctx / n_parallel positions.
-        allow_block_sharing: whether finished blocks are reused by content (the prefix cache).
+        cap_per_sequence: one sequence may take at most n_ctx / n_parallel positions.
+        allow_block_sharing: finished blocks are reused by content (the prefix cache).
+        lora: a LoRA adapter to load, NAME=DIR: the name that requests give as their model, and a directory as PEFT
+            writes it. More can be loaded while the service runs.
+        max_loras: adapters at once.
+        max_lora_rank: the largest rank of an adapter.
     """
 
     model_path: str = "smollm2"
@@ -48,6 +132,7 @@ class EngineOptions:
     n_gpu_layers: int = -1
     runner: str = "auto"
     quantize: str = "none"
+    pooling: str = ""
     n_threads: int = 0
     tensor_parallel: int = 1
     use_cuda_graph: bool | None = None
@@ -55,13 +140,16 @@ class EngineOptions:
     q_padding_interval_size: int = 0
     kv_padding_interval_size: int = 0
     max_cached_graphs: int = 64
-    n_ctx: int = 8192
+    n_ctx: int | None = 8192
     num_blocks: int | None = None
     max_tokens_in_cache: int | None = None
     max_memory_percent: float = 0.9
     block_size: int = 16
     cap_per_sequence: bool = False
     allow_block_sharing: bool = True
+    lora: Sequence[str] = ()
+    max_loras: int = 32
+    max_lora_rank: int = 128
 
     def __post_init__(self) -> None:
         """Raises:
@@ -71,12 +159,28 @@ class EngineOptions:
             raise OptionError("runner", f"{self.runner!r} is none of {', '.join(RUNNERS)}")
         if self.quantize not in QUANTIZE:
             raise OptionError("quantize", f"{self.quantize!r} is none of {', '.join(QUANTIZE)}")
-        for option in ("n_ctx", "block_size", "tensor_parallel"):
+        check_dtype(self.dtype)
+        check_gpu_layers(self.n_gpu_layers)
+        if self.pooling not in POOLING:
+            raise OptionError("pooling", f"{self.pooling!r} is none of {', '.join(filter(None, POOLING))}")
+        if self.n_ctx is not None and self.n_ctx < 0:
+            raise OptionError("n_ctx", f"must be at least 1, or 0 for what the memory holds, not {self.n_ctx}")
+        for option in ("block_size", "tensor_parallel", "max_loras", "max_lora_rank"):
             if getattr(self, option) < 1:
                 raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
         if self.n_threads < 0:
             raise OptionError("n_threads", f"must be at least 0, not {self.n_threads}")
+        if isinstance(self.lora, str):
+            raise OptionError("lora", f"a list of NAME=DIR is wanted, not {self.lora!r}")
+        for source in self.lora:
+            if not all(source.partition("=")):
+                raise OptionError("lora", f"{source!r} is not NAME=DIR")
         self.graphs(1)
+
+    @property
+    def positions(self) -> int | None:
+        """What `n_ctx` pins; None where nothing but memory and the other limits bound the pool."""
+        return self.n_ctx or None
 
     def graphs(self, num_sequences: int) -> GraphOptions:
         """How decode steps of at most so many sequences are captured.
@@ -89,6 +193,35 @@ class EngineOptions:
             kv_padding_interval_size=self.kv_padding_interval_size,
             max_cached_graphs=self.max_cached_graphs,
             max_batch_size=num_sequences,
+        )
+
+
+def check_dtype(name: str) -> None:
+    """Raises:
+    OptionError: there is no such dtype; the one that is meant is named.
+    """
+    if name not in DTYPES:
+        meant = _OTHER_DTYPES.get(name.lower())
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise OptionError("dtype", f"{name!r} is none of {', '.join(DTYPES)}{hint}")
+
+
+_OTHER_DTYPES = {
+    **dict.fromkeys(("fp32", "f32", "float", "full"), "float32"),
+    **dict.fromkeys(("bf16", "bfp16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+}
+
+
+def check_gpu_layers(n_gpu_layers: int) -> None:
+    """Raises:
+    OptionError: some layers on the GPU and some not; the message says what to do instead.
+    """
+    if n_gpu_layers not in (-1, 0) or isinstance(n_gpu_layers, bool):
+        raise OptionError(
+            "n_gpu_layers",
+            f"{n_gpu_layers!r} is not possible: layers are not split between GPU and CPU. Take -1 for all of them on "
+            "the GPU, or 0 for none: a model too large for the GPU runs on the CPU, smaller with quantize=int8",
         )
 
 

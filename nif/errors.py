@@ -23,6 +23,15 @@ class OptionError(NativeError):
         self.reason = reason
 
 
+class AdapterError(NativeError):
+    """An adapter cannot be read or served; the message names the file, and the tensor or the field."""
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"cannot load adapter {adapter!r}: {reason}")
+        self.adapter = adapter
+        self.reason = reason
+
+
 class BatchError(NativeError):
     """A batch contradicts the context's state (unknown sequence, wrong position, token out of range)."""
 

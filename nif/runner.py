@@ -8,6 +8,7 @@ import torch
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.largest import Largest
 from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.lora import LoraAdapter
 
 
 class Runner(Protocol):
@@ -60,6 +61,15 @@ class ChoosingRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class StateRunner(Protocol):
+    """A runner that also gives the hidden states that embeddings are made of."""
+
+    def forward_states(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and the hidden states of `batch.state_rows`, [S, hidden] float32."""
+        ...
+
+
 class Launched(Protocol):
     """A decode step that the device has been told to make."""
 
@@ -88,6 +98,19 @@ class LaunchingRunner(Runner, Protocol):
         Raises:
             BatchError: an index leads outside the pool or the model; nothing was written.
         """
+        ...
+
+
+@runtime_checkable
+class AdaptingRunner(Protocol):
+    """A runner that computes adapters: each row's own, several in one forward."""
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Makes it ready for batches that name it; may be called while a step runs, from another thread."""
+        ...
+
+    def drop_adapter(self, adapter: LoraAdapter) -> None:
+        """Gives its memory back; no batch names it from now on, and no step that does is under way."""
         ...
 
 

@@ -78,6 +78,18 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     arguments: str = ""
 
 
+class Payer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Whom a fleet's gateway asks for.
+
+    Args:
+        name: the client's, the same at every replica; 1 to 256 characters.
+        served: weighted tokens that it had of other replicas since the gateway last told this one; finite, >= 0.
+    """
+
+    name: str
+    served: float = 0.0
+
+
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline", "error"]
 
 
@@ -141,6 +153,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         priority: smaller is served first, -100 to 100.
         deadline_s: seconds from its arrival after which the request ends with what it has; > 0, None is none.
         tenant: in whose name; prompts are shared within a tenant only.
+        model: a name that `models` lists, such as an adapter's; None is the first of them.
+        payer: whom a fleet's gateway asks for; nobody else may say so.
     """
 
     prompt: str | None = None
@@ -178,6 +192,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     priority: int = 0
     deadline_s: float | None = None
     tenant: str = ""
+    model: str | None = None
+    payer: Payer | None = None
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +257,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprob] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    stop_string: str | None = None
+    reasoning_tokens: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -257,6 +275,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             those that were evaluated by then.
         reasoning: the thinking before the text, where that is told apart.
         tool_calls: the calls that the model asks for.
+        stop_string: the one of `stop` that ended the output, if one did.
+        reasoning_tokens: tokens until the thinking ended, where that is told apart; among those of `usage`.
         choices: all answers when `n` > 1, of which the first is also above; otherwise empty.
     """
 
@@ -268,6 +288,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    stop_string: str | None = None
+    reasoning_tokens: int = 0
     choices: tuple[Choice, ...] = ()
 
 
@@ -336,6 +358,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tools, chat_template_kwargs: as `generate` takes them; only with `messages`.
         add_special_tokens: put the start token in front of `prompt`, if the model wants one, as `generate` does;
             `messages` have those of their template.
+        model: as `generate` takes it.
     """
 
     prompt: str | None = None
@@ -343,6 +366,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tools: list[Tool] = []
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
+    model: str | None = None
 
 
 class TokenIds(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,20 +375,63 @@ class TokenIds(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Token ids to make text of.
 
     Args:
         token_ids: each >= 0 and below the logits' width; may be none.
+        model: as `generate` takes it.
     """
 
     token_ids: list[int]
+    model: str | None = None
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
     """The text of token ids; special tokens stand for no text, parts of a character for U+FFFD."""
 
     text: str
+
+
+class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Texts to make embeddings of.
+
+    Args:
+        input: a text, the token ids of one, or a list of texts or of lists of token ids; nothing of it empty.
+        encoding_format: how each embedding is written: "float" is a list of numbers, "base64" their bytes as float32 in
+            little endian.
+        dimensions: elements of each embedding, where the model was trained to have some cut off; None is all.
+        priority, deadline_s, tenant, model: as GenerateRequest's; an embedding that is late is none.
+    """
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: str = ""
+    model: str | None = None
+
+    @property
+    def n(self) -> int:
+        """What it counts as where sequences are counted: its texts follow one another."""
+        return 1
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """Each input by itself, once `validate_embed` has seen it."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if self.input and isinstance(self.input[0], int):
+            return [self.input]  # type: ignore[list-item]  # all of them are
+        return self.input  # type: ignore[return-value]  # none of them is
+
+
+class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """A vector for each input, in their order, written as was asked."""
+
+    embeddings: list[list[float] | str]
+    usage: Usage
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -379,6 +446,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         quantize: "none", or how the weights are quantised.
         runner: what evaluates it.
         device: where, such as "cpu" or "cuda:0".
+        embedding_size: elements of its embeddings; None where it gives none.
+        generates: whether it continues text.
+        sampling: how its makers say to draw, by the names of GenerateRequest; requests take nothing from it unasked.
+        parent: the model that it adapts, where it is an adapter; None where it is a model by itself.
     """
 
     id: str
@@ -389,6 +460,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     quantize: str
     runner: str
     device: str
+    embedding_size: int | None = None
+    generates: bool = True
+    sampling: dict[str, float] = {}
+    parent: str | None = None
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):
@@ -416,6 +491,30 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float
 
 
+class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve an adapter, too.
+
+    Args:
+        name: what requests will name as their model.
+        path: its directory on the service's machine, absolute.
+    """
+
+    name: str
+    path: str
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve an adapter no longer: new requests are refused, accepted ones end.
+
+    Args:
+        name: its name.
+        timeout_s: seconds after which those still open are cancelled; >= 0.
+    """
+
+    name: str
+    timeout_s: float = 30.0
+
+
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Take no new requests and let the accepted ones end.
 
@@ -427,7 +526,7 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
-    """Every accepted request has ended.
+    """Every accepted request, or every one with an adapter that was unloaded, has ended.
 
     Args:
         num_cancelled: requests that had to be cancelled.

@@ -16,12 +16,15 @@ from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import (
     DetokenizeRequest,
     DrainRequest,
+    EmbedRequest,
     GenerateRequest,
+    LoadAdapterRequest,
     Message,
     NamedTool,
     ResponseFormat,
     TokenizeRequest,
     Tool,
+    UnloadAdapterRequest,
     check_type,
 )
 
@@ -39,6 +42,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_grammar_bytes: of a JSON schema, grammar or regular expression that the answer must match.
         max_grammar_s: seconds of processor time that compiling one may take.
         max_deadline_s: seconds.
+        max_inputs: texts to make embeddings of.
     """
 
     max_n: int = 8
@@ -50,6 +54,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_grammar_bytes: int = 65536
     max_grammar_s: float = 1.0
     max_deadline_s: float = 86400.0
+    max_inputs: int = 2048
 
 
 GrammarKind = Literal["json_schema", "grammar", "lark", "regex"]
@@ -166,6 +171,8 @@ MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
 MAX_NAME_LENGTH = 128  # characters of a role or a tenant
+MAX_PAYER_LENGTH = 256  # characters of the name of a fleet's client
+MAX_SERVED = 1e18  # weighted tokens
 MAX_DRAIN_S = 86400.0
 MAX_TOOLS = 128
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -196,6 +203,10 @@ def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
     check_grammar(request, limits)
     _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_text("tenant", request.tenant, MAX_NAME_LENGTH)
+    _check_text("model", request.model or "")
+    if request.payer is not None:
+        _check_text("payer.name", request.payer.name, MAX_PAYER_LENGTH)
+        _check_range("payer.served", request.payer.served, 0.0, MAX_SERVED)
 
 
 def validate_tokenize(request: TokenizeRequest, limits: RequestLimits) -> None:
@@ -214,9 +225,51 @@ def validate_detokenize(request: DetokenizeRequest) -> None:
     _check_token_ids(request.token_ids)
 
 
+def validate_embed(request: EmbedRequest, limits: RequestLimits) -> None:
+    """As `validate_request`."""
+    check_type(msgspec.structs.asdict(request), EmbedRequest)
+    kinds = {str} if isinstance(request.input, str) else {type(one) for one in request.input}
+    if not kinds:
+        raise InvalidRequest("input", "is empty")
+    if len(kinds) > 1:
+        raise InvalidRequest("input", "has texts and token ids side by side; give either")
+    several = kinds != {int} and not isinstance(request.input, str)
+    if several:
+        _check_count("input", len(request.input), limits.max_inputs)
+    for index, text in enumerate(request.texts):
+        field = f"input[{index}]" if several else "input"
+        if not text:
+            raise InvalidRequest(field, "is empty")
+        if isinstance(text, str):
+            _check_text(field, text)
+        elif min(text) < 0:
+            position = next(place for place, token_id in enumerate(text) if token_id < 0)
+            raise InvalidRequest(f"{field}[{position}]", f"{text[position]} is negative")
+    if request.dimensions is not None:
+        _check_range("dimensions", request.dimensions, 1, MAX_COUNT)
+    _check_deadline(request, limits)
+    _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_text("tenant", request.tenant, MAX_NAME_LENGTH)
+
+
 def validate_drain(request: DrainRequest) -> None:
     """As `validate_request`."""
     check_type(msgspec.structs.asdict(request), DrainRequest)
+    _check_range("timeout_s", request.timeout_s, 0, MAX_DRAIN_S)
+
+
+def validate_load_adapter(request: LoadAdapterRequest) -> None:
+    """As `validate_request`."""
+    check_type(msgspec.structs.asdict(request), LoadAdapterRequest)
+    _check_text("name", request.name, MAX_NAME_LENGTH)
+    _check_text("path", request.path)
+    if not request.path.startswith("/") or "\0" in request.path:
+        raise InvalidRequest("path", "is not the absolute path of a directory on the service's machine")
+
+
+def validate_unload_adapter(request: UnloadAdapterRequest) -> None:
+    """As `validate_request`."""
+    check_type(msgspec.structs.asdict(request), UnloadAdapterRequest)
     _check_range("timeout_s", request.timeout_s, 0, MAX_DRAIN_S)
 
 
@@ -267,11 +320,13 @@ def _check_calls(message: Message, path: str) -> None:
             _check_text(f"{place}.{name}", getattr(call, name), MAX_NAME_LENGTH)
         _check_text(f"{place}.arguments", call.arguments)
         try:
-            is_object = isinstance(json.loads(call.arguments or "{}"), dict)
+            arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
+            arguments = None
+        if not isinstance(arguments, dict):
             raise InvalidRequest(f"{place}.arguments", "is not the JSON of an object")
+        # JSON may spell what no text has: half a surrogate pair, NaN.
+        _check_json(f"{place}.arguments", arguments)
 
 
 def _check_tools(request: GenerateRequest) -> None:
@@ -312,7 +367,7 @@ def _check_json(field: str, value: object) -> None:
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
-        raise InvalidRequest(field, "is not JSON, or nested too deeply") from None
+        raise InvalidRequest(field, "is not JSON, is nested too deeply or has a lone surrogate") from None
 
 
 def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
@@ -322,6 +377,10 @@ def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise InvalidRequest("min_tokens", f"{request.min_tokens} is more than max_tokens, {request.max_tokens}")
     _check_range("n", request.n, 1, limits.max_n)
+    _check_deadline(request, limits)
+
+
+def _check_deadline(request: GenerateRequest | EmbedRequest, limits: RequestLimits) -> None:
     if request.deadline_s is not None:
         _check_range("deadline_s", request.deadline_s, 0, limits.max_deadline_s, above=True)
 

@@ -74,6 +74,20 @@ def tiny_model(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Model]:
 
 
 @pytest.fixture(scope="session")
+def embedder_dir(tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """embedder_dir("bert mean") is the directory of a small random model of `embedders.py`, made once a session."""
+    embedders = _module_at(Path(__file__).parent / "nif" / "embedders.py")
+    made: dict[str, Path] = {}
+
+    def directory(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = embedders.build_embedder(kind, tmp_path_factory.mktemp("embedder"), tiny_models)
+        return made[kind]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
 def oracle(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Any]:
     """oracle("llama") answers for that model as transformers' `generate` does."""
     module = _module_at(Path(__file__).parent / "oracle.py")

@@ -126,16 +126,13 @@ def files_of_a_stream() -> list[str]:
     from tests.nif.tiny_models import build_model
 
     seen: set[str] = set()
-    inside = str(ROOT / ".ns" / "genbatch")
 
     def notice(frame: object, event: str, argument: object) -> None:
         code = frame.f_code  # type: ignore[attr-defined]
         if event == "call" and code.co_name != "<module>":
-            path = Path(code.co_filename)
-            if path.is_relative_to(ROOT) or code.co_filename.startswith(inside):
-                name = str(path.resolve().relative_to(ROOT))
-                if name.split("/")[0] in LAYERS:
-                    seen.add(name)
+            path = Path(code.co_filename).resolve()  # modules are found through links
+            if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in LAYERS:
+                seen.add(str(path.relative_to(ROOT)))
 
     async def run(directory: Path) -> None:
         bind = f"ipc://{directory}/zeromq.sock"

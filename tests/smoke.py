@@ -8,8 +8,8 @@ import trio
 
 # What a GPU, HTTP, grammars and traces need.
 EXTRAS = {"triton", "starlette", "hypercorn", "prometheus_client", "llguidance", "opentelemetry"}
-for layer in ("nif", "proto", "actors", "clients"):
-    package = importlib.import_module(f"genbatch.{layer}")
+for layer in ("genbatch", "genbatch.nif", "genbatch.proto", "genbatch.actors", "genbatch.clients"):
+    package = importlib.import_module(layer)
     assert "site-packages" in package.__path__[0], package.__path__
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None):
         try:
@@ -19,8 +19,9 @@ for layer in ("nif", "proto", "actors", "clients"):
             assert error.name is not None and error.name.partition(".")[0] in EXTRAS, error
 
 assert (files("genbatch.actors.gateways.http") / "static" / "index.html").is_file()
+assert (files("genbatch") / "py.typed").is_file()
 
-from genbatch.clients import open_batcher  # noqa: E402
+from genbatch import open_batcher  # noqa: E402
 
 
 async def main() -> None:

@@ -16,18 +16,17 @@ EXAMPLES = {
     page: re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     for page in ("README.md", "docs/guide.md")
 }
-ADDRESS = "ipc:///tmp/genbatch/zeromq.sock"
 HTTP = "http://127.0.0.1:8000"
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def run(example: str) -> str:
+def run(example: str, runtime: Path | None = None) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", example],
         capture_output=True,
         text=True,
         timeout=600,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT if runtime is None else {**ENVIRONMENT, "XDG_RUNTIME_DIR": str(runtime)},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -35,15 +34,15 @@ def run(example: str) -> str:
 
 
 @contextmanager
-def served(address: str, *flags: str) -> Iterator[list[str]]:
-    """`genbatch serve` as the README starts it, at another address; what it has printed."""
+def served(runtime: Path, *flags: str) -> Iterator[list[str]]:
+    """`genbatch serve` as the README starts it, in another runtime directory; what it has printed."""
     start = "from genbatch.clients.cli.main import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", start, "serve", "smollm2", "--bind", address, *flags],
+        [sys.executable, "-c", start, "serve", "smollm2", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, "XDG_RUNTIME_DIR": str(runtime), "XDG_CONFIG_HOME": str(runtime)},
     )
     assert process.stdout is not None
     try:
@@ -77,11 +76,10 @@ def test_the_embedding_examples() -> None:
 
 def test_the_examples_of_the_service(tmp_path: Path) -> None:
     (_, over_zeromq, over_http), (_, guides, _) = EXAMPLES["README.md"], EXAMPLES["docs/guide.md"]
-    assert ADDRESS in over_zeromq and HTTP in over_http
-    address = f"ipc://{tmp_path}/zeromq.sock"
-    with served(address, "--http", "127.0.0.1:0") as printed:
+    assert HTTP in over_http
+    with served(tmp_path, "--http", "127.0.0.1:0") as printed:
         for example in {over_zeromq, guides}:
-            assert "Usage(prompt_tokens=" in run(example.replace(ADDRESS, address))
+            assert "Usage(prompt_tokens=" in run(example, tmp_path)
         [http] = re.findall(r"http://127\.0\.0\.1:\d+", "".join(printed))
         assert run(over_http.replace(HTTP, http)) == "The capital of France is Paris."
 

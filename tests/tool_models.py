@@ -19,3 +19,20 @@ def tool_model(source: Path, target: Path, template: str = TEMPLATE) -> Path:
     (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     (target / "chat_template.jinja").write_text(template)
     return target
+
+
+FILL_IN_MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+
+def add_fill_in_marks(model: Path) -> None:
+    """Gives the model in this directory the marks that models for filling in have, in the place of its last merges."""
+    path = model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    for mark in FILL_IN_MARKS:
+        first, second = merges.pop()
+        token_id = vocabulary.pop(first + second)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": token_id, "content": mark, "special": True, **flags})
+    tokenizer["added_tokens"].sort(key=lambda token: token["id"])
+    path.write_text(json.dumps(tokenizer))

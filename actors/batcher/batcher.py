@@ -22,37 +22,44 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals, Encoded, Intake, PromptSharing
+from genbatch.actors.batcher.adapters import AdapterCalls, AdapterReady, UnloadOver
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals, Encoded
 from genbatch.actors.batcher.calls import SessionCalls, SessionEnded, SessionRead, TextCalls
+from genbatch.actors.batcher.draining import Draining, DrainOver
+from genbatch.actors.batcher.flight import OpenFlight, unrecorded
 from genbatch.actors.batcher.grammars import Compiled, Grammars, Prepared
+from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.messages import (
     Detokenize,
     Drain,
+    Embed,
     Generate,
     GetHealth,
     GetModels,
     GetStats,
+    LoadAdapter,
     LoadSession,
     SaveSession,
     Tokenize,
+    UnloadAdapter,
 )
-from genbatch.actors.batcher.open_requests import Draining, DrainOver, OpenRequests
+from genbatch.actors.batcher.open_requests import OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
-from genbatch.actors.batcher.report import StallWatch, model_card, stats_report
+from genbatch.actors.batcher.prompt_sharing import PromptSharing
+from genbatch.actors.batcher.report import StallWatch, model_cards, stats_report
 from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
-from genbatch.actors.batcher.slots import FairShare, HeldPrompts, Slots, Swap
+from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
 from genbatch.actors.batcher.stats import BatcherStats
 from genbatch.actors.batcher.stepper import Decoded, RunEnded, StepCommit, Stepped, Stepper
-from genbatch.actors.recording.flight import Flight
-from genbatch.actors.recording.recorder import open_flight
-from genbatch.actors.runtime.actor import NOREPLY, Down, From, GenServer, Reason, Timer
+from genbatch.actors.runtime.actor import NOREPLY, Down, From, GenServer, Reason, Timer, reply
 from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.actors.scheduling.plan import SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.nif.context import Context
-from genbatch.nif.engine import Engine
+from genbatch.nif.context.engine import Engine
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.proto.errors import PromptTooLong, Unavailable
 from genbatch.proto.messages import Health, Models
@@ -89,6 +96,8 @@ class Batcher(GenServer):
         open_context: makes the context; runs once, on the worker thread.
         options: see BatcherOptions.
         open_worker: makes its threads; a simulation has none.
+        open_flight: makes what is told of all that decides; `actors/recording` has one that keeps it.
+        on_models: called with what is served, whenever that has changed.
     """
 
     arrivals_type = Arrivals  # a replay has others
@@ -99,11 +108,15 @@ class Batcher(GenServer):
         options: BatcherOptions | None = None,
         *,
         open_worker: Callable[[str], Worker] = Worker,
+        open_flight: OpenFlight = unrecorded,
+        on_models: Callable[[Models], None] | None = None,
     ) -> None:
         self.options = options or BatcherOptions()
         self.stats = BatcherStats()
         self._open_context = open_context
         self._open_worker = open_worker
+        self._open_flight = open_flight
+        self._on_models = on_models
         self._stepping = False  # whether the context is in use by its thread
         self._window: Timer | None = None
         self._deadline: Timer | None = None  # the next one; steps look for themselves
@@ -129,12 +142,23 @@ class Batcher(GenServer):
                 self.arrivals.take(request, from_)
                 self._await_deadline()
                 return NOREPLY
+            case Embed():
+                self.arrivals.embed(request, from_)
+                self._await_deadline()
+                return NOREPLY
             case GetStats():
                 return self._stats()
             case GetHealth():
                 return self._health()
             case GetModels():
-                return Models(models=(model_card(self.ctx, self.options.n_parallel),))
+                return self._models()
+            case LoadAdapter():
+                self.adapters.load(request, from_)
+                return NOREPLY
+            case UnloadAdapter():
+                self.adapters.unload(request, from_)
+                self._settle_when_idle()
+                return NOREPLY
             case Tokenize() | Detokenize():
                 self._texts.answer(request, from_)
                 return NOREPLY
@@ -179,6 +203,13 @@ class Batcher(GenServer):
                 self._stepping = False
                 message.end()
                 self._tick()
+            case AdapterReady():
+                caller = self.adapters.ready(message)
+                if caller is not None:
+                    reply(caller, self._models())
+            case UnloadOver():
+                self.adapters.over(message)
+                self._end_abandoned()
             case Prepared():
                 self._flight.prompted()
                 self.grammars.prepared(message)
@@ -200,6 +231,7 @@ class Batcher(GenServer):
         self.stepper.hurry()
         self.requests.end_all(Unavailable("the batcher has stopped"))
         self.sessions.end_all(Unavailable("the batcher has stopped"))
+        await self.adapters.close()
         await self._worker.run(self.ctx.close)
         await self._close_workers()
 
@@ -222,10 +254,20 @@ class Batcher(GenServer):
         self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name)
         fair = FairShare()
         in_turn = fair if self.options.fair_share else None
-        self._flight = self._open_flight()
+        self._flight = self._open_flight(self.options)
         now = self._flight.now
         self.slots = Slots(self.ctx, self.held, self.swap, in_turn, self.options.n_parallel, self.journal, now)
         self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
+        self.adapters = AdapterCalls(
+            ctx=self.ctx,
+            slots=self.slots,
+            held=self.held,
+            requests=self.requests,
+            open_worker=self._open_worker,
+            send=lambda message: self.ref.info(message, control=True),
+            send_after=self.send_after,
+            on_change=self._tell_models,
+        )
         self.commit = StepCommit(self.ctx, self.requests, self.journal)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
         self.intake.longest = view.longest
@@ -269,10 +311,7 @@ class Batcher(GenServer):
             held.num_computed = len(held.tokens)
 
     def _open_intake(self) -> Intake:
-        return Intake(self.ctx.model, self.options, self.ctx.max_positions)
-
-    def _open_flight(self) -> Flight:
-        return open_flight(self.options)
+        return Intake(self.ctx.model, self.options, self.ctx.max_positions, self.ctx.adapters)
 
     async def _close_workers(self) -> None:
         if hasattr(self, "grammars"):  # else it did not get that far
@@ -284,7 +323,8 @@ class Batcher(GenServer):
 
     def _enqueue(self, request: Request) -> None:
         """A request is ready: its sequences wait for a slot."""
-        self.sharing.share(request, context_is_free=not self._stepping)
+        if request.embedding is None:
+            self.sharing.share(request, context_is_free=not self._stepping)
         for sequence in request.sequences:
             self.slots.enqueue(sequence)
         self._wake()
@@ -308,6 +348,7 @@ class Batcher(GenServer):
             self._window.cancel()
             self._window = None
         self.requests.end_abandoned()
+        self._settle_adapters()
         if self.sessions:
             self._serve_session()
             return
@@ -386,6 +427,16 @@ class Batcher(GenServer):
         self.stepper.hurry()
         if not self._stepping:
             self.requests.end_abandoned()
+            self._settle_adapters()
+
+    def _settle_when_idle(self) -> None:
+        self.stepper.hurry()
+        if not self._stepping:
+            self._settle_adapters()
+
+    def _settle_adapters(self) -> None:
+        if self.adapters.settle():
+            self._flight.close("an adapter was unloaded with prompts that were held, which is not in the record")
 
     def _refuse(self, owner: LlmRequest) -> None:
         """Ends a request that would not fit even if nothing else were there."""
@@ -402,6 +453,13 @@ class Batcher(GenServer):
                 request.abandoned = "cancelled"
                 self._draining.num_cancelled += 1
         self._end_abandoned()
+
+    def _models(self) -> Models:
+        return Models(models=model_cards(self.ctx, self.options.n_parallel))
+
+    def _tell_models(self) -> None:
+        if self._on_models is not None:
+            self._on_models(self._models())
 
     def _health(self) -> Health:
         return self._watch.health(

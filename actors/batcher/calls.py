@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import outcome
 import trio
 
-from genbatch.actors.batcher.arrivals import Intake
+from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.messages import Detokenize, LoadSession, SaveSession, Tokenize
 from genbatch.actors.batcher.requests import HeldPrompt
 from genbatch.actors.batcher.slots import HeldPrompts
@@ -17,6 +17,7 @@ from genbatch.actors.runtime.worker import Worker
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.nif.lora import LoraAdapter
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Text, TokenIds
 
@@ -171,9 +172,9 @@ class SessionCalls:
         self._calls.clear()
 
     def _saving(self, message: SaveSession, found: "outcome.Outcome[list[int]]") -> tuple[Work, End]:
-        key = prefix_key(message.tenant)
+        adapter, key = self._owner(message)
         tokens = found.unwrap()[: self._ctx.max_positions]
-        donor = self._held.find(tokens, key)
+        donor = self._held.find(tokens, key, adapter)
         slot = self._slot(donor)
         ctx = self._ctx
 
@@ -181,7 +182,7 @@ class SessionCalls:
             if donor is not None and donor.ready and donor.seq_id is not None:
                 ctx.seq_cp(donor.seq_id, slot)
             ctx.attach_prefix(slot, tokens, key)
-            return ctx.seq_save(slot) if ctx.kv.length(slot) else b""
+            return ctx.seq_save(slot, adapter) if ctx.kv.length(slot) else b""
 
         def end(_: "outcome.Outcome[Any]") -> None:
             ctx.seq_rm(slot)
@@ -190,13 +191,13 @@ class SessionCalls:
         return save, end
 
     def _loading(self, message: LoadSession) -> tuple[Work, End]:
-        key = prefix_key(message.tenant)
+        adapter, key = self._owner(message)
         slot = self._slot()
         ctx = self._ctx
 
         def load() -> int:
             try:
-                return ctx.seq_load(slot, message.state, key)
+                return ctx.seq_load(slot, message.state, key, adapter)
             except (BatchError, OutOfBlocks) as error:
                 raise InvalidRequest("state", str(error)) from error
 
@@ -205,11 +206,16 @@ class SessionCalls:
                 ctx.seq_rm(slot)
                 self._held.return_slot(slot)
                 return
-            held = self._intake.held_prompt(list(ctx.kv.tokens(slot)), key)
+            held = self._intake.held_prompt(list(ctx.kv.tokens(slot)), key, adapter)
             held.last_used = trio.current_time()
             self._held.adopt(held, slot)
 
         return load, end
+
+    def _owner(self, message: SaveSession | LoadSession) -> tuple[LoraAdapter | None, bytes]:
+        """With what the conversation is evaluated, and the key of its blocks."""
+        adapter = self._intake.adapter(message.model)
+        return adapter, prefix_key(message.tenant, "" if adapter is None else adapter.digest)
 
     def _slot(self, needed: HeldPrompt | None = None) -> int:
         """A free slot; the prompt that was not used for longest makes room.

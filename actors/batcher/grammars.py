@@ -19,7 +19,8 @@ from genbatch.proto.errors import InvalidRequest
 if TYPE_CHECKING:  # imports llguidance, which is an extra
     from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
 
-MISSING = "needs an extra that the service was installed without: pip install 'genbatch[grammar]'"
+# For a client, who cannot install anything: its operator can.
+MISSING = "needs llguidance, which the service was installed without (its extra genbatch[grammar])"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Events of the Batcher (measurements | metadata):
 
     request.accepted     tokenize_s, prompt_tokens, max_tokens, n, temperature | request_id, client, tenant, model, kind
-                         its prompt is tokenized and it waits; kind is "chat" or "text_completion"
+                         its prompt is tokenized and it waits; kind is "chat", "text_completion" or "embeddings"
     request.refused      | request_id, client, tenant, model, code   it was not accepted; code is the error's
     request.started      queue_s, cached_tokens | request_id         it has a slot, for the first time
     request.first_token  ttft_s | request_id
@@ -20,7 +20,7 @@ from itertools import count
 
 import trio
 
-from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.batcher.stats import BatcherStats
 from genbatch.actors.batcher.step import Planned
@@ -45,11 +45,11 @@ class Journal:
         self._numbers = count(1)
         self._now = trio.current_time()  # when the last step ended: the time of all its tokens
 
-    def request_id(self, message: Generate) -> str:
+    def request_id(self, message: Generate | Embed) -> str:
         """What a request is called in logs and spans: its gateway's name for it, else one of our own."""
         return message.request_id or f"{message.client or 'local'}#{next(self._numbers)}"
 
-    def refused(self, message: Generate, error: GenbatchError) -> None:
+    def refused(self, message: Generate | Embed, error: GenbatchError) -> None:
         """Books a request that was not accepted."""
         self.stats.count_refused(error.code)
         if self._telemetry.attached:
@@ -72,20 +72,22 @@ class Journal:
         """Books a request whose sequences are about to wait."""
         stats, wanted = self.stats, request.wanted
         stats.accepted += 1
-        stats.prompt_tokens += len(request.prompt_tokens)
+        stats.prompt_tokens += request.num_prompt_tokens
         request.share = stats.tenants.of(wanted.tenant)
         request.share.requests += 1
         request.share.running += 1
-        request.share.prompt_tokens += len(request.prompt_tokens)
+        request.share.prompt_tokens += request.num_prompt_tokens
         if self._telemetry.attached:
             measurements = {
                 "tokenize_s": trio.current_time() - request.accepted_at,
-                "prompt_tokens": len(request.prompt_tokens),
+                "prompt_tokens": request.num_prompt_tokens,
                 "max_tokens": request.sequences[0].max_new_tokens,
                 "n": wanted.n,
                 "temperature": wanted.temperature,
             }
             kind = "text_completion" if wanted.messages is None else "chat"
+            if request.embedding is not None:
+                kind = "embeddings"
             self._telemetry.execute("request.accepted", measurements, {**self._names(request), "kind": kind})
 
     def admitted(self, sequence: Sequence) -> None:
@@ -139,16 +141,18 @@ class Journal:
             return
         request.share.running -= 1
         num_generated = _num_generated(request)
-        histograms["request_prompt_tokens"].observe(len(request.prompt_tokens))
-        histograms["request_generation_tokens"].observe(num_generated)
+        histograms["request_prompt_tokens"].observe(request.num_prompt_tokens)
+        if request.embedding is None:
+            histograms["request_generation_tokens"].observe(num_generated)
         if request.started_at is not None:
-            self.stats.service.append(now - request.started_at)
+            rounds = 1 if request.embedding is None else request.embedding.rounds
+            self.stats.service.append((now - request.started_at) / rounds)
         if request.first_token_at is not None:
             histograms["request_decode_time_seconds"].observe(now - request.first_token_at)
         if self._telemetry.attached:
             measurements = {
                 "e2e_s": now - request.accepted_at,
-                "prompt_tokens": len(request.prompt_tokens),
+                "prompt_tokens": request.num_prompt_tokens,
                 "cached_tokens": request.cached_tokens,
                 "generation_tokens": num_generated,
             }

@@ -4,7 +4,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Token, TokenizeRequest
+import msgspec
+
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    EmbedRequest,
+    GenerateRequest,
+    LoadAdapterRequest,
+    Token,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 
 if TYPE_CHECKING:  # imports torch, which a gateway process does without
     from genbatch.actors.batcher.requests import Keep
@@ -37,6 +47,32 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Embed:
+    """A call that is answered with Embedded, once all of its texts are.
+
+    Args:
+        request: the texts.
+        client, request_id: see Generate.
+    """
+
+    request: EmbedRequest
+    client: str = ""
+    request_id: str = field(default="", kw_only=True)
+
+
+class Embedded(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an Embed.
+
+    Args:
+        vectors: of each text, float32 in little endian.
+        prompt_tokens: of all texts.
+    """
+
+    vectors: list[bytes]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class GetStats:
     """A call that is answered with a dict of counters."""
 
@@ -64,10 +100,12 @@ class SaveSession:
     Args:
         request: the conversation.
         tenant: in whose name it was generated.
+        model: with which adapter; None: none.
     """
 
     request: TokenizeRequest
     tenant: str = ""
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +117,31 @@ class LoadSession:
     Args:
         state: of the same model, precision and block size; else the answer is InvalidRequest.
         tenant: whose requests may share it.
+        model: with which adapter it was generated; None: none.
     """
 
     state: bytes
     tenant: str = ""
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GetModels:
     """A call that is answered with Models."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """A call that is answered with Models, once requests can name the adapter."""
+
+    request: LoadAdapterRequest
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """A call that is answered with Drained, once the requests with the adapter have ended and its memory is free."""
+
+    request: UnloadAdapterRequest
 
 
 @dataclass(frozen=True, slots=True)

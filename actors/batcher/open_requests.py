@@ -2,62 +2,17 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Set
-from dataclasses import dataclass
-from typing import Any
 
 import trio
 
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.requests import Request, Sequence
-from genbatch.actors.batcher.slots import FairShare, Slots
-from genbatch.actors.runtime.actor import From, Monitor, reply
+from genbatch.actors.batcher.slots import Slots
+from genbatch.actors.runtime.actor import Monitor
+from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.actors.scheduling.request import Phase
-from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError, Unavailable
-from genbatch.proto.messages import Drained, FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class DrainOver:
-    """The time that a `Drain` call gave is over."""
-
-
-class Draining:
-    """Begins with the first `Drain` call; all who asked are answered once nothing is left.
-
-    Args:
-        num_open: how many requests have not ended.
-        send_after: of the actor that is drained; brings it DrainOver after so many seconds.
-    """
-
-    def __init__(self, num_open: Callable[[], int], send_after: Callable[[float, DrainOver], object]) -> None:
-        self.has_begun = False
-        self.num_cancelled = 0  # requests that did not end in time
-        self._num_open = num_open
-        self._send_after = send_after
-        self._callers: list[From[Any]] = []
-
-    def check(self) -> None:
-        """Raises:
-        Unavailable: no new requests are taken.
-        """
-        if self.has_begun:
-            raise Unavailable("the service is draining: it takes no new requests")
-
-    def ask(self, from_: "From[Any]", timeout_s: float) -> None:
-        """Takes a caller in, to be told of the end."""
-        self.has_begun = True
-        self._callers.append(from_)
-        if self._num_open():
-            self._send_after(timeout_s, DrainOver())
-        else:
-            self.settle()
-
-    def settle(self) -> None:
-        """Some requests have ended: answers if these were the last."""
-        if not self._num_open():
-            callers, self._callers = self._callers, []
-            for from_ in callers:
-                reply(from_, Drained(num_cancelled=self.num_cancelled))
+from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
+from genbatch.proto.messages import FinishReason
 
 
 class OpenRequests:
@@ -102,6 +57,8 @@ class OpenRequests:
     def add(self, request: Request) -> None:
         """Takes a request in; its monitor names it."""
         self._requests[request.monitor] = request
+        if request.wanted.payer is not None:
+            self._fair.owe(request.account, request.wanted.payer.served)
         self._fair.enter(request.account)
 
     def find(self, monitor: Monitor) -> Request | None:
@@ -184,6 +141,10 @@ class OpenRequests:
         if request.finish(sequence, reason):
             self._journal.ended(request, reason)
             self.end(request, None)
+            return
+        following = request.next_text(self._now())
+        if following is not None:
+            self._slots.enqueue(following)
 
     def _fail(self, request: Request, error: GenbatchError) -> None:
         for sequence in request.sequences:
@@ -196,7 +157,6 @@ class OpenRequests:
         """The one place where a request is forgotten and its caller answered."""
         del self._requests[request.monitor]
         self._fair.leave(request.account, output_tokens=request.num_generated)
-        request.monitor.cancel()
         if error is not None:
             request.fail(error)
         else:
@@ -215,10 +175,12 @@ class OpenRequests:
         for sequence in request.sequences:
             if sequence.phase is not Phase.FINISHED:
                 self._slots.release(sequence)
-                request.finish(sequence, reason)
+                if request.embedding is None:
+                    request.finish(sequence, reason)
         self._journal.ended(request, reason)
         error: GenbatchError | None = None
-        if not request.choices:  # its prompt was still being tokenized
+        if not request.choices:  # its prompt was still being tokenized, or its texts are of no use one by one
             left = reason == "cancelled"
-            error = Cancelled("cancelled") if left else DeadlineExceeded("the deadline passed before the first step")
+            early = "the first step" if request.embedding is None else "all embeddings were there"
+            error = Cancelled("cancelled") if left else DeadlineExceeded(f"the deadline passed before {early}")
         self.end(request, error)

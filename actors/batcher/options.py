@@ -115,23 +115,31 @@ class BatcherOptions:
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
         batch_timeout: milliseconds an idle Batcher waits for more requests before it starts.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
-        max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. None: 4 a slot
-            for clients, 1024 for the program that runs the Batcher.
+        max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. If not given: 4 a
+            slot for clients, 1024 for the program that runs the Batcher.
         max_client_queue_share: share of the queue that one client may take while others are there.
         max_client_open: sequences that one client may have open while others are there, per slot.
-        fair_share: whether clients take turns by what each has had; else all wait in one line.
+        fair_share: clients take turns by what each has had; else all wait in one line.
         priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not name one.
         default_deadline_s: deadline of clients' requests that name none; 0: none. The program's own have none.
-        scheduler: "fifo", "prefill_first", "module:Class", or a RequestScheduler.
-        scheduler_policy, batching_type, cache_budget, enable_chunked_context, margin, pause_order,
-            max_pauses: see SchedulerOptions.
-        async_batching: whether the model goes on with the next step while a step's tokens are handed out, as long as
+        scheduler: "fifo", "prefill_first" or "module:Class", or two with a comma between them, which are the capacity
+            half and the micro-batch half; in a program also a RequestScheduler.
+        scheduler_policy: how memory is promised: MAX_UTILIZATION (to what fits now; requests are paused when the pool
+            is full) or GUARANTEED_NO_EVICT (to what fits to its end). V1 batching always does the latter.
+        batching_type: when requests join a batch: V1 (once all of it have ended), InflightBatching (at every step,
+            prompts and decodes in forwards of their own) or InflightFusedBatching (at every step, in one forward).
+        cache_budget: most KV blocks read in one step; if not given, only the pool bounds it.
+        enable_chunked_context: a prompt that fits max_batch_tokens may be split over steps; a longer one always is.
+        margin: share of free blocks below which MAX_UTILIZATION holds new requests back; 0.2 if not given.
+        pause_order: whom MAX_UTILIZATION pauses when the pool is full: newest or oldest; newest if not given.
+        max_pauses: how often MAX_UTILIZATION pauses a request while it can pause another instead.
+        async_batching: the model goes on with the next step while a step's tokens are handed out, as long as
             requests only decode and one of our own schedulers plans.
         cpu_offload_space: GiB of host memory for the KV of paused sequences; 0: they are evaluated again.
         stall_s: seconds of pending work without the end of a step after which the service calls itself stuck.
         system_prompts: contents of system messages to hold from the start.
         max_held_prompts: most system prompts whose KV is held for requests to share, those included.
-        record: a file to record everything to that decides about ticks, for `genbatch replay`; None: nothing. It holds
+        record: a file to record everything to that decides about ticks, for `genbatch replay`. It holds
             the token ids of prompts and answers, so only its owner may read it. Where the file is there already, FILE.1
             is made, and so on. While recording, no step begins before the tokens of the last one are handed out.
         record_limit: MiB after which the recording ends.

@@ -12,7 +12,7 @@ from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
 from genbatch.actors.batcher.step import Planned, plan_beams, plan_tokens
 from genbatch.actors.scheduling.plan import StepLimits, forwards
-from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList
+from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList, total
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SchedulerOutput, normalize_output
 from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
@@ -46,8 +46,7 @@ class KVView:
             slotted.num_computed = beginning.length
             if isinstance(slotted.donor, Slotted):
                 wanted.add(slotted.donor.request_id)
-        idle = [held.seq_id for held in self._held.droppable() if held.request_id not in wanted]
-        self._idle = [seq_id for seq_id in idle if seq_id is not None]
+        self._idle = self._idle_slots(wanted)
 
     @property
     def block_size(self) -> int:
@@ -111,6 +110,24 @@ class KVView:
             needed = needed + Blocks(kv.still_to_take(seq_id, length, chunk))
         return needed
 
+    def has_room(self, held: HeldPrompt, running: Iterable[Slotted], wanted: Set[int], *, forever: bool) -> bool:
+        """Whether a prompt to hold can be evaluated without a pause of anybody.
+
+        Args:
+            held: has its slot, and holds nothing.
+            running: who has begun.
+            wanted: ids of the held prompts that somebody waits for; the others give way to it.
+            forever: whether the running ones must find all they need to their ends; else what their contexts need.
+        """
+        if forever:
+            needs = [self.get_needed_resource_to_completion(one) for one in running]
+            room, needed = self.get_max_resource_count(), self.get_needed_resource_to_completion(held)
+        else:
+            room = Blocks(self._kv.free_blocks) + Blocks(self._kv.held_only_by(self._idle_slots(wanted)))
+            needs = [self.blocks_for_step(one, one.context_remaining) for one in running]
+            needed = self.blocks_for_step(held, held.context_remaining)
+        return needed <= room - total(needs, self._nothing)
+
     def longest(self, prompt_tokens: list[int], width: int, cap: int, *, shares: bool) -> int:
         """The most tokens, prompt and output together, with which a sequence fits if it is alone; 0 if none do.
 
@@ -133,6 +150,11 @@ class KVView:
             else:
                 too_many = middle
         return fits + 1 if fits else 0  # the token drawn last is never evaluated
+
+    def _idle_slots(self, wanted: Set[int]) -> list[int]:
+        """Slots of the held prompts that can go; those of these ids somebody waits for."""
+        idle = (held.seq_id for held in self._held.droppable() if held.request_id not in wanted)
+        return [seq_id for seq_id in idle if seq_id is not None]
 
     def _to_completion(self, request: LlmRequest, chunk: int, num_pinned: int) -> Blocks:
         return self._most(request.num_prompt_tokens, request.max_positions, request.width, num_pinned, chunk)
@@ -174,6 +196,9 @@ def _copies(request: LlmRequest) -> int:
 
 
 log = logging.getLogger("genbatch")
+
+# A user's scheduler may pause a request so often in a row before it has got further than ever.
+MAX_VAIN_PAUSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +245,13 @@ class Planner:
     def plan(self, inflight: Set[int]) -> SchedulerOutput:
         """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked.
 
-        A scheduler of the user's that raises, or plans nothing although nothing else is under way, is passed over.
+        A scheduler of the user's is passed over where it raises, plans nothing although nothing else is under way, or
+        would pause a request again and again before it gets anywhere.
 
         Args:
             inflight: ids of those that are not to be planned.
         """
-        for held in self._held.evaluating():
-            self._slots.begin_held(held)
+        self._begin_held()
         active, ready = self._active()
         if not active:
             return SchedulerOutput([], [], [])
@@ -239,6 +264,9 @@ class Planner:
                 plan = self._ask(self.scheduler, active, inflight)
                 if not (inflight or plan.num_scheduled or plan.paused_requests or plan.never_fitting):
                     raise SchedulerError(f"nothing is planned, and {len(active)} requests could run")
+                for one in plan.paused_requests:
+                    if isinstance(one, Sequence) and one.num_vain >= MAX_VAIN_PAUSES:
+                        raise SchedulerError(f"request {one.request_id} is paused before it gets anywhere")
             except Exception as error:  # whatever a user's scheduler raises
                 if not self._has_failed:
                     name = type(self.scheduler).__name__
@@ -283,6 +311,20 @@ class Planner:
         if len(running) > 1:
             return SchedulerOutput([], [], [max(running, key=waiting_key)])
         return SchedulerOutput([], [], [], never_fitting=active[:1]) if active else None
+
+    def _begin_held(self) -> None:
+        """Begins the prompts to hold. One that was noticed and has no room beside what runs is given up."""
+        for held in self._held.evaluating():
+            if held.begun:
+                continue
+            running = [one for one in self._held.evaluating() if one.begun] + list(self._slots.sequences.values())
+            waiting = (sequence.held_donor for sequence in self._slots.pending)
+            wanted = {donor.request_id for donor in waiting if donor is not None}
+            forever = self._options.scheduling.never_pauses
+            if held.pinned or self._kv_view.has_room(held, running, wanted, forever=forever):
+                self._slots.begin_held(held)
+            else:
+                self._slots.drop_held(held)
 
     def _active(self) -> tuple[RequestList, list[Sequence]]:
         """All that could run, and those of them that wait."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import trio
 
 from genbatch.actors.batcher.requests import Sequence
@@ -42,10 +43,10 @@ class StallWatch:
         )
 
 
-def model_card(ctx: Context, n_parallel: int) -> ModelCard:
-    """The model that a context serves to `n_parallel` sequences at once."""
+def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
+    """The model that a context serves to `n_parallel` sequences at once, and the adapters that requests may name."""
     model, runner = ctx.model, ctx.runner
-    return ModelCard(
+    card = ModelCard(
         id=model.name,
         n_ctx=ctx.max_positions,
         n_parallel=n_parallel,
@@ -54,7 +55,12 @@ def model_card(ctx: Context, n_parallel: int) -> ModelCard:
         quantize=runner.quantize,
         runner=runner.name,
         device=str(runner.device),
+        embedding_size=None if model.pooling is None else model.pooling.size,
+        generates=model.generates,
+        sampling=dict(model.sampling),
     )
+    adapted = msgspec.structs.replace(card, parent=card.id, embedding_size=None)
+    return card, *(msgspec.structs.replace(adapted, id=one.name) for one in ctx.adapters.serving())
 
 
 # Slots told of one by one; more than a screen shows.
@@ -86,6 +92,8 @@ def stats_report(
         "kv_bytes": sum(
             count * ctx.runner.bytes_per_block(group, kv.block_size) for group, count in enumerate(kv.num_blocks)
         ),
+        "adapters": list(ctx.adapters),
+        "adapter_bytes": sum(adapter.nbytes for adapter in ctx.adapters.values()),
         "swapped_bytes": swap.bytes_used,
         "tasks": trio.lowlevel.current_statistics().tasks_living,  # of this process's event loop
     }
@@ -100,6 +108,7 @@ def _slot(seq_id: int, sequence: Sequence, now: float) -> dict[str, Any]:
         "request_id": request.request_id,
         "client": request.client,
         "tenant": request.wanted.tenant,
+        "adapter": None if request.adapter is None else request.adapter.name,
         "phase": sequence.phase.value,
         "prompt_tokens": sequence.num_prompt_tokens,
         "computed_tokens": sequence.num_computed,

@@ -4,6 +4,7 @@ Request ── one a choice ── Sequence ── tokens drawn ── Output �
                               └ a Slotted, as is HeldPrompt: what takes a slot of the context
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
@@ -13,16 +14,21 @@ import torch
 from tokenizers import Tokenizer
 
 from genbatch.actors.batcher.beam_search import Beam
+from genbatch.actors.batcher.messages import Embedded
 from genbatch.actors.batcher.stats import TenantShare
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.actors.scheduling.request import LlmRequest, Phase
+from genbatch.nif.batch import Logits
+from genbatch.nif.lora import LoraAdapter
+from genbatch.nif.pooling import Pooling
 from genbatch.nif.sampling.constraint import Constraint
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from genbatch.nif.text.detokenizer import Detokenizer
 from genbatch.nif.text.stop_text import StopMatcher
-from genbatch.nif.text.tools import AnswerReader, Parts
+from genbatch.nif.text.tools import Parts, Reader
 from genbatch.proto.messages import (
     Choice,
+    EmbedRequest,
     FinishReason,
     GenerateRequest,
     Result,
@@ -91,6 +97,7 @@ class Slotted(LlmRequest):
         donor: whose beginning this one shares once that is evaluated; None when nothing is shared.
         num_shared: how many positions it shares of the donor.
         beam_slots: the further slots of a beam search, one a beam after the first.
+        adapter: what it is evaluated with.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -98,6 +105,7 @@ class Slotted(LlmRequest):
     donor: "Slotted | None" = None
     num_shared: int = 0
     beam_slots: list[int] = field(default_factory=list)
+    adapter: LoraAdapter | None = None
     block_names: list[bytes] = field(default_factory=list)  # of its tokens, as far as the prefix cache was asked
 
     @property
@@ -159,6 +167,9 @@ class Sequence(Slotted):
     last_token_at: float | None = None  # seconds on the event loop's clock
     ended: bool = False  # no more tokens are booked, though a step under way may still compute one
     raised: bool = False  # at its last token the caller's function did
+    reached: int = 0  # the most positions that it had when it was paused
+    num_vain: int = 0  # pauses in a row before which it got no further than before an earlier one
+    pooled: "PooledText | None" = None  # it is a text to be embedded: it draws nothing, and ends with its prompt
     beams: "BeamSearch | None" = None  # a search over several continuations instead of one draw after another
 
 
@@ -180,10 +191,12 @@ class Reading:
     Args:
         reader: makes the reader of one answer.
         shown: special tokens that are the format's marks.
+        several: whether an answer may have several calls; else it ends where a second one begins.
     """
 
-    reader: Callable[[], AnswerReader]
+    reader: Callable[[], Reader]
     shown: frozenset[int]
+    several: bool = True
 
 
 class Output:
@@ -202,9 +215,9 @@ class Output:
         reading: how calls and thinking are told apart; None where all of it is text.
     """
 
-    __slots__ = ("_arguments", "_calls", "_detokenizer", "_echo", "_keep_stop", "_max_tokens", "_min_tokens", "_reader",
-                 "_reading", "_reasoning", "_stop", "_stop_ids", "_wants_logprobs", "apart", "finish_reason",
-                 "logprobs", "text_parts", "token_ids")  # fmt: skip
+    __slots__ = ("_arguments", "_calls", "_detokenizer", "_echo", "_keep_stop", "_max_tokens", "_min_tokens",
+                 "_num_reasoning", "_reader", "_reading", "_reasoning", "_stop", "_stop_ids", "_wants_logprobs",
+                 "apart", "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -226,6 +239,7 @@ class Output:
         self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
         self._reader = reading.reader() if reading is not None else None
         self._reasoning: list[str] = []
+        self._num_reasoning = 0  # tokens until the last of it
         self._calls: list[list[str]] = []  # id, name and the pieces of the arguments
         self._keep_stop = keep_stop
         self._stop = StopMatcher(stop, keep=keep_stop)
@@ -268,7 +282,7 @@ class Output:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._max_tokens:
             self.finish_reason = "length"
-        if self.finish_reason and not stopped:
+        if self.finish_reason:
             piece += self._flush()
         if self._reader is not None:
             piece = self._take_apart(self._reader, piece)
@@ -280,7 +294,7 @@ class Output:
     def _match(self, text: str) -> tuple[str, bool]:
         return self._stop.push(text, may_end=len(self.token_ids) >= self._min_tokens)
 
-    def _take_apart(self, reader: AnswerReader, piece: str) -> str:
+    def _take_apart(self, reader: Reader, piece: str) -> str:
         """The text in a piece; the rest of it is in `apart`."""
         found = [reader.push(piece)]
         if self.finish_reason is not None:
@@ -291,8 +305,12 @@ class Output:
     def _keep(self, found: ListOf[Parts]) -> None:
         reasoning = "".join(parts.reasoning for parts in found)
         pieces = [piece for parts in found for piece in parts.calls]
+        if self._reading is not None and not self._reading.several and any(piece.index for piece in pieces):
+            pieces = [piece for piece in pieces if not piece.index]
+            self.finish_reason = "stop"
         if reasoning:
             self._reasoning.append(reasoning)
+            self._num_reasoning = len(self.token_ids)
         for piece in pieces:
             if piece.id is not None:
                 self._calls.append([piece.id, piece.name or ""])
@@ -339,7 +357,107 @@ class Output:
                 ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, *pieces in self._calls
             ),
             logprobs=self.logprobs if self._wants_logprobs else None,
+            stop_string=self._stop.found,
+            reasoning_tokens=self._num_reasoning,
         )
+
+
+class PooledText:
+    """One text's states, as they come in.
+
+    Args:
+        place: which of the request's texts it is.
+        pooling: the model's.
+    """
+
+    __slots__ = ("_count", "_pooling", "_sum", "place")
+
+    def __init__(self, place: int, pooling: Pooling) -> None:
+        self.place = place
+        self._pooling = pooling
+        self._sum = torch.zeros(pooling.size)
+        self._count = 0
+
+    def wanted(self, *, is_last: bool) -> Logits:
+        """Which states are wanted of a chunk."""
+        if self._pooling.needs_every_state:
+            return Logits.EVERY_STATE
+        return Logits.LAST_STATE if is_last else Logits.NONE
+
+    def add(self, first: int, states: torch.Tensor) -> None:
+        """Takes a chunk's states, [n, size]; the chunk begins at position `first`."""
+        if not self._pooling.needs_every_state:
+            self._sum = states[-1]
+            self._count = 1
+            return
+        if first == 0:  # also once more, after a pause
+            self._sum, self._count = torch.zeros(self._pooling.size), 0
+        assert first == self._count, f"states from {first} on, after {self._count}"
+        self._sum = self._sum + states.sum(0)
+        self._count += len(states)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of it are numbers."""
+        return bool(torch.isfinite(self._sum).all())
+
+    def vector(self, dimensions: int | None) -> torch.Tensor:
+        """The embedding."""
+        return self._pooling.finish(self._sum / self._count, dimensions)
+
+
+@dataclass(slots=True, eq=False)
+class Embedding:
+    """What of a request is its own, where that asks for embeddings.
+
+    Args:
+        wanted: as it was asked for.
+        width: texts of it that wait or run at a time.
+    """
+
+    wanted: EmbedRequest
+    width: int
+    num_tokens: int = 0  # of all texts, once they are tokenized
+    _vectors: list[bytes] = field(default_factory=list)
+    _num_left: int = 0  # texts that have no vector yet
+    _texts: deque[tuple[int, list[int]]] = field(default_factory=deque)  # that do not wait for a slot yet
+    _make: "Callable[[int, list[int], float], Sequence] | None" = None
+
+    def start(self, texts: list[list[int]], make: "Callable[[int, list[int], float], Sequence]") -> None:
+        """Its texts are tokenized.
+
+        Args:
+            make: the sequence of the text in this place, which begins to wait now.
+        """
+        self.num_tokens = sum(map(len, texts))
+        self._vectors = [b""] * len(texts)
+        self._num_left = len(texts)
+        self._texts.extend(enumerate(texts))
+        self._make = make
+
+    def next_text(self, now: float) -> "Sequence | None":
+        """The next text, which begins to wait for a slot; None where there is none left."""
+        if not self._texts:
+            return None
+        assert self._make is not None
+        return self._make(*self._texts.popleft(), now)
+
+    def finish(self, text: PooledText) -> bool:
+        """Books a text's embedding; returns whether it was the last."""
+        vector = text.vector(self.wanted.dimensions)
+        self._vectors[text.place] = vector.numpy().astype("<f4").tobytes()
+        self._num_left -= 1
+        return not self._num_left
+
+    @property
+    def rounds(self) -> int:
+        """How often as many of its texts as run at a time have to follow one another."""
+        return -(-len(self._vectors) // self.width)
+
+    def result(self) -> Embedded:
+        """The reply, once all are there."""
+        assert not self._num_left, "a text has no embedding yet"
+        return Embedded(vectors=self._vectors, prompt_tokens=self.num_tokens)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -353,8 +471,10 @@ class Request:
         on_token: called once per token, must not block; None when only the whole is wanted.
         on_begin, tag, beam_width, keep: see Generate.
         request_id: its name in logs and spans.
+        embedding: what it has of its own where it asks for embeddings; `wanted` then says only what books need.
         number: which one it is of those that this Batcher accepted, from 1.
         grammar: what its answers must match.
+        adapter: the one that it names.
         accepted_at, started_at, first_token_at, expires_at: seconds on the event loop's clock.
     """
 
@@ -369,6 +489,8 @@ class Request:
     beam_width: int = 1
     keep: Keep | None = None
     grammar: Grammar | None = None
+    embedding: Embedding | None = None
+    adapter: LoraAdapter | None = None
     constraints: list[Constraint] = field(default_factory=list)  # one a sequence; empty without a grammar
     prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
     first_message: list[int] = field(default_factory=list)  # see Prompt
@@ -389,7 +511,21 @@ class Request:
     @property
     def account(self) -> str:
         """Who is charged for it: its tenant, else the client that sent it."""
-        return self.wanted.tenant or self.client
+        return account_of(self.wanted.tenant or self.client, embeds=self.embedding is not None)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its prompt, or of all its texts."""
+        return len(self.prompt_tokens) if self.embedding is None else self.embedding.num_tokens
+
+    def next_text(self, now: float) -> Sequence | None:
+        """The next of its texts, which begins to wait for a slot; None where there is none left."""
+        if self.embedding is None:
+            return None
+        sequence = self.embedding.next_text(now)
+        if sequence is not None:
+            self.sequences.append(sequence)
+        return sequence
 
     @property
     def num_generated(self) -> int:
@@ -398,6 +534,10 @@ class Request:
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Books a sequence's end; returns whether it was the request's last."""
+        if sequence.pooled is not None:
+            assert self.embedding is not None
+            self.sequences.remove(sequence)  # there may be thousands
+            return self.embedding.finish(sequence.pooled)
         if sequence.beams is not None:
             self._finish_beams(sequence, sequence.beams.best(), reason)
             return True
@@ -430,6 +570,8 @@ class Request:
             logprobs=first.logprobs,
             reasoning=first.reasoning,
             tool_calls=first.tool_calls,
+            stop_string=first.stop_string,
+            reasoning_tokens=first.reasoning_tokens,
             prompt_logprobs=self.prompt_logprobs,
             choices=choices if len(choices) > 1 else (),
         )
@@ -437,9 +579,15 @@ class Request:
     def reply(self) -> None:
         """Sends the result to the caller."""
         self.replied = True
-        reply(self.from_, self.result())
+        reply(self.from_, self.result() if self.embedding is None else self.embedding.result())
 
     def fail(self, error: Exception) -> None:
         """Sends the error that ended the request to the caller."""
         self.replied = True
         reply_error(self.from_, error)
+
+
+def account_of(name: str, *, embeds: bool) -> str:
+    """Under which name somebody is charged. Embeddings have one of their own, so that they and what is generated take
+    turns even where one client asks for both; the program that runs the Batcher has none at all."""
+    return f"{name} (embeddings)" if embeds and name else name

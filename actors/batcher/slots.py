@@ -1,110 +1,25 @@
 """Slots: which sequence holds which slot of the context, who waits for one, in what turn, and what each starts from.
 
-FairShare says whose turn it is, HeldPrompts whose beginning can be shared, and Swap where a paused sequence's KV is.
+HeldPrompts says whose beginning can be shared, and Swap where a paused sequence's KV is.
 """
 
-import heapq
 from bisect import insort
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
-from typing import TypeVar
 
 import torch
 import trio
 
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
+from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.offload import HostBlockStore
 from genbatch.nif.kv.reservation import Beginning
-
-# A generated token costs a forward of its own, a prompt token only a share of one (the paper's weights).
-PROMPT_WEIGHT = 1.0
-OUTPUT_WEIGHT = 2.0
-# Clients that are away and still have a counter; the least served ones lose nothing by being forgotten.
-MAX_AWAY = 1024
-
-T = TypeVar("T")
-
-
-class FairShare:
-    """The counters of all clients with requests at work, and of some that are away."""
-
-    def __init__(self) -> None:
-        self._served: dict[str, float] = {}
-        self._requests: dict[str, int] = {}  # of the clients at work
-        self._last_left = 0.0  # counter of the client that left last
-
-    def served(self, client: str) -> float:
-        """Weighted tokens that were booked for a client."""
-        return self._served.get(client, 0.0)
-
-    def enter(self, client: str) -> None:
-        """Books that one of the client's requests is at work."""
-        if client not in self._requests:
-            least = min((self._served[other] for other in self._requests), default=self._last_left)
-            self._served[client] = max(self.served(client), least)
-        self._requests[client] = self._requests.get(client, 0) + 1
-
-    def charge(self, client: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Books what a client has had."""
-        self._served[client] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
-
-    def leave(self, client: str, *, output_tokens: int) -> None:
-        """Books the end of one of the client's requests, and what it generated."""
-        self.charge(client, output_tokens=output_tokens)
-        self._requests[client] -= 1
-        if not self._requests[client]:
-            del self._requests[client]
-            self._last_left = self._served[client]
-            self._forget_some()
-
-    def in_turn(
-        self,
-        waiting: ListOf[T],
-        client_of: Callable[[T], str],
-        prompt_tokens_of: Callable[[T], int],
-        running_output: Mapping[str, int],
-    ) -> list[T]:
-        """The waiting ones in the order in which they should be served.
-
-        Args:
-            waiting: in the order in which one client's own requests are served.
-            client_of: whose one is.
-            prompt_tokens_of: what serving it is charged at once, so that a client's second comes after others' first.
-            running_output: tokens that requests at work have generated and that are not booked yet, by client.
-        """
-        lines: dict[str, deque[T]] = {}
-        for one in waiting:
-            lines.setdefault(client_of(one), deque()).append(one)
-        if len(lines) < 2:
-            return list(waiting)
-        heap = [
-            (self.served(client) + OUTPUT_WEIGHT * running_output.get(client, 0), place, client)
-            for place, client in enumerate(lines)
-        ]
-        heapq.heapify(heap)
-        order: list[T] = []
-        while heap:
-            served, place, client = heap[0]
-            one = lines[client].popleft()
-            order.append(one)
-            if lines[client]:
-                heapq.heapreplace(heap, (served + PROMPT_WEIGHT * prompt_tokens_of(one), place, client))
-            else:
-                heapq.heappop(heap)
-        return order
-
-    def _forget_some(self) -> None:
-        away = [client for client in self._served if client not in self._requests]
-        if len(away) > 2 * MAX_AWAY:
-            away.sort(key=self.served)
-            for client in away[:MAX_AWAY]:
-                del self._served[client]
-
+from genbatch.nif.lora import LoraAdapter
 
 GIB = 2**30
 
@@ -234,11 +149,12 @@ class HeldPrompts:
     def __len__(self) -> int:
         return len(self._held)
 
-    def find(self, tokens: ListOf[int], key: bytes | None) -> HeldPrompt | None:
+    def find(self, tokens: ListOf[int], key: bytes | None, adapter: LoraAdapter | None = None) -> HeldPrompt | None:
         """The longest held prompt that these tokens start with, for this owner or configured for all.
 
         Args:
             key: whose; None: only configured ones.
+            adapter: what the tokens are evaluated with; what is configured is evaluated without one.
         """
         found: HeldPrompt | None = None
         for held in self._held:
@@ -246,7 +162,7 @@ class HeldPrompts:
             # At least one token stays to be evaluated: its logits give the first token.
             if size >= len(tokens) or (found and size <= len(found.tokens)):
                 continue
-            if (held.pinned or held.key == key) and tokens[:size] == held.tokens:
+            if ((held.pinned and adapter is None) or held.key == key) and tokens[:size] == held.tokens:
                 found = held
         return found
 
@@ -280,7 +196,7 @@ class HeldPrompts:
         """Holds a prompt that is evaluated already, in a slot that `take_slot` gave."""
         held.seq_id = slot
         held.num_computed = len(held.tokens)
-        held.donor = self.find(held.tokens, None)  # what those that share it can share once it has gone
+        held.donor = self.find(held.tokens, None, held.adapter)  # what those that share it can share once it has gone
         held.num_shared = len(held.donor.tokens) if held.donor is not None else 0
         held.move(Phase.PREFILLING)
         self._held.append(held)
@@ -416,6 +332,8 @@ class Slots:
             self.drop_held(owner)
             return
         assert isinstance(owner, Sequence) and owner.seq_id is not None
+        owner.num_vain = owner.num_vain + 1 if owner.num_computed <= owner.reached else 0
+        owner.reached = max(owner.reached, owner.num_computed)
         swapped = False
         if owner.beams is not None:
             owner.beams.restart()
@@ -478,9 +396,8 @@ class Slots:
         sharer: Slotted = sequence
         while sharer.donor is not None:
             donor, num_shared = sharer.donor, sharer.num_shared
-            # A sliding window may have moved past what is to be shared.
-            ready = donor.seq_id is not None and donor.num_computed >= num_shared
-            if ready and donor.seq_id is not None and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared:
+            # Whoever starts has not to wait for it, so what has a slot is ready. A sliding window may have moved on.
+            if donor.seq_id is not None and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared:
                 return donor, num_shared
             sharer = donor  # the choice whose prompt it would share is gone; what that one shared may still be there
         return None, 0

@@ -133,6 +133,7 @@ class BatcherStats:
     shared_tokens: int = 0  # prompt tokens not prefilled, thanks to seq_cp
     reused_tokens: int = 0  # prompt tokens not prefilled, thanks to the prefix cache
     generation_tokens: int = 0
+    embedded_texts: int = 0
     accepted: int = 0
     refused: int = 0
     refusals: dict[str, int] = field(default_factory=dict)  # of those, by error code

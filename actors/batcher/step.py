@@ -28,7 +28,7 @@ class Evaluated:
 
     drawn: Sampled | SampleFault | None
     prompt_logprobs: list[TokenLogprob]
-    rows: torch.Tensor | None = None  # [rows, vocab_size] on the CPU, where logits are kept
+    rows: torch.Tensor | None = None  # [rows, vocab_size] on the CPU, where logits are kept; of a text its states
 
 
 def plan_beams(owner: Sequence, beams: BeamSearch) -> list[Planned]:
@@ -36,7 +36,7 @@ def plan_beams(owner: Sequence, beams: BeamSearch) -> list[Planned]:
     assert owner.seq_id is not None
     slots = [owner.seq_id, *owner.beam_slots]
     return [
-        Planned(owner, Entry(slots[beam.slot], beam.tokens[-1:], owner.num_computed, Logits.LAST), True)
+        Planned(owner, Entry(slots[beam.slot], beam.tokens[-1:], owner.num_computed, Logits.LAST, _handle(owner)), True)
         for beam in beams.waiting
     ]
 
@@ -46,11 +46,18 @@ def plan_tokens(owner: Slotted, size: int) -> Planned:
     start = owner.num_computed
     tokens = owner.tokens[start : start + size]
     assert owner.seq_id is not None and tokens, "planned without a slot or without tokens"
-    draws = start + size == len(owner.tokens) and isinstance(owner, Sequence)
+    is_last = start + size == len(owner.tokens)
+    if isinstance(owner, Sequence) and owner.pooled is not None:
+        return Planned(owner, Entry(owner.seq_id, tokens, start, owner.pooled.wanted(is_last=is_last)), False)
+    draws = is_last and isinstance(owner, Sequence)
     logits = Logits.LAST if draws else Logits.NONE
     if isinstance(owner, Sequence) and owner.scores_prompt and start < owner.num_prompt_tokens - 1:
         logits = Logits.ALL
-    return Planned(owner, Entry(owner.seq_id, tokens, start, logits), draws)
+    return Planned(owner, Entry(owner.seq_id, tokens, start, logits, _handle(owner)), draws)
+
+
+def _handle(owner: Slotted) -> int:
+    return 0 if owner.adapter is None else owner.adapter.handle
 
 
 def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
@@ -86,6 +93,8 @@ def _reads_rows(planned: Planned) -> bool:
     owner = planned.owner
     if not isinstance(owner, Sequence):
         return False
+    if owner.pooled is not None:
+        return True
     keep = owner.request.keep
     return planned.entry.logits is Logits.ALL or (keep is not None and (keep.context or keep.generation))
 
@@ -108,6 +117,8 @@ def _prompt_logprobs(planned: Planned, rows: torch.Tensor) -> list[TokenLogprob]
 def _kept_rows(planned: Planned, rows: torch.Tensor) -> torch.Tensor | None:
     """A copy of the rows that the caller may want; a runner may write its next step's over them."""
     owner = planned.owner
+    if isinstance(owner, Sequence) and owner.pooled is not None:
+        return rows.to("cpu", copy=True) if len(rows) else None
     keep = owner.request.keep if isinstance(owner, Sequence) else None
     if keep is None or not len(rows) or not (keep.context or keep.generation):
         return None

@@ -21,15 +21,15 @@ import trio
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.open_requests import OpenRequests
 from genbatch.actors.batcher.report import StallWatch
-from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
+from genbatch.actors.batcher.requests import HeldPrompt, PooledText, Request, Sequence
 from genbatch.actors.batcher.slots import Slots, Swap, SwapFault, run_copies, waiting_key
 from genbatch.actors.batcher.step import Evaluated, Planned, evaluate
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
-from genbatch.nif.decode_run import DecodeRun
+from genbatch.nif.context.decode_run import DecodeRun
+from genbatch.nif.context.overlapped_run import OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
-from genbatch.nif.overlapped_run import OverlappedRun
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import Token
@@ -242,6 +242,9 @@ class StepCommit:
             # The token drawn last before a pause is decoded, not prefilled.
             decoded = planned.draws and owner.num_generated > 0
             self._journal.stats.prefilled_tokens += len(planned.entry.tokens) - decoded
+        if owner.pooled is not None:
+            self._embed(owner, owner.pooled, planned.entry.n_past, evaluated)
+            return
         if evaluated.prompt_logprobs:
             assert request.prompt_logprobs is not None
             # A prompt that was paused is scored again: the same numbers take the same places.
@@ -259,6 +262,18 @@ class StepCommit:
             if request.keep is not None and request.keep.generation and evaluated.rows is not None:
                 request.keep.add_generation(owner.choice, evaluated.rows[-1])
             self._accept(owner, drawn)
+
+    def _embed(self, sequence: Sequence, text: PooledText, first: int, evaluated: Evaluated) -> None:
+        """Books a text's chunk, which begins at position `first`; with the last one the embedding is there."""
+        if evaluated.rows is not None:
+            text.add(first, evaluated.rows)
+        if sequence.num_computed < len(sequence.tokens) or sequence.request.abandoned is not None:
+            return
+        if not text.is_finite:
+            self._requests.fail(sequence.request, EngineError("the model's states are no finite numbers"))
+        else:
+            self._journal.stats.embedded_texts += 1
+            self._requests.finish(sequence, "stop")
 
     def book_decodes(self, batch: list[Planned], drawn: list[Sampled | SampleFault]) -> None:
         """Books one step of a run, in which every sequence decoded one token."""

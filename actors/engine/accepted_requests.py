@@ -22,13 +22,13 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from genbatch.actors.engine.engine_wire import LinkError, TokenRow
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, Unavailable
-from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.messages import EmbedRequest, GenerateRequest, Token
 
 # Poison is refused for so many seconds, and so many of its kinds are remembered.
 POISON_S = 300.0
@@ -37,6 +37,10 @@ MAX_POISONS = 256
 DEADLINE_GRACE_S = 1.0
 # What a refused caller is told while the engine is down: about a small model's load time.
 RETRY_MS = 2000
+
+
+# What of both is asked here: a deadline, and what makes two of them the same.
+Wanted: TypeAlias = GenerateRequest | EmbedRequest
 
 
 class Stage(enum.Enum):
@@ -60,7 +64,7 @@ class AcceptedRequest:
     """
 
     id: int
-    request: GenerateRequest
+    request: Wanted
     caller: Any
     expires_at: float | None
     is_streamed: bool
@@ -78,7 +82,7 @@ class AcceptedRequests:
     """See the module's docstring.
 
     Args:
-        max_waiting: requests that may wait while no engine is there; more are refused.
+        max_waiting: sequences whose requests may wait while no engine is there; more are refused.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -103,16 +107,14 @@ class AcceptedRequests:
 
     # Requests
 
-    def accept(
-        self, request: GenerateRequest, now: float, *, caller: Any = None, is_streamed: bool = False
-    ) -> AcceptedRequest:
+    def accept(self, request: Wanted, now: float, *, caller: Any = None, is_streamed: bool = False) -> AcceptedRequest:
         """Takes a request; it is due.
 
         Raises:
-            Unavailable: no engine is there, and enough requests wait for one.
+            Unavailable: no engine is there, and enough wait for one.
             EngineLost: it is poison.
         """
-        if not self.is_up and len(self._entries) >= self._max_waiting:
+        if not self.is_up and self._num_sequences() + request.n > self._max_waiting:
             raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
         self._check_poison(request, now)
         self._last_id += 1
@@ -238,6 +240,9 @@ class AcceptedRequests:
         assert waiting == due, waiting ^ due
         assert self.is_up or len(waiting) == len(self._entries), "sent to no engine"
 
+    def _num_sequences(self) -> int:
+        return sum([entry.request.n for entry in self._entries.values()])
+
     def _open(self, epoch: int, request_id: int) -> AcceptedRequest | None:
         if epoch != self.epoch or not self.is_up:
             self.counts["stale"] += 1
@@ -258,7 +263,7 @@ class AcceptedRequests:
             return DeadlineExceeded("the deadline passed, and the engine died")
         return None
 
-    def _check_poison(self, request: GenerateRequest, now: float) -> None:
+    def _check_poison(self, request: Wanted, now: float) -> None:
         while self._poisons and next(iter(self._poisons.values())) <= now:
             self._poisons.popitem(last=False)
         if self._poisons:
@@ -268,7 +273,7 @@ class AcceptedRequests:
                 raise EngineLost("the engine died twice while it worked on such a request", 0, retry_after_ms=retry_ms)
 
 
-def _fingerprint(request: GenerateRequest) -> bytes:
+def _fingerprint(request: Wanted) -> bytes:
     """The same for requests that have the same effect on an engine, in the name of the same tenant."""
     plain = msgspec.structs.replace(request, deadline_s=None, priority=0)
     return hashlib.sha256(msgspec.msgpack.encode(plain)).digest()

@@ -135,18 +135,40 @@ class ControlChannel(Generic[T]):
         return payload
 
 
+class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter that an engine had: its name, its directory, and the digest of what was in that."""
+
+    name: str
+    path: str
+    digest: str
+
+
 class StartEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start_engine"):
-    """Load the model and run the Batcher; both sorts of options as `encode_options` makes them."""
+    """Load the model and run the Batcher.
+
+    Args:
+        engine_options, batcher_options: as `encode_options` makes them.
+        adapters: those that the engine before had, in the place of the options'; None: there was none before, or none
+            were loaded and unloaded.
+    """
 
     engine_options: msgspec.Raw
     batcher_options: msgspec.Raw
+    adapters: list[AdapterSource] | None = None
 
 
 class StartGateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start_gateway"):
-    """Listen, and work on what comes once there is an engine; the options as `encode_options` makes them."""
+    """Listen, and work on what comes once there is an engine; the options as `encode_options` makes them.
+
+    Args:
+        of_fleet: see Dispatcher.
+        models: the names of the models, where there are several engines; a link's `engine` counts in their order.
+    """
 
     service_options: msgspec.Raw
     batcher_options: msgspec.Raw
+    of_fleet: bool = False
+    models: tuple[str, ...] = ()
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
@@ -155,10 +177,12 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     Args:
         number: names the link.
         models: what the engine serves.
+        engine: which one of several it is.
     """
 
     number: int
     models: Models
+    engine: int = 0
 
 
 class DrainAndStop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain_and_stop"):
@@ -205,6 +229,13 @@ class EngineReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     stats: dict[str, Any]
 
 
+class ServingChanged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="serving_changed"):
+    """What an engine serves from now on, and what the next one is to load for it."""
+
+    models: Models
+    adapters: list[AdapterSource]
+
+
 class GatewayReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="gateway_ready"):
     """Clients can connect at these addresses."""
 
@@ -221,10 +252,11 @@ class Hung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hung"):
     """The engine does not get on with its work, or talks nonsense: it is to be killed."""
 
     reason: str
+    engine: int = 0
 
 
 ToChild = StartEngine | StartGateway | Join | DrainAndStop | StopNow
-FromChild = Loading | NotStarted | EngineReady | GatewayReady | Unjoined | Hung
+FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady | Unjoined | Hung
 
 
 class ProcessFailed(ActorError):

@@ -14,13 +14,15 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.messages import Generate, GetHealth, GetModels, GetStats
+from genbatch.actors.batcher.messages import Embed, Generate, GetHealth, GetModels, GetStats
 from genbatch.actors.engine import engine_wire
 from genbatch.actors.engine.child_process import (
+    AdapterSource,
     ControlChannel,
     EngineReady,
     Join,
     Loading,
+    ServingChanged,
     StartEngine,
     StartFault,
     Unjoined,
@@ -34,10 +36,13 @@ from genbatch.actors.engine.engine_wire import (
     Began,
     Cancel,
     Final,
+    FinalEmbedded,
     FinalError,
     FrameStream,
     LinkError,
+    Serving,
     Submit,
+    SubmitEmbed,
     Tokens,
     decode_for_engine,
     decode_value,
@@ -47,7 +52,7 @@ from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, QueueFull
-from genbatch.proto.messages import Token
+from genbatch.proto.messages import Models, Token
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +108,8 @@ class EngineSession:
         match message:
             case Submit():
                 self._start(message.id, lambda: self._generate(message))
+            case SubmitEmbed():
+                self._start(message.id, lambda: self._embed(message))
             case Ask():
                 self._start(message.id, lambda: self._answer(message))
             case Cancel(id):
@@ -148,6 +155,10 @@ class EngineSession:
         )
         return Final(submit.id, await self._batcher.call(call, timeout=None))
 
+    async def _embed(self, submit: SubmitEmbed) -> FinalEmbedded:
+        call = Embed(submit.request, submit.client, request_id=submit.request_id)
+        return FinalEmbedded(submit.id, await self._batcher.call(call, timeout=None))
+
     async def _answer(self, ask: Ask) -> Answer:
         kind, _ = QUESTIONS.get(ask.method, (None, None))
         try:
@@ -177,6 +188,10 @@ class EngineSession:
         return stream
 
     # Sending
+
+    def tell_models(self, models: Models) -> None:
+        """What is served has changed."""
+        self._post(Serving(models))
 
     def _post(self, message: object) -> None:
         self._messages.append(message)
@@ -230,6 +245,7 @@ class EngineProcess:
         self._batcher: ActorRef
         self._nursery: trio.Nursery
         self._session = trio.CancelScope()
+        self._served: EngineSession | None = None  # the gateway's that is there
         self._told: tuple[str, int] = ("", 0)  # stage and part of loading
 
     async def serve(self) -> None:
@@ -256,7 +272,7 @@ class EngineProcess:
             side = await trio.to_thread.run_sync(
                 import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True
             )
-            self._batcher = await side.open_batcher(self._nursery, start, self._tell_progress)
+            self._batcher = await side.open_batcher(self._nursery, start, self._tell_progress, self._tell_models)
         except Exception as error:
             raise StartFault(error) from error
         models = await self._batcher.call(GetModels(), timeout=None)
@@ -266,8 +282,19 @@ class EngineProcess:
     async def _follow(self, number: int, stream: FrameStream) -> None:
         """Serves one gateway."""
         with self._session:
-            await EngineSession(self._batcher, stream).run()
+            self._served = session = EngineSession(self._batcher, stream)
+            try:
+                await session.run()
+            finally:
+                if self._served is session:
+                    self._served = None
         await self._tell(Unjoined(number))
+
+    def _tell_models(self, models: Models, adapters: list[AdapterSource]) -> None:
+        """The parent is to know what the next engine is to have, and the gateway what this one has."""
+        self._nursery.start_soon(self._tell, ServingChanged(models, adapters))
+        if self._served is not None:
+            self._served.tell_models(models)
 
     def _tell_progress(self, stage: str, done: int, total: int) -> None:
         """On the event loop's thread."""

@@ -1,7 +1,7 @@
 """What a gateway process and an engine process say to each other: frames over a socketpair, each a list of messages.
 
-    ToEngine:  Submit, Cancel, Ask                            one frame for each turn of the gateway's event loop
-    ToGateway: Tokens, Began, Final, FinalError, Answer, Beat    one frame for each step of the engine
+    ToEngine:  Submit, SubmitEmbed, Cancel, Ask     one frame for each turn of the gateway's event loop
+    ToGateway: Tokens, Began, Final, FinalEmbedded, FinalError, Answer, Beat, Serving    one a step of the engine
 
 Every type is checked when a frame is decoded. Numbers in place of names keep a step's message small: structs travel
 as arrays, told apart by their first element. The end of the stream is the other process's end.
@@ -15,9 +15,27 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Detokenize, Drain, GetStats, Tokenize
+from genbatch.actors.batcher.messages import (
+    Detokenize,
+    Drain,
+    Embedded,
+    GetStats,
+    LoadAdapter,
+    Tokenize,
+    UnloadAdapter,
+)
 from genbatch.proto.errors import ErrorInfo
-from genbatch.proto.messages import Drained, GenerateRequest, Health, Result, Text, TokenIds, ToolCallDelta
+from genbatch.proto.messages import (
+    Drained,
+    EmbedRequest,
+    GenerateRequest,
+    Health,
+    Models,
+    Result,
+    Text,
+    TokenIds,
+    ToolCallDelta,
+)
 
 
 class LinkError(Exception):
@@ -61,6 +79,15 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     call: msgspec.Raw
 
 
+class SubmitEmbed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    """Work on an embedding request; the fields are those of Submit."""
+
+    id: int
+    request: EmbedRequest
+    client: str
+    request_id: str
+
+
 class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A Token of the request with this id."""
 
@@ -94,6 +121,13 @@ class Final(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     result: Result
 
 
+class FinalEmbedded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+    """An embedding request's result."""
+
+    id: int
+    result: Embedded
+
+
 class FinalError(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
     """The error that a request or a question ends with."""
 
@@ -114,8 +148,14 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     health: Health
 
 
-ToEngine = Submit | Cancel | Ask
-ToGateway = Tokens | Began | Final | FinalError | Answer | Beat
+class Serving(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+    """What the engine serves from now on."""
+
+    models: Models
+
+
+ToEngine = Submit | SubmitEmbed | Cancel | Ask
+ToGateway = Tokens | Began | Final | FinalEmbedded | FinalError | Answer | Beat | Serving
 
 # The Batcher's other calls that cross, with the types of call and answer.
 QUESTIONS: dict[str, tuple[type[Any], Any]] = {
@@ -123,6 +163,8 @@ QUESTIONS: dict[str, tuple[type[Any], Any]] = {
     "tokenize": (Tokenize, TokenIds),
     "detokenize": (Detokenize, Text),
     "drain": (Drain, Drained),
+    "load_adapter": (LoadAdapter, Models),
+    "unload_adapter": (UnloadAdapter, Drained),
 }
 METHODS = {call: method for method, (call, _) in QUESTIONS.items()}
 

@@ -1,19 +1,27 @@
 """What only an engine process needs, and only once it runs: torch, and all that is imported with it."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher, context_factory
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine.child_process import StartEngine, decode_options
+from genbatch.actors.engine.child_process import AdapterSource, StartEngine, decode_options
 from genbatch.actors.observing.observe import observe
+from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.actor import start as start_actor
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.nif.engine import load_engine
+from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import AdapterError
+from genbatch.proto.messages import Models
+
+logger = logging.getLogger(__name__)
 
 # Callers wait in the mailbox only while a message is being handled; the queue proper has its own bound.
 MAILBOX_SIZE = 4096
@@ -22,9 +30,15 @@ SHUTDOWN_S = 4.0
 
 
 async def open_batcher(
-    nursery: trio.Nursery, start: StartEngine, progress: Callable[[str, int, int], None]
+    nursery: trio.Nursery,
+    start: StartEngine,
+    progress: Callable[[str, int, int], None],
+    on_models: Callable[[Models, list[AdapterSource]], None],
 ) -> ActorRef:
     """Loads the model and starts the Batcher in `nursery`, where its crash shows.
+
+    Args:
+        on_models: called with what is served, and what the next engine is to load for it, whenever that has changed.
 
     Raises:
         ModelError, OptionError, SchedulerError: as they do.
@@ -37,10 +51,31 @@ async def open_batcher(
         with suppress(trio.RunFinishedError):
             token.run_sync_soon(progress, stage, done, total)
 
+    if start.adapters is not None:
+        engine_options = replace(engine_options, lora=())
     engine = await trio.to_thread.run_sync(load_engine, engine_options, tell, abandon_on_cancel=True)
-    batcher = Batcher(context_factory(engine, options), options)
+    await trio.to_thread.run_sync(_load_again, engine, start.adapters or (), abandon_on_cancel=True)
+
+    def tell_models(models: Models) -> None:
+        sources = [AdapterSource(one.name, str(one.path), one.digest) for one in engine.adapters.serving()]
+        on_models(models, sources)
+
+    batcher = Batcher(context_factory(engine, options), options, open_flight=open_flight, on_models=tell_models)
     telemetry = Telemetry()
     await nursery.start(observe, telemetry)
     return await start_actor(
         nursery, batcher, name="batcher", mailbox_size=MAILBOX_SIZE, telemetry=telemetry, shutdown_s=SHUTDOWN_S
     )
+
+
+def _load_again(engine: Engine, adapters: Sequence[AdapterSource]) -> None:
+    """Loads what the engine before had. What has changed since, or gone, is left out: requests must not go on with
+    another adapter than they began with, and the others must not wait for it."""
+    for source in adapters:
+        try:
+            adapter = engine.adapters.read(source.name, Path(source.path))
+            if adapter.digest != source.digest:
+                raise AdapterError(source.name, f"{source.path} is not what it was when the adapter was loaded")
+            engine.adapters.add(adapter)
+        except AdapterError as error:
+            logger.error("an adapter is served no longer: %s", error)

@@ -19,10 +19,21 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
-from genbatch.actors.batcher.open_requests import Draining, DrainOver
+from genbatch.actors.batcher.draining import Draining, DrainOver
+from genbatch.actors.batcher.messages import (
+    Detokenize,
+    Drain,
+    Embed,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    LoadAdapter,
+    Tokenize,
+    UnloadAdapter,
+)
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests
+from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Wanted
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_wire import (
     METHODS,
@@ -33,10 +44,13 @@ from genbatch.actors.engine.engine_wire import (
     Began,
     Cancel,
     Final,
+    FinalEmbedded,
     FinalError,
     FrameStream,
     LinkError,
+    Serving,
     Submit,
+    SubmitEmbed,
     ToEngine,
     ToGateway,
     Tokens,
@@ -56,8 +70,8 @@ from genbatch.proto.errors import (
     Unavailable,
     from_wire,
 )
-from genbatch.proto.messages import Health, HealthStatus, Models
-from genbatch.proto.validation import validate_request
+from genbatch.proto.messages import EmbedRequest, GenerateRequest, Health, HealthStatus, Models
+from genbatch.proto.validation import validate_embed, validate_request
 
 logger = logging.getLogger(__name__)
 
@@ -298,14 +312,14 @@ class WaitingCaller:
 
     from_: "From[Any]"
     monitor: Monitor
-    message: Generate
+    message: Generate | Embed
 
 
 class RemoteBatcher(GenServer):
     """See the module's docstring.
 
     Args:
-        options: the Batcher's. As many requests as its queue and slots hold may wait while no engine is there; after
+        options: the Batcher's. As many sequences as its queue and slots hold may wait while no engine is there; after
             `stall_s` seconds without a sign of life, or without the end of a step while there is work, one is hung.
         on_hung: called with the reason; is to kill the engine.
     """
@@ -331,11 +345,11 @@ class RemoteBatcher(GenServer):
     async def handle_call(self, request: object, from_: "From[Any]") -> object:
         try:
             match request:
-                case Generate():
+                case Generate() | Embed():
                     self._receive(request, from_)
                 case GetStats() if self._connection is None:
                     return self._own_stats()
-                case GetStats() | Tokenize() | Detokenize():
+                case GetStats() | Tokenize() | Detokenize() | LoadAdapter() | UnloadAdapter():
                     self._questions.ask(request, from_, self.monitor(from_), self._connection)
                 case GetHealth():
                     draining = self._draining.has_begun
@@ -379,11 +393,14 @@ class RemoteBatcher(GenServer):
 
     # Requests
 
-    def _receive(self, message: Generate, from_: "From[Any]") -> None:
+    def _receive(self, message: Generate | Embed, from_: "From[Any]") -> None:
         self._draining.check()
-        if message.keep is not None:
-            raise InvalidRequest(None, "logits are kept by an engine in the caller's process only")
-        validate_request(message.request, self.options.limits)
+        if isinstance(message, Embed):
+            validate_embed(message.request, self.options.limits)
+        else:
+            if message.keep is not None:
+                raise InvalidRequest(None, "logits are kept by an engine in the caller's process only")
+            validate_request(message.request, self.options.limits)
         try:
             encode(message.request)
         except (TypeError, ValueError, OverflowError) as error:
@@ -391,7 +408,8 @@ class RemoteBatcher(GenServer):
         wanted = message.request
         if wanted.deadline_s is None and message.client and self.options.default_deadline_s:
             wanted = msgspec.structs.replace(wanted, deadline_s=self.options.default_deadline_s)
-        entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=message.on_token is not None)
+        is_streamed = isinstance(message, Generate) and message.on_token is not None
+        entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed)
         entry.caller = WaitingCaller(from_, self.monitor(from_), message)
         self._callers[entry.caller.monitor] = entry
         self._send_due()
@@ -402,20 +420,11 @@ class RemoteBatcher(GenServer):
         now = trio.current_time()
         for entry in self.accepted.due():
             assert self._connection is not None
-            request, message = entry.request, entry.caller.message
+            request = entry.request
             if entry.expires_at is not None:
                 # At the edge the engine is to say it, with whatever it has.
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, entry.expires_at - now))
-            self._connection.post(
-                Submit(
-                    entry.id,
-                    request,
-                    message.client,
-                    message.request_id,
-                    message.beam_width,
-                    entry.is_streamed,
-                )
-            )
+            self._connection.post(_submission(entry, request))
 
     def _leave(self, monitor: Monitor) -> None:
         """A caller has stopped waiting."""
@@ -490,9 +499,11 @@ class RemoteBatcher(GenServer):
                         self._end(entry, EngineError(f"on_token raised {error!r}"))
             case Beat(health):
                 self._watch.beat(health)
+            case Serving(models):
+                self._models = models
             case Began(id):
                 self.accepted.begun(epoch, id)
-            case Final(id, result):
+            case Final(id, result) | FinalEmbedded(id, result):
                 self._final(epoch, id, result)
             case FinalError(id, error):
                 if id < 0:
@@ -562,6 +573,16 @@ class RemoteBatcher(GenServer):
         else:
             for entry in self.accepted:
                 self._end(entry, Cancelled("the service has stopped"))
+
+
+def _submission(entry: AcceptedRequest, request: Wanted) -> Submit | SubmitEmbed:
+    """What tells the engine of a request; `request` has the deadline that is left."""
+    message: Generate | Embed = entry.caller.message
+    if isinstance(message, Embed):
+        assert isinstance(request, EmbedRequest)
+        return SubmitEmbed(entry.id, request, message.client, message.request_id)
+    assert isinstance(request, GenerateRequest)
+    return Submit(entry.id, request, message.client, message.request_id, message.beam_width, entry.is_streamed)
 
 
 class EngineConnections:

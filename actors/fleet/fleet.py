@@ -15,9 +15,13 @@ from here. Within a replica an engine's death is the replica's own ledger's affa
 is left to do here is the death of a whole replica, its node or the way there: a request of which nothing was shown is
 sent to another replica, once, within its deadline; a second one that is lost with it ends with engine_lost, since it
 may be the cause.
+
+Whose turn it is, a replica decides, by what its clients had of all replicas (see fairness). While there is none, or the
+line that formed meanwhile is not served yet, requests wait here, and clients take turns.
 """
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,13 +31,27 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.messages import (
+    Detokenize,
+    Drain,
+    Embed,
+    Embedded,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    LoadAdapter,
+    Tokenize,
+    UnloadAdapter,
+)
+from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineError,
     EngineLost,
+    GenbatchError,
     InvalidRequest,
     QueueFull,
     Unavailable,
@@ -41,22 +59,26 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    EmbedRequest,
     GenerateRequest,
     Health,
     ModelCard,
     Models,
+    Payer,
     Result,
     Text,
     Token,
     TokenIds,
     TokenizeRequest,
 )
-from genbatch.proto.validation import RequestLimits, validate_request
+from genbatch.proto.validation import MAX_PAYER_LENGTH, RequestLimits, validate_embed, validate_request
 
 # What a refused caller is told while no replica is there: about a small model's load time.
 RETRY_MS = 2000
 # Sequences that a replica takes beyond its slots, for each of them, before it refuses; see BatcherOptions.max_queue.
 QUEUE_PER_SLOT = 4
+# About; for telling texts apart by their length.
+CHARS_PER_TOKEN = 4
 # Tries of one request: it is replayed once.
 MAX_TRIES = 2
 
@@ -71,6 +93,10 @@ class Connection(Protocol):
 
     async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         """Generates; `on_token` is called with each token as it comes."""
+        ...
+
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """As the Batcher."""
         ...
 
     async def tokenize(self, request: TokenizeRequest) -> TokenIds:
@@ -90,7 +116,7 @@ class Connection(Protocol):
         ...
 
 
-class Phase(enum.Enum):
+class ReplicaPhase(enum.Enum):
     """Where a replica stands."""
 
     OPEN = "open"
@@ -120,7 +146,7 @@ class Replica:
     name: str
     connection: Connection
     card: ModelCard
-    phase: Phase = Phase.OPEN
+    phase: ReplicaPhase = ReplicaPhase.OPEN
     num_own: int = 0  # this gateway's requests there
     own_tokens: int = 0  # prompt tokens of those that have given no token yet
     others: int = 0  # other gateways' requests, by its last report
@@ -136,20 +162,24 @@ class Replica:
         self.view.tokens_waiting = self.own_tokens
         self.view.num_open = self.num_own + self.others
         self.view.room = self.card.n_parallel * (1 + QUEUE_PER_SLOT) - self.view.num_open
-        self.view.takes_requests = self.phase is Phase.OPEN
+        self.view.takes_requests = self.phase is ReplicaPhase.OPEN
 
 
 class Fleet:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self, router: Router, limits: FleetLimits) -> None:
-        self.router, self.limits = router, limits
+    Args:
+        name: the gateway's, which makes its clients' names its own; tenants have one name at all gateways.
+    """
+
+    def __init__(self, router: Router, limits: FleetLimits, name: str = "") -> None:
+        self.router, self.limits, self.name = router, limits, name
         self.counts: Counter[str] = Counter(accepted=0, finals=0, replayed=0, lost=0, joined=0, left=0)
-        self.num_waiting = 0  # requests for which there is no replica
+        self.accounts = Accounts()
+        self._line = Line(limits.max_waiting, RETRY_MS)
         self._replicas: dict[str, Replica] = {}
         self._roster = Roster()
         self._models: Models | None = None
-        self._changed = trio.Event()  # the roster has
         self._ended = trio.Event()  # a request has
         self._number = 0
         self._open: set[trio.CancelScope] = set()
@@ -158,15 +188,20 @@ class Fleet:
     # Replicas
 
     @property
+    def num_waiting(self) -> int:
+        """Requests for which there is no replica."""
+        return len(self._line)
+
+    @property
     def replicas(self) -> tuple[Replica, ...]:
         """All that have joined."""
         return tuple(self._replicas.values())
 
-    def join(self, name: str, connection: Connection, card: ModelCard) -> None:
-        """A replica is there; its name is new."""
+    def join(self, name: str, connection: Connection, card: ModelCard, adapters: tuple[ModelCard, ...] = ()) -> None:
+        """A replica is there with its model, and that one's adapters; its name is new."""
         assert name not in self._replicas, name
         self._replicas[name] = Replica(name, connection, card)
-        self._models = Models(models=(card,))
+        self._models = Models(models=(card, *adapters))
         self.counts["joined"] += 1
         self._renew()
 
@@ -174,6 +209,7 @@ class Fleet:
         """A replica is gone; its connection ends what is open there."""
         if self._replicas.pop(name, None) is not None:
             self.counts["left"] += 1
+            self.accounts.forget_replica(name)
             self._renew()
 
     def report(self, name: str, health: Health) -> None:
@@ -183,17 +219,24 @@ class Fleet:
             return
         replica.health = health
         replica.others = max(0, health.requests_running + health.requests_waiting - replica.num_own)
-        if replica.phase is not Phase.DRAINING:
-            self._move(replica, Phase.OPEN if health.status == "ready" else Phase.SUSPECT)
+        if replica.phase is not ReplicaPhase.DRAINING:
+            self._move(replica, ReplicaPhase.OPEN if health.status == "ready" else ReplicaPhase.SUSPECT)
         replica.update()
+        self._call_line()
 
     async def drain(self, name: str, timeout_s: float) -> Drained:
         """Sends a replica nothing new from now on, and returns when what it has, has ended."""
         replica = self._replicas[name]
-        self._move(replica, Phase.DRAINING)
+        self._move(replica, ReplicaPhase.DRAINING)
         return await replica.connection.drain(timeout_s)
 
-    def _move(self, replica: Replica, phase: Phase) -> None:
+    async def emptied(self, name: str, timeout_s: float) -> None:
+        """Waits until this gateway's requests at a replica have their finals, which were on their way at its drain."""
+        with trio.move_on_after(timeout_s):
+            while name in self._replicas and self._replicas[name].num_own:
+                await self._ended.wait()
+
+    def _move(self, replica: Replica, phase: ReplicaPhase) -> None:
         if replica.phase is not phase:
             replica.phase = phase
             self._renew()
@@ -202,8 +245,11 @@ class Fleet:
         for replica in self._replicas.values():
             replica.update()
         self._roster = Roster(replica.view for replica in self._replicas.values())
-        self._changed.set()
-        self._changed = trio.Event()
+        self._call_line()
+
+    def _call_line(self) -> None:
+        if len(self._line):
+            self._line.call(sum(max(0, view.room) for view in self._roster))
 
     # What a Batcher is asked
 
@@ -216,6 +262,8 @@ class Fleet:
         match request:
             case Generate():
                 return await self._accept(request)
+            case Embed():
+                return await self._accept_embed(request)
             case GetModels():
                 return await self._known_models()
             case GetHealth():
@@ -228,14 +276,17 @@ class Fleet:
                 return await (await self._any()).connection.detokenize(request.request)
             case Drain(timeout_s):
                 return await self._drain_all(timeout_s)
+            case LoadAdapter() | UnloadAdapter():
+                raise InvalidRequest(
+                    None, "every replica of a fleet loads the adapters that --lora names, and no others"
+                )
             case _:
                 raise TypeError(f"a fleet has no call {type(request).__name__}")
 
     # Requests
 
     async def _accept(self, message: Generate) -> Result:
-        if self._is_draining:
-            raise Unavailable("the service is draining: it takes no new requests")
+        self._check_draining()
         if message.keep is not None or message.beam_width > 1:
             raise InvalidRequest(None, "logits are kept, and beams searched, by an engine in the caller's process only")
         request = message.request
@@ -243,29 +294,77 @@ class Fleet:
         if request.deadline_s is None and message.client and self.limits.default_deadline_s:
             request = msgspec.structs.replace(request, deadline_s=self.limits.default_deadline_s)
         seen = content_blocks(request, request.tenant)
+        with self._opened() as scope, scope:
+            return await self._generate(message, request, seen)
+        raise Cancelled("the service has stopped")
+
+    async def _accept_embed(self, message: Embed) -> Embedded:
+        self._check_draining()
+        request = message.request
+        validate_embed(request, self.limits.limits)
+        if request.deadline_s is None and message.client and self.limits.default_deadline_s:
+            request = msgspec.structs.replace(request, deadline_s=self.limits.default_deadline_s)
+        with self._opened() as scope, scope:
+            return await self._embed(request, request.tenant or message.client)
+        raise Cancelled("the service has stopped")
+
+    def _check_draining(self) -> None:
+        if self._is_draining:
+            raise Unavailable("the service is draining: it takes no new requests")
+
+    @contextmanager
+    def _opened(self) -> Iterator[trio.CancelScope]:
+        """Counts a request from its acceptance to its final; gives the scope in which it runs."""
         self.counts["accepted"] += 1
         scope = trio.CancelScope()
         self._open.add(scope)
         try:
-            with scope:
-                return await self._generate(message, request, seen)
-            raise Cancelled("the service has stopped")
+            yield scope
         finally:
             self._open.discard(scope)
+            self._call_line()
             self.counts["finals"] += 1
             self._ended.set()
             self._ended = trio.Event()
 
-    async def _generate(self, message: Generate, request: GenerateRequest, seen: RouteRequest) -> Result:
-        expires_at = None if request.deadline_s is None else trio.current_time() + request.deadline_s
+    async def _embed(self, request: EmbedRequest, account: str) -> Embedded:
+        """By a replica, and by another one where that is lost."""
+        expires_at = math.inf if request.deadline_s is None else trio.current_time() + request.deadline_s
+        size = sum(len(text) // CHARS_PER_TOKEN if isinstance(text, str) else len(text) for text in request.texts)
+        seen = RouteRequest(0, prompt_tokens=max(1, size))
         for num_try in range(1, MAX_TRIES + 1):
-            replica = await self._place(seen, expires_at)
-            if expires_at is not None:
+            replica = await self._place(seen, account, 0, expires_at)
+            if request.deadline_s is not None:
+                left_s = max(0.001, expires_at - trio.current_time())
+                request = msgspec.structs.replace(request, deadline_s=left_s)
+            try:
+                with _taking(replica, seen):
+                    self._call_line()
+                    return await replica.connection.embed(request)
+            except Unavailable as error:
+                if replica.phase is ReplicaPhase.OPEN:
+                    self._move(replica, ReplicaPhase.SUSPECT)
+                if num_try == MAX_TRIES:
+                    self.counts["lost"] += 1
+                    raise EngineLost("two replicas were lost that had this request", 0) from error
+                self.counts["replayed"] += 1
+        raise AssertionError("the last try returns or raises")
+
+    async def _generate(self, message: Generate, request: GenerateRequest, seen: RouteRequest) -> Result:
+        now = trio.current_time()
+        expires_at = math.inf if request.deadline_s is None else now + request.deadline_s
+        account, client = request.tenant or message.client, f"{self.name}/{message.client}"[-MAX_PAYER_LENGTH:]
+        for num_try in range(1, MAX_TRIES + 1):
+            replica = await self._place(seen, account, request.priority, expires_at)
+            if request.deadline_s is not None:
                 left_s = expires_at - trio.current_time()
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, left_s))
+            owed = self.accounts.tell(account, replica.name)
+            request = msgspec.structs.replace(request, payer=Payer(name=client, served=owed))
             shown = 0
             try:
                 with _taking(replica, seen) as begun:
+                    self._call_line()
 
                     def on_token(token: Token, begun: Callable[[], None] = begun) -> None:
                         nonlocal shown
@@ -277,11 +376,18 @@ class Fleet:
                         except Exception as error:  # the caller's own function: its fault ends its request only
                             raise EngineError(f"on_token raised {error!r}") from error
 
-                    return await replica.connection.generate(request, None if message.on_token is None else on_token)
-            except Unavailable as error:
+                    result = await replica.connection.generate(request, None if message.on_token is None else on_token)
+                usage = result.usage
+                self.accounts.book(account, replica.name, weighted(usage.prompt_tokens, usage.completion_tokens))
+                return result
+            except GenbatchError as error:
+                if not isinstance(error, EngineError):  # it may have been refused at the door, and nothing was booked
+                    self.accounts.take_back(account, replica.name, owed)
+                if not isinstance(error, Unavailable):
+                    raise
                 # Refused, or lost with the replica. Until it is heard of again it gets nothing.
-                if replica.phase is Phase.OPEN:
-                    self._move(replica, Phase.SUSPECT)
+                if replica.phase is ReplicaPhase.OPEN:
+                    self._move(replica, ReplicaPhase.SUSPECT)
                 if shown:
                     self.counts["lost"] += 1
                     raise EngineLost(f"replica {replica.name} was lost in mid stream", shown) from error
@@ -291,37 +397,36 @@ class Fleet:
                 self.counts["replayed"] += 1
         raise AssertionError("the last try returns or raises")
 
-    async def _place(self, seen: RouteRequest, expires_at: float | None) -> Replica:
+    async def _place(self, seen: RouteRequest, account: str, priority: int, expires_at: float) -> Replica:
         """The replica to send a request to; waits for one where none is there.
 
         Raises:
             QueueFull: enough requests wait for a replica.
             DeadlineExceeded: none came in time.
         """
-        if not len(self._roster):
-            await self._wait_for_replica(expires_at)
         self._number += 1
+        one: Waiter | None = None
+        while not len(self._roster) or (one is None and len(self._line)):
+            one = one or Waiter(account, seen.prompt_tokens, (priority, self._number))
+            if not await self._line.wait(one, expires_at):
+                raise DeadlineExceeded("the deadline passed before a replica was there")
         numbered = RouteRequest(self._number, seen.blocks, seen.prompt_tokens, seen.block_tokens)
         view = self.router.route(numbered, self._roster)
         self.router.learn(view.name, seen.blocks)
         return self._replicas[view.name]
 
-    async def _wait_for_replica(self, expires_at: float | None) -> None:
-        if self.num_waiting >= self.limits.max_waiting:
-            raise QueueFull("no replica is there, and enough requests wait for one", retry_after_ms=RETRY_MS)
-        self.num_waiting += 1
-        try:
-            with trio.move_on_at(trio.current_time() + 1e9 if expires_at is None else expires_at):
-                while not len(self._roster):
-                    await self._changed.wait()
-                return
-        finally:
-            self.num_waiting -= 1
-        raise DeadlineExceeded("the deadline passed before a replica was there")
-
     async def _any(self) -> Replica:
+        """The replica that a question goes to.
+
+        Raises:
+            Unavailable: none came within the default deadline.
+        """
         if not len(self._roster):
-            await self._wait_for_replica(trio.current_time() + self.limits.default_deadline_s)
+            expires_at = trio.current_time() + (self.limits.default_deadline_s or math.inf)
+            try:
+                return await self._place(RouteRequest(0), "", 0, expires_at)
+            except (QueueFull, DeadlineExceeded) as error:
+                raise Unavailable("no replica is there", retry_after_ms=RETRY_MS) from error
         return self._replicas[self._roster[0].name]
 
     # What gateways ask

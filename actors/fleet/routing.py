@@ -287,8 +287,9 @@ def content_blocks(request: GenerateRequest, tenant: str) -> RouteRequest:
         content = b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in request.token_ids)
         kind, size = "ids", 4 * BLOCK_TOKENS
     names = []
-    # The kind and the tenant are the parent of the first piece.
-    parent = blake2b(f"{kind} {tenant}".encode(), digest_size=8).digest()
+    # The kind, the tenant and the adapter are the parent of the first piece.
+    owner = tenant if request.model is None else f"{tenant} {request.model}"
+    parent = blake2b(f"{kind} {owner}".encode(), digest_size=8).digest()
     for start in range(0, min(len(content), MAX_BLOCKS * size) - size + 1, size):
         parent = blake2b(content[start : start + size], digest_size=8, key=parent).digest()
         names.append(int.from_bytes(parent, "little"))

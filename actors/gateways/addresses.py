@@ -4,6 +4,7 @@ An address is checked before a model is loaded; a socket file is made where only
 a dead service left is taken away.
 """
 
+import errno
 import os
 import socket
 import stat
@@ -138,6 +139,52 @@ def listening_address(address: str, listener: trio.SocketListener) -> str:
         return address
     host = address.partition("://")[2].rpartition(":")[0]
     return f"rpc://{host}:{listener.socket.getsockname()[1]}"
+
+
+def check_nobody_listens(address: str) -> None:
+    """Looks whether an address is free now, and leaves everything as it was.
+
+    Args:
+        address: one that was checked: tcp://HOST:PORT, rpc://HOST:PORT, ipc://PATH or unix://PATH.
+
+    Raises:
+        AddressError: somebody listens there, or this machine has no such address.
+    """
+    transport, _, rest = address.partition("://")
+    if transport in ("ipc", "unix"):
+        if is_listening(socket_path(address, rest)):
+            raise AddressError(address, f"another service listens there; stop it, {_OTHER_ADDRESS}")
+        return
+    host, port = host_and_port(address, rest)
+    if not port:
+        return  # the system will choose a free one
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        found = socket.getaddrinfo("0.0.0.0" if host == "*" else host, port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in found:
+            with socket.socket(family, kind, protocol) as probe:
+                # As the gateways listen: connections that are only dying do not hold a port.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = f"another program listens there; stop it, {_OTHER_ADDRESS}"
+        raise AddressError(address, reason) from error
+
+
+_OTHER_ADDRESS = "or take another address"
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process accepts connections at the file of a socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def _listen_at_file(path: Path) -> trio.SocketListener:

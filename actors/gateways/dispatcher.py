@@ -7,15 +7,30 @@ Cancelling the task that waits here cancels the request.
 """
 
 import logging
+import sys
+from array import array
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.messages import (
+    Detokenize,
+    Drain,
+    Embed,
+    Embedded,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    LoadAdapter,
+    Tokenize,
+    UnloadAdapter,
+)
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.proto.codec import to_generate_request, to_no_params
 from genbatch.proto.errors import (
@@ -30,19 +45,25 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import (
     DetokenizeRequest,
     DrainRequest,
+    Embeddings,
+    EmbedRequest,
     GenerateRequest,
     Health,
     Hello,
     HelloRequest,
+    LoadAdapterRequest,
     Token,
     TokenizeRequest,
+    UnloadAdapterRequest,
+    Usage,
     check_type,
 )
-from genbatch.proto.validation import validate_drain
+from genbatch.proto.validation import validate_drain, validate_load_adapter, validate_unload_adapter
 
 logger = logging.getLogger(__name__)
 
 OnToken = Callable[[Token], None]
+Claimed = TypeVar("Claimed", GenerateRequest, EmbedRequest)
 # A restarted Batcher keeps the model in memory and is back about this soon.
 RETRY_AFTER_RESTART_MS = 500
 # A mailbox is emptied between two steps.
@@ -52,6 +73,8 @@ MAX_TEXT_CALLS = 32
 MAX_TEXT_BYTES = 2 * 2**20
 MAX_TEXTS_BYTES = 16 * 2**20
 RETRY_AFTER_TEXT_MS = 1000
+# Open calls of one client, and of a fleet's gateway, whose clients have bounds of their own there.
+MAX_CALLS, MAX_GATEWAY_CALLS = 256, 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +144,7 @@ class Method:
         is_operators: not for those who are let in by a key or a token; this machine's users may call it.
     """
 
-    handler: Callable[[dict[Any, Any], Caller], Awaitable[object]]
+    handler: Callable[[Any, Caller], Awaitable[object]]
     streams: bool = False
     is_operators: bool = False
 
@@ -139,20 +162,27 @@ class Dispatcher:
 
     Args:
         batcher: who generates; a registry's ref, so that it may be restarted, or a fleet.
+        of_fleet: whether the callers are gateways of a fleet: whom they ask for, and in which tenant's name, is what
+            they say; they bound what their clients ask; and they may drain.
     """
 
-    def __init__(self, batcher: Callee) -> None:
+    def __init__(self, batcher: Callee, *, of_fleet: bool = False) -> None:
         self._batcher = batcher
+        self._of_fleet = of_fleet
+        self.max_calls = MAX_GATEWAY_CALLS if of_fleet else MAX_CALLS
         self._texts = TextRoom()
         self._methods = {
             "hello": Method(self._hello),
             "generate": Method(self._generate),
             "stream": Method(self._generate, streams=True),
+            "embed": Method(self._embed),
             "tokenize": Method(self._tokenize),
             "detokenize": Method(self._detokenize),
             "models": Method(self._models),
             "health": Method(self._health),
             "stats": Method(self._stats),
+            "load_adapter": Method(self._load_adapter, is_operators=True),
+            "unload_adapter": Method(self._unload_adapter, is_operators=True),
             "drain": Method(self._drain, is_operators=True),
         }
 
@@ -168,7 +198,7 @@ class Dispatcher:
     async def call(
         self,
         method: str,
-        params: dict[Any, Any],
+        params: dict[Any, Any] | msgspec.Struct,
         *,
         client: str,
         on_token: OnToken | None,
@@ -179,7 +209,7 @@ class Dispatcher:
 
         Args:
             method: its name.
-            params: as they came, unchecked.
+            params: as they came, unchecked; or the method's request itself, from a caller in this program.
             client: who calls, for fairness and logs.
             on_token: where a streaming method's tokens go; not used by others.
             request_id: the request's name in logs and spans.
@@ -193,6 +223,8 @@ class Dispatcher:
         except KeyError:
             known = ", ".join(self._methods)
             raise UnknownMethod(f"no method {method[:64]!r}; there are {known}") from None
+        if self._of_fleet:
+            tenant = None  # a key names the gateway, not its clients
         if wanted.is_operators and tenant is not None:
             raise Forbidden(f"{method} is for the operator, at an address of this machine without keys or tokens")
         try:
@@ -218,19 +250,36 @@ class Dispatcher:
 
     async def _generate(self, params: dict[Any, Any], caller: Caller) -> object:
         request = _claimed(to_generate_request(params), caller)
-        message = Generate(request, caller.on_token, caller.payer, request_id=caller.request_id)
+        payer = caller.payer
+        if request.payer is not None:
+            if not self._of_fleet:
+                raise InvalidRequest("payer", "is for the gateways of a fleet to say")
+            payer = request.payer.name
+        message = Generate(request, caller.on_token, payer, request_id=caller.request_id)
         return await self._batcher.call(message, timeout=None)
+
+    async def _embed(self, params: dict[Any, Any], caller: Caller) -> object:
+        request: EmbedRequest = _claimed(check_type(params, EmbedRequest), caller)
+        message = Embed(request, caller.payer, request_id=caller.request_id)
+        answer: Embedded = await self._batcher.call(message, timeout=None)
+        usage = Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=0)
+        if request.encoding_format == "base64":
+            return Embeddings(embeddings=[b64encode(vector).decode() for vector in answer.vectors], usage=usage)
+        return Embeddings(embeddings=[_numbers(vector) for vector in answer.vectors], usage=usage)
 
     async def _tokenize(self, params: dict[Any, Any], caller: Caller) -> object:
         wanted: TokenizeRequest = check_type(params, TokenizeRequest)
         size = len(wanted.prompt or "") + sum(len(message.content) for message in wanted.messages or ())
-        with self._texts.taken(caller.payer, size):
+        with self._texts.taken(self._text_payer(caller), size):
             return await self._batcher.call(Tokenize(wanted), timeout=None)
 
     async def _detokenize(self, params: dict[Any, Any], caller: Caller) -> object:
         wanted: DetokenizeRequest = check_type(params, DetokenizeRequest)
-        with self._texts.taken(caller.payer, 4 * len(wanted.token_ids)):
+        with self._texts.taken(self._text_payer(caller), 4 * len(wanted.token_ids)):
             return await self._batcher.call(Detokenize(wanted), timeout=None)
+
+    def _text_payer(self, caller: Caller) -> str:
+        return "" if self._of_fleet else caller.payer
 
     async def _models(self, params: dict[Any, Any], caller: Caller) -> object:
         to_no_params(params)
@@ -248,12 +297,30 @@ class Dispatcher:
         validate_drain(wanted)
         return await self._batcher.call(Drain(wanted.timeout_s), timeout=None, control=True)
 
+    async def _load_adapter(self, params: dict[Any, Any], caller: Caller) -> object:
+        wanted: LoadAdapterRequest = check_type(params, LoadAdapterRequest)
+        validate_load_adapter(wanted)
+        return await self._batcher.call(LoadAdapter(wanted), timeout=None)
+
+    async def _unload_adapter(self, params: dict[Any, Any], caller: Caller) -> object:
+        wanted: UnloadAdapterRequest = check_type(params, UnloadAdapterRequest)
+        validate_unload_adapter(wanted)
+        return await self._batcher.call(UnloadAdapter(wanted), timeout=None)
+
     async def _stats(self, params: dict[Any, Any], caller: Caller) -> object:
         to_no_params(params)
         return await self._batcher.call(GetStats(), control=True)
 
 
-def _claimed(request: GenerateRequest, caller: Caller) -> GenerateRequest:
+def _numbers(vector: bytes) -> list[float]:
+    """The elements of a vector of float32 in little endian."""
+    elements = array("f", vector)
+    if sys.byteorder == "big":
+        elements.byteswap()
+    return elements.tolist()
+
+
+def _claimed(request: Claimed, caller: Caller) -> Claimed:
     """The request in the name of the tenant whose key or token was shown, whatever it says itself.
 
     Raises:

@@ -181,9 +181,6 @@ class OpenCall:
 
 logger = logging.getLogger(__name__)
 
-# Calls that one client may have open; the Batcher's queue has its own, smaller bounds.
-MAX_CALLS = 256
-
 
 class CallHost:
     """Where the calls of a gateway's clients run, until the gateway stops.
@@ -226,7 +223,7 @@ class RPCSession:
         self._host = host
         self._outbox = outbox
         self._wake = wake
-        self._connection = ServerConnection(MAX_CALLS)
+        self._connection = ServerConnection(dispatcher.max_calls)
         self._calls: dict[int, OpenCall] = {}
 
     @property

@@ -26,7 +26,7 @@ import zmq
 from zmq.utils import z85
 
 from genbatch.actors.gateways.connection_limit import max_connections
-from genbatch.actors.runtime.zeromq_socket import Parts, ZeroMQSocket, monitored, pumped
+from genbatch.actors.runtime.zeromq_socket import Frames, ZeroMQSocket, monitored, pumped
 from genbatch.actors.security.curve_keys import ServerKeys
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 
@@ -120,7 +120,7 @@ class ZeroMQConnections:
         """Connections that have ended since the last look."""
         return self._take(self._monitor.try_recv_many(1024))
 
-    def _take(self, messages: list[Parts]) -> list[int]:
+    def _take(self, messages: list[Frames]) -> list[int]:
         ended = []
         for event, _address in messages:
             kind, connection = _EVENT.unpack(event)
@@ -208,7 +208,7 @@ class ZAPHandler:
             question = await self._socket.recv()
             await self._socket.send(self._answer(question))
 
-    def _answer(self, question: Parts) -> Parts:
+    def _answer(self, question: Frames) -> Frames:
         """[version, request id, status, text, user id, metadata], each of which libzmq checks."""
         match question:
             case [version, request_id, domain, address, _identity, mechanism, *credentials]:

@@ -6,7 +6,7 @@ Needs prometheus-client, which comes with `genbatch[http]`. The stats may come f
 computed from plain data, at the time of a scrape.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +29,7 @@ _GAUGES = {
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of accepted prompts."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "embedded_texts": ("embedded_texts", "Texts of which an embedding was made."),
     "num_preemptions": ("preemptions", "Sequences whose KV blocks were taken for others."),
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -63,18 +64,42 @@ _LABEL = "model_name"
 def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:
     """The exposition of a `GetStats` reply, and its content type; of one without an engine the gateway's part."""
     registry = CollectorRegistry()
-    registry.register(_StatsCollector(stats))
+    # Of several models each has its own series, told apart by their label.
+    registry.register(_StatsCollector(list(stats.get("by_model", {"": stats}).values())))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class _StatsCollector(Collector):
-    """One scrape's metrics."""
+    """One scrape's metrics.
+
+    Args:
+        of_models: each model's stats.
+    """
+
+    def __init__(self, of_models: Sequence[Mapping[str, Any]]) -> None:
+        self._of_models = of_models
+
+    def collect(self) -> Iterator[Metric]:
+        """Each family once, with the samples of every model."""
+        families: dict[str, Metric] = {}
+        for stats in self._of_models:
+            for family in _ModelStats(stats).collect():
+                if family.name in families:
+                    families[family.name].samples.extend(family.samples)
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+class _ModelStats:
+    """One model's metrics."""
 
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats
         self._model = str(stats.get("model", ""))
 
     def collect(self) -> Iterator[Metric]:
+        """In the order of the tables above."""
         state = self._stats.get("engine")  # none where the engine is a thread
         if state is not None:
             yield _gauge("engine_up", "Whether there is an engine, 0 or 1.", self._model, state == "up")
@@ -99,6 +124,8 @@ class _StatsCollector(Collector):
 
     def _counters(self, families: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (key, text) in families.items():
+            if key not in self._stats:
+                continue  # of an engine that nobody can ask for now
             counter = CounterMetricFamily(PREFIX + name, text, labels=[_LABEL])
             counter.add_metric([self._model], self._stats[key])
             yield counter

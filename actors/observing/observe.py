@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 import trio
@@ -20,6 +20,7 @@ from structlog.typing import Processor
 
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.errors import OptionError
+from genbatch.nif.extras import how_to_install
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -63,7 +64,7 @@ def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = 
     chosen = log_format or os.environ.get(_FORMAT_VARIABLE, "text")
     threshold = level or os.environ.get(LEVEL_VARIABLE, "info")
     os.environ[_FORMAT_VARIABLE], os.environ[LEVEL_VARIABLE] = chosen, threshold
-    handler = logging.StreamHandler()
+    handler = _LineHandler()
     handler.setFormatter(_formatter(as_json=chosen == "json"))
     root = logging.getLogger()
     for ours in [old for old in root.handlers if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter)]:
@@ -72,6 +73,23 @@ def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = 
     root.setLevel(logging.WARNING)
     logging.getLogger("genbatch").setLevel(threshold.upper())
     logging.captureWarnings(True)
+
+
+class _LineHandler(logging.StreamHandler[TextIO]):
+    """To standard error. On a terminal a line takes the place of what stands in its own, such as another process's bar,
+    which is drawn again below it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start = _CLEAR_LINE if self.stream.isatty() else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's line."""
+        return self._start + super().format(record)
+
+
+_CLEAR_LINE = "\r\x1b[2K"
 
 
 def log_event(event: str, **values: object) -> None:
@@ -133,7 +151,7 @@ def start_tracing() -> None:
     try:
         import genbatch.actors.observing.tracing  # noqa: F401
     except ImportError as error:
-        raise OptionError("otel", f'{error.name} is not installed: pip install "genbatch[otel]"') from error
+        raise OptionError("otel", f"{error.name} is not installed; {how_to_install('otel')}") from error
     os.environ[_OTEL_VARIABLE] = "1"
 
 

@@ -9,7 +9,8 @@ import msgspec
 import outcome
 import trio
 
-from genbatch.actors.batcher.arrivals import Prompt
+from genbatch.actors.batcher.flight import Flight, unrecorded
+from genbatch.actors.batcher.intake import Prompt
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Request, Sequence
@@ -17,14 +18,13 @@ from genbatch.actors.batcher.slots import SwapFault
 from genbatch.actors.batcher.step import Evaluated, Planned
 from genbatch.actors.batcher.stepper import StepMessage, Stepped, is_out_of_memory
 from genbatch.actors.recording import records
-from genbatch.actors.recording.flight import UNRECORDED, Flight
 from genbatch.actors.recording.records import (
     FORMAT,
     RAISED,
     Draw,
     Header,
-    Part,
     RecordedContext,
+    RecordedEntry,
     RecordedOptions,
     RecordWriter,
     TickRecord,
@@ -41,8 +41,8 @@ def tick_of(plan: SchedulerOutput, groups: ListOf[ListOf[Planned]], sitting_out:
     return TickRecord(
         groups=[
             [
-                Part(*_name(planned.owner), planned.entry.seq_id, planned.entry.n_past, len(planned.entry.tokens))
-                for planned in group
+                RecordedEntry(*_name(one.owner), one.entry.seq_id, one.entry.n_past, len(one.entry.tokens))
+                for one in group
             ]
             for group in groups
         ],
@@ -70,7 +70,7 @@ def open_flight(options: BatcherOptions) -> Flight:
         OptionError: the file cannot be made, or the scheduler is an object, which a record cannot name.
     """
     if options.record is None:
-        return UNRECORDED
+        return unrecorded(options)
     if not isinstance(options.scheduler, str):
         raise OptionError("record", "the scheduler must be given by its name, for the record to say it")
     try:
@@ -126,6 +126,7 @@ class FlightRecorder(Flight):
                 request_id=request.request_id,
                 beam_width=request.beam_width,
                 scores_prompt=request.keep is not None and request.keep.context,
+                adapter="" if request.adapter is None else request.adapter.digest,
             )
         )
 

@@ -77,7 +77,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
-    """A request was accepted; `wanted` is without its prompt, and has the deadline that counts."""
+    """A request was accepted; `wanted` is without its prompt, and has the deadline that counts.
+
+    `adapter` is the digest of the one it names.
+    """
 
     time: float
     request: int
@@ -86,6 +89,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
     request_id: str
     beam_width: int
     scores_prompt: bool
+    adapter: str = ""
 
 
 class EncodedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
@@ -147,7 +151,7 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True, tag="prompted"):
     time: float
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class RecordedEntry(msgspec.Struct, frozen=True, array_like=True):
     """An entry of a forward. Request 0 is a held prompt, whose `choice` tells it from others."""
 
     request: int
@@ -160,7 +164,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class TickRecord(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """A plan: its forwards, who was paused, who was refused for good as (request, choice), who was left out (ids)."""
 
-    groups: list[list[Part]]
+    groups: list[list[RecordedEntry]]
     paused: list[tuple[int, int]] = []
     refused: list[tuple[int, int]] = []
     sitting_out: list[int] = []

@@ -30,17 +30,18 @@ import trio
 from tokenizers import Tokenizer, models
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batcher.arrivals import Arrivals, Encoded, Intake, Prompt
+from genbatch.actors.batcher.arrivals import Arrivals, Encoded
 from genbatch.actors.batcher.batcher import Batcher, Flush
+from genbatch.actors.batcher.draining import DrainOver
+from genbatch.actors.batcher.flight import Flight
+from genbatch.actors.batcher.intake import Intake, Prompt
 from genbatch.actors.batcher.messages import Drain, Generate
-from genbatch.actors.batcher.open_requests import DrainOver
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Keep, Output, Request, Sequence
 from genbatch.actors.batcher.slots import SwapFault, run_copies
 from genbatch.actors.batcher.step import Evaluated, Planned
 from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.recording import records
-from genbatch.actors.recording.flight import Flight
 from genbatch.actors.recording.recorder import tick_of
 from genbatch.actors.recording.records import (
     FORMAT,
@@ -50,8 +51,8 @@ from genbatch.actors.recording.records import (
     EncodedRecord,
     Header,
     MessageRecord,
-    Part,
     Record,
+    RecordedEntry,
     RecordError,
     RecordReader,
     TickRecord,
@@ -63,6 +64,7 @@ from genbatch.nif.batch import Entry, RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
@@ -238,9 +240,9 @@ class RecordedDraw(Sampled):
 class ReplayedArrivals(Arrivals):
     """Lets in what was let in."""
 
-    def _admit(self, message: Generate) -> float | None:
+    def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> float | None:
         """After a look at how long requests took."""
-        return message.request.deadline_s
+        return wanted.deadline_s
 
     def _encode(self, request: Request) -> None:
         """Its tokens come later."""
@@ -262,10 +264,11 @@ class ReplayedBatcher(Batcher):
     def __init__(
         self, header: Header, options: BatcherOptions, check: PlanCheck, open_worker: Callable[[str], Any]
     ) -> None:
-        super().__init__(lambda: ReplayedContext(header), options, open_worker=open_worker)
+        super().__init__(
+            lambda: ReplayedContext(header), options, open_worker=open_worker, open_flight=lambda _options: check
+        )
         self._runs_ahead = False
         self._header = header
-        self._check = check
 
     def send_after(self, delay_s: float, message: object) -> Timer:
         """What timers sent is in the record, at the time and in the place where it was handled."""
@@ -278,9 +281,6 @@ class ReplayedBatcher(Batcher):
     def _open_intake(self) -> Intake:
         return ReplayedIntake(self._header, self.ctx, self.options)
 
-    def _open_flight(self) -> PlanCheck:
-        return self._check
-
 
 class ReplayedIntake(Intake):
     """Knows the recorded tokens instead of a tokenizer."""
@@ -288,9 +288,14 @@ class ReplayedIntake(Intake):
     def __init__(self, header: Header, context: Context, options: BatcherOptions) -> None:
         super().__init__(context.model, options, context.max_positions)
         self._system_prompts = header.system_prompts
+        self._known: dict[str, LoraAdapter] = {}
 
     def check(self, wanted: GenerateRequest) -> None:
         """It was found to be fine."""
+
+    def adapter(self, name: str | None) -> LoraAdapter | None:
+        """One with this digest, of which nothing else is read."""
+        return self._known.setdefault(name, LoraAdapter("", Path(), name, 0, {})) if name else None
 
     def system_prompt(self, content: str) -> list[int]:
         """By its place in the options."""
@@ -344,10 +349,10 @@ def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generat
     wanted = {
         name: getattr(plain if name in dropped else arrived.wanted, name)
         for name in GenerateRequest.__struct_fields__
-        if name not in ("prompt", "messages", "token_ids")
+        if name not in ("prompt", "messages", "token_ids", "model")
     }
     return Generate(
-        GenerateRequest(token_ids=[0], **wanted),
+        GenerateRequest(token_ids=[0], model=arrived.adapter or None, **wanted),
         on_token,
         client=arrived.client,
         request_id=arrived.request_id,
@@ -618,7 +623,7 @@ def _draw_text(draw: Draw | None) -> str:
     return f"{draw.token} ({draw.end})" if draw.end else str(draw.token)
 
 
-def _part(part: Part) -> str:
+def _part(part: RecordedEntry) -> str:
     return f"{_name(part.request, part.choice)}@{part.slot}[{part.start}:{part.start + part.num_tokens}]"
 
 

@@ -18,7 +18,7 @@ import trio
 import zmq
 
 T = TypeVar("T")
-Parts = list[bytes]
+Frames = list[bytes]
 
 # Per socket, in each direction; messages beyond it wait at their sender, where they are counted.
 HIGH_WATER_MARK = 256
@@ -38,7 +38,7 @@ class Signed(NamedTuple):
 
     user_id: str
     connection: int
-    parts: Parts
+    parts: Frames
 
 
 class ZeroMQSocket:
@@ -92,7 +92,7 @@ class ZeroMQSocket:
         if not self._closed:
             self._socket.disable_monitor()
 
-    async def recv(self) -> Parts:
+    async def recv(self) -> Frames:
         """The next message's frames.
 
         Raises:
@@ -100,7 +100,7 @@ class ZeroMQSocket:
         """
         return await self._operate(self._recv_now, self._receivers, zmq.POLLIN)
 
-    async def recv_many(self, max_messages: int) -> list[Parts]:
+    async def recv_many(self, max_messages: int) -> list[Frames]:
         """Waits for a message and takes those behind it too, `max_messages` at most; raises as `recv` does."""
         return await self._operate(partial(_take, self._recv_now, max_messages), self._receivers, zmq.POLLIN)
 
@@ -108,7 +108,7 @@ class ZeroMQSocket:
         """As `recv_many`, with who sent each message; for sockets that others connect to."""
         return await self._operate(partial(_take, self._recv_signed_now, max_messages), self._receivers, zmq.POLLIN)
 
-    def try_recv_many(self, max_messages: int) -> list[Parts]:
+    def try_recv_many(self, max_messages: int) -> list[Frames]:
         """The messages that are there now, `max_messages` at most; none once the socket was closed."""
         if self._closed or not self._events() & zmq.POLLIN:
             return []
@@ -214,8 +214,8 @@ class ZeroMQSocket:
         assert isinstance(events, int)
         return events
 
-    def _recv_now(self) -> Parts:
-        parts: Parts = self._socket.recv_multipart(zmq.NOBLOCK)
+    def _recv_now(self) -> Frames:
+        parts: Frames = self._socket.recv_multipart(zmq.NOBLOCK)
         return parts
 
     def _recv_signed_now(self) -> "Signed":

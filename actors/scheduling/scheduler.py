@@ -45,6 +45,12 @@ __all__ = [
 class RequestScheduler(ABC):
     """Decides a step in one go; subclass it where two halves are unnecessary."""
 
+    def open(self, kv_cache_manager: KVResources) -> None:  # noqa: B027  # most need nothing of it
+        """Told of the KV cache before the first plan over it, where the scheduler was given as an object.
+
+        A named class has the same as an argument of its constructor.
+        """
+
     @abstractmethod
     def schedule_request(
         self, active_requests: RequestList, inflight_request_ids: Set[int]

@@ -37,16 +37,10 @@ class SchedulerOptions:
     """What a scheduler is built from.
 
     Args:
-        scheduler: "fifo", "prefill_first", "module:Class", or a RequestScheduler, which is used as it is.
-        policy: of the in-flight batching types. V1 reserves its whole group, as nobody could be paused alone.
-        batching_type: see BatchingType.
         max_num_requests: most requests running at once.
-        max_batch_tokens: most tokens of one step.
-        cache_budget: most blocks read in one step; None: only the pool bounds it.
-        enable_chunked_context: see StepLimits.
-        margin: share of free blocks below which MAX_UTILIZATION holds new requests; None: 0.2.
-        pause_order: whom MAX_UTILIZATION pauses; None: the newest.
-        max_pauses: how often MAX_UTILIZATION pauses a request while it can pause another instead.
+        policy: BatcherOptions' scheduler_policy.
+        scheduler, batching_type, max_batch_tokens, cache_budget, enable_chunked_context, margin, pause_order,
+            max_pauses: as in BatcherOptions.
 
     Raises:
         SchedulerError: a value out of range, or one that nothing would read; the message names it.
@@ -73,8 +67,7 @@ class SchedulerOptions:
             raise SchedulerError(f"cache_budget: {self.cache_budget} is less than 1")
         if self.margin is not None and not 0 <= self.margin < 1:
             raise SchedulerError(f"margin: {self.margin} is not in 0 <= margin < 1")
-        never_pauses = SchedulerPolicy.GUARANTEED_NO_EVICT, BatchingType.V1
-        if self.policy in never_pauses or self.batching_type in never_pauses:
+        if self.never_pauses:
             for name in ("margin", "pause_order"):
                 if getattr(self, name) is not None:
                     raise SchedulerError(f"{name}: only MAX_UTILIZATION in in-flight batching has one")
@@ -83,6 +76,11 @@ class SchedulerOptions:
                 f"max_num_requests: a V1 group of {self.max_num_requests} cannot decode in lockstep "
                 f"with max_batch_tokens {self.max_batch_tokens}"
             )
+
+    @property
+    def never_pauses(self) -> bool:
+        """Whether a request begins only when there is room for all of it."""
+        return self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT or self.batching_type is BatchingType.V1
 
     def limits(self, block_size: int) -> StepLimits:
         """The budgets of a step over blocks of `block_size` positions."""
@@ -99,32 +97,53 @@ def build_scheduler(options: SchedulerOptions, kv_cache_manager: KVResources) ->
 
     A named class is called as the documents call it: a CapacityScheduler and a RequestScheduler with
     (max_num_requests, kv_cache_manager), a MicroBatchScheduler with the StepLimits. A CapacityScheduler
-    takes the policy's place, a MicroBatchScheduler FIFO's, a RequestScheduler the place of both.
+    takes the policy's place, a MicroBatchScheduler FIFO's, a RequestScheduler the place of both. Two names with a comma
+    between them are the two halves, in any order. An object is told of the KV cache by its `open`.
 
     Raises:
-        SchedulerError: the name leads nowhere, or to something that is no scheduler, or its constructor
-            takes other arguments.
+        SchedulerError: a name leads nowhere, or to something that is no scheduler, its constructor takes other
+            arguments, or two names are not one of each half.
     """
     if isinstance(options.scheduler, RequestScheduler):
+        options.scheduler.open(kv_cache_manager)
         return options.scheduler
     limits = options.limits(kv_cache_manager.block_size)
-    if options.scheduler in STEP_ORDERS:
-        step_order = STEP_ORDERS[options.scheduler](limits)
-        return _join(options, _policy(options, kv_cache_manager), step_order)
-    named = _load(options.scheduler)
-    if issubclass(named, MicroBatchScheduler):
-        micro_batch_scheduler = _construct(named, limits)
-        return _join(options, _policy(options, kv_cache_manager), micro_batch_scheduler)
-    scheduler = _construct(named, options.max_num_requests, kv_cache_manager)
-    if isinstance(scheduler, CapacityScheduler):
-        return _join(options, scheduler, FIFOScheduler(limits))
-    if options.batching_type is BatchingType.V1:
-        raise SchedulerError(f"scheduler {options.scheduler!r}: a RequestScheduler decides joining, V1 forbids it")
-    return scheduler
+    capacity: CapacityScheduler | None = None
+    micro_batch: MicroBatchScheduler | None = None
+    for named in _named(options.scheduler):
+        if issubclass(named, MicroBatchScheduler):
+            micro_batch = _construct(named, limits)
+            continue
+        scheduler = _construct(named, options.max_num_requests, kv_cache_manager)
+        if isinstance(scheduler, CapacityScheduler):
+            capacity = scheduler
+            continue
+        if options.batching_type is BatchingType.V1:
+            raise SchedulerError(f"scheduler {options.scheduler!r}: a RequestScheduler decides joining, V1 forbids it")
+        return scheduler
+    return _join(options, capacity or _policy(options, kv_cache_manager), micro_batch or FIFOScheduler(limits))
+
+
+def check_scheduler(names: str) -> None:
+    """Whether a name, or two, lead to a scheduler, before there is a KV cache to build it over.
+
+    Raises:
+        SchedulerError: one leads nowhere, or to something that is no scheduler, or two are not one of each half.
+    """
+    _named(names)
+
+
+def _named(names: str) -> list[type[RequestScheduler] | type[CapacityScheduler] | type[MicroBatchScheduler]]:
+    """The classes that are named."""
+    found = [STEP_ORDERS.get(name) or _load(name) for name in (part.strip() for part in names.split(","))]
+    halves = [half for half in (CapacityScheduler, MicroBatchScheduler) for one in found if issubclass(one, half)]
+    if len(found) > 1 and sorted(half.__name__ for half in halves) != ["CapacityScheduler", "MicroBatchScheduler"]:
+        raise SchedulerError(f"scheduler {names!r}: two names are a CapacityScheduler and a MicroBatchScheduler")
+    return found
 
 
 def _policy(options: SchedulerOptions, kv: KVResources) -> CapacityScheduler:
-    if options.policy is SchedulerPolicy.GUARANTEED_NO_EVICT or options.batching_type is BatchingType.V1:
+    if options.never_pauses:
         return GuaranteedNoEvictScheduler(options.max_num_requests, kv)
     return MaxUtilizationScheduler(
         options.max_num_requests,

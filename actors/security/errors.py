@@ -34,10 +34,11 @@ class InsecureBind(AddressError):
 
     def __init__(self, option: str, address: str, lacking: Sequence[str]) -> None:
         needed = " and ".join(_HOW[name] for name in lacking)
+        trusted = "; in a network where something else keeps strangers out: --http-insecure" if option == "http" else ""
         super().__init__(
             address,
             f"{option}: other machines could reach it, and nothing would keep strangers out; "
-            f"listen on 127.0.0.1, [::1], localhost or a file, or also give {needed}",
+            f"listen on 127.0.0.1, [::1], localhost or a file, or also give {needed}{trusted}",
         )
         self.option = option
         self.lacking = tuple(lacking)

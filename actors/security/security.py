@@ -58,11 +58,18 @@ class Security:
         keys: ZeroMQ connections are encrypted by CURVE, and only clients with a key on the list get one.
         tokens: msgpack-RPC and HTTP clients must show a token of the file.
         tls: msgpack-RPC and HTTP over TCP are encrypted.
+        http_insecure: HTTP may be on a network as it is: its operator says that something else keeps strangers out.
+        allowed_hosts: names by which HTTP requests may call the service; where there are some, and on a loopback
+            interface, no others.
+        allowed_origins: web pages of other origins that may use it over HTTP, such as "https://chat.example".
     """
 
     keys: "ServerKeys | None" = None
     tokens: TokenFile | None = None
     tls: ssl.SSLContext | None = None
+    http_insecure: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
 
     @property
     def lacking_for_zeromq(self) -> list[str]:
@@ -75,11 +82,27 @@ class Security:
         lacking = [] if self.tokens else ["tokens"]
         return lacking if self.tls else [*lacking, "tls_cert", "tls_key"]
 
+    @property
+    def lacking_for_http(self) -> list[str]:
+        """The same of an HTTP address, of which the operator may say that it needs nothing."""
+        return [] if self.http_insecure else self.lacking_for_tokens
+
 
 def open_security(
-    *, keys: str | None = None, tokens: str | None = None, tls_cert: str | None = None, tls_key: str | None = None
+    *,
+    keys: str | None = None,
+    tokens: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    http_insecure: bool = False,
+    allowed_hosts: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
 ) -> Security:
     """Reads what the options name; what was not given is not there.
+
+    Args:
+        keys, tokens, tls_cert, tls_key: paths.
+        http_insecure, allowed_hosts, allowed_origins: see Security.
 
     Raises:
         KeyFileError: a file is missing, faulty, or exposed to others.
@@ -90,4 +113,7 @@ def open_security(
         keys=ServerKeys(Path(keys)) if keys else None,
         tokens=TokenFile(Path(tokens)) if tokens else None,
         tls=server_context(Path(tls_cert), Path(tls_key)) if tls_cert and tls_key else None,
+        http_insecure=http_insecure,
+        allowed_hosts=tuple(allowed_hosts),
+        allowed_origins=tuple(allowed_origins),
     )

@@ -4,7 +4,7 @@ It remembers the accepted requests, so clients notice an engine's death by the e
 a connection's. Imports no torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +26,17 @@ from genbatch.actors.engine.child_process import (
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
 from genbatch.actors.gateways.addresses import check_address, check_rpc_address
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
-from genbatch.actors.gateways.http.http_address import check_http, parse_http_address
+from genbatch.actors.gateways.http.http_address import check_extra, check_http, parse_http_address
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.observing.observe import observe
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.security.security import Security, open_security
 from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.served_models import ServedModels
 
 if TYPE_CHECKING:  # needs an extra
     from genbatch.actors.gateways.http.http_gateway import HTTPGateway
@@ -49,18 +51,21 @@ class Listeners:
     Args:
         batcher: who generates; a ref that survives restarts.
         options: where to listen.
+        of_fleet: see Dispatcher.
 
     Raises:
         AddressError, KeyFileError: as `check_listeners`.
     """
 
-    def __init__(self, batcher: Callee, options: ServiceOptions) -> None:
+    def __init__(self, batcher: Callee, options: ServiceOptions, *, of_fleet: bool = False) -> None:
         self._batcher = batcher
+        self._of_fleet = of_fleet
         self._options = options
         self._security = check_listeners(options)
         self._zeromq: ZeroMQGateway | None = None
         self._rpc: RPCGateway | None = None
         self._http: HTTPGateway | None = None
+        self._metrics: HTTPGateway | None = None
 
     def children(self) -> list[ChildSpec]:
         """The gateways; one that crashed can be started anew alone."""
@@ -71,21 +76,24 @@ class Listeners:
             children.append(ChildSpec("rpc", self._new_rpc))
         if self._options.http is not None:
             children.append(ChildSpec("http", self._new_http))
+        if self._options.metrics is not None:
+            children.append(ChildSpec("metrics", self._new_metrics))
         return children
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where clients can connect, once the children have started."""
-        return tuple(gateway.address for gateway in (self._zeromq, self._rpc, self._http) if gateway is not None)
+        gateways = (self._zeromq, self._rpc, self._http, self._metrics)
+        return tuple(gateway.address for gateway in gateways if gateway is not None)
 
     def _new_zeromq(self) -> Task:
         assert self._options.bind is not None
-        self._zeromq = ZeroMQGateway(Dispatcher(self._batcher), self._options.bind, self._security)
+        self._zeromq = ZeroMQGateway(self._dispatcher(), self._options.bind, self._security)
         return self._zeromq.run
 
     def _new_rpc(self) -> Task:
         assert self._options.rpc_bind is not None
-        self._rpc = RPCGateway(Dispatcher(self._batcher), self._options.rpc_bind, self._security)
+        self._rpc = RPCGateway(self._dispatcher(), self._options.rpc_bind, self._security)
         return self._rpc.run
 
     def _new_http(self) -> Task:
@@ -93,8 +101,19 @@ class Listeners:
 
         assert self._options.http is not None
         address = parse_http_address(self._options.http)
-        self._http = HTTPGateway(Dispatcher(self._batcher), address, self._security)
+        self._http = HTTPGateway(self._dispatcher(), address, self._security)
         return self._http.run
+
+    def _new_metrics(self) -> Task:
+        from genbatch.actors.gateways.http.http_gateway import HTTPGateway
+
+        assert self._options.metrics is not None
+        address = parse_http_address(self._options.metrics)
+        self._metrics = HTTPGateway(Dispatcher(self._batcher), address, only_metrics=True)
+        return self._metrics.run
+
+    def _dispatcher(self) -> Dispatcher:
+        return Dispatcher(self._batcher, of_fleet=self._of_fleet)
 
 
 def check_listeners(options: ServiceOptions) -> Security:
@@ -106,7 +125,13 @@ def check_listeners(options: ServiceOptions) -> Security:
         OptionError: an extra is missing.
     """
     security = open_security(
-        keys=options.keys, tokens=options.tokens, tls_cert=options.tls_cert, tls_key=options.tls_key
+        keys=options.keys,
+        tokens=options.tokens,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        http_insecure=options.http_insecure,
+        allowed_hosts=options.allowed_hosts,
+        allowed_origins=options.allowed_origins,
     )
     if options.bind is not None:
         check_address(options.bind, lacking=security.lacking_for_zeromq)
@@ -114,6 +139,9 @@ def check_listeners(options: ServiceOptions) -> Security:
         check_rpc_address(options.rpc_bind, lacking=security.lacking_for_tokens)
     if options.http is not None:
         check_http(options.http, security)
+    if options.metrics is not None:
+        parse_http_address(options.metrics)
+        check_extra("metrics")
     return security
 
 
@@ -125,9 +153,11 @@ class LinkedGateways:
     """A supervisor's tree; rest_for_one: a link that crashed takes its gateways along.
 
     Args:
-        batcher: whose limits the link knows, too.
+        batcher: whose limits the links know, too.
         options: where to listen.
-        on_hung: see RemoteBatcher.
+        on_hung: called with the reason and the place of its link; see RemoteBatcher.
+        models: the names of several models, each with a link of its own; none where there is one.
+        of_fleet: see Dispatcher.
 
     Raises:
         AddressError, KeyFileError: it must not listen there.
@@ -138,25 +168,26 @@ class LinkedGateways:
         batcher: BatcherOptions,
         options: ServiceOptions,
         *,
-        on_hung: Callable[[str], None],
+        on_hung: Callable[[str, int], None],
+        models: Sequence[str] = (),
+        of_fleet: bool = False,
     ) -> None:
         self.telemetry, registry = Telemetry(), Registry()
-        self.link = registry.ref("link")
-        self._listeners = Listeners(self.link, options)
-        self.side = EngineConnections(self.link)
+        places = range(max(1, len(models)))
+        self.links: list[ActorRef] = [registry.ref(_link_name(place)) for place in places]
+        self.batcher: Callee = self.links[0] if not models else ServedModels(dict(zip(models, self.links, strict=True)))
+        self._listeners = Listeners(self.batcher, options, of_fleet=of_fleet)
+        self.sides = [EngineConnections(link) for link in self.links]
 
-        def new_link() -> RemoteBatcher:
-            return RemoteBatcher(batcher, on_hung)
-
-        def new_host() -> Task:
-            return self.side.run
+        def children(place: int) -> list[ChildSpec]:
+            name, side = _link_name(place), self.sides[place]
+            link = ChildSpec(
+                name, lambda: RemoteBatcher(batcher, lambda reason: on_hung(reason, place)), mailbox_size=MAILBOX_SIZE
+            )
+            return [link, ChildSpec(f"{name}_host", lambda: side.run)]
 
         self.supervisor = Supervisor(
-            [
-                ChildSpec("link", new_link, mailbox_size=MAILBOX_SIZE),
-                ChildSpec("link_host", new_host),
-                *self._listeners.children(),
-            ],
+            [*(child for place in places for child in children(place)), *self._listeners.children()],
             strategy="rest_for_one",
             name="gateways",
             registry=registry,
@@ -167,6 +198,10 @@ class LinkedGateways:
     def addresses(self) -> tuple[str, ...]:
         """Where clients can connect, once the supervisor has started."""
         return self._listeners.addresses
+
+
+def _link_name(place: int) -> str:
+    return "link" if place == 0 else f"link_{place}"
 
 
 def main() -> None:
@@ -194,7 +229,7 @@ class GatewayProcess:
                     case StartGateway() as start:
                         await self._open(start)
                     case Join() as join:
-                        await self._gateways.side.send(join, self._channel.take_socket())
+                        await self._gateways.sides[join.engine].send(join, self._channel.take_socket())
                     case DrainAndStop(timeout_s):
                         self._nursery.start_soon(self._drain, timeout_s)
                     case _:
@@ -206,6 +241,8 @@ class GatewayProcess:
                 decode_options(start.batcher_options, BatcherOptions),
                 decode_options(start.service_options, ServiceOptions),
                 on_hung=self._tell_hung,
+                of_fleet=start.of_fleet,
+                models=start.models,
             )
             await self._nursery.start(observe, self._gateways.telemetry)
             await self._nursery.start(self._gateways.supervisor.run)
@@ -217,12 +254,12 @@ class GatewayProcess:
         await self._channel.send(GatewayReady(self._gateways.addresses))
 
     async def _drain(self, timeout_s: float) -> None:
-        await self._gateways.link.call(Drain(timeout_s), timeout=None, control=True)
+        await self._gateways.batcher.call(Drain(timeout_s), timeout=None, control=True)
         await trio.sleep(LAST_WORDS_S)
         self._nursery.cancel_scope.cancel()
 
-    def _tell_hung(self, reason: str) -> None:
-        self._nursery.start_soon(self._tell, Hung(reason))
+    def _tell_hung(self, reason: str, engine: int) -> None:
+        self._nursery.start_soon(self._tell, Hung(reason, engine))
 
     async def _tell(self, message: object) -> None:
         with suppress(OSError):  # the parent is gone, which ends this process, too

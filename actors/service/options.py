@@ -1,5 +1,7 @@
 """ServiceOptions: where a service listens and how its processes live, with their defaults in one place."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,16 +16,24 @@ class ServiceOptions:
     """What a service takes beyond EngineOptions and BatcherOptions.
 
     Args:
-        bind: a ZeroMQ address to listen at, ipc://PATH or tcp://127.0.0.1:PORT; None: callers in this program only.
-        rpc_bind: an address for msgpack-RPC clients, unix://PATH or tcp://127.0.0.1:PORT; None: none.
-        http: where OpenAI's API and a page to try it are served over HTTP, :PORT (of 127.0.0.1) or HOST:PORT; None:
-            nowhere. Needs the extra `genbatch[http]`.
-        engine: "process" runs the Batcher in a process of its own, which is restarted when it dies; "thread" in this
-            one, which ends with it.
+        bind: a ZeroMQ address to listen at, ipc://PATH or tcp://127.0.0.1:PORT. If not given, `genbatch serve` makes a
+            socket in the user's runtime directory, and a program has no callers but its own.
+        rpc_bind: an address for msgpack-RPC clients, unix://PATH or tcp://127.0.0.1:PORT.
+        http: where OpenAI's API and a page to try it are served over HTTP, :PORT (of 127.0.0.1) or HOST:PORT. Needs the
+            extra `genbatch[http]`.
+        metrics: where /metrics and /health alone are served over HTTP, :PORT (of 127.0.0.1) or HOST:PORT, without TLS
+            and without asking for a token. Whoever reaches it learns the tenants' names.
         keys: folder made by `genbatch keys new`: ZeroMQ clients need a key of its list, and all is encrypted.
         tokens: file made by `genbatch keys token`: msgpack-RPC and HTTP clients need a token of it.
         tls_cert: PEM file of the service's certificate: msgpack-RPC and HTTP over TCP are encrypted.
         tls_key: PEM file of its private key.
+        http_insecure: whether `http` may be an address on a network without tokens and TLS: for a container, or behind
+            a proxy, where something else keeps strangers out.
+        allowed_hosts: names by which HTTP clients may call the service (their Host header), and then no others but
+            localhost; () is every name, on a loopback address localhost alone.
+        allowed_origins: origins whose web pages may use it over HTTP, such as https://chat.example.
+        engine: "process" runs the Batcher in a process of its own, which is restarted when it dies; "thread" in this
+            one, which ends with it.
         shutdown_timeout_s: seconds that accepted requests have to end in when the service is told to stop.
         max_restarts: engine processes that may die within `restart_window_s` seconds; with one more the service gives
             up.
@@ -36,11 +46,15 @@ class ServiceOptions:
     bind: str | None = None
     rpc_bind: str | None = None
     http: str | None = None
-    engine: EngineKind = "thread"
+    metrics: str | None = None
     keys: str | None = None
     tokens: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+    http_insecure: bool = False
+    allowed_hosts: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    engine: EngineKind = "thread"
     shutdown_timeout_s: float = 30.0
     max_restarts: int = 5
     restart_window_s: float = 300.0
@@ -60,6 +74,15 @@ class ServiceOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_cert" if self.tls_cert is None else "tls_key"
             raise OptionError(missing, "a certificate and its private key go together")
+        for name in ("allowed_hosts", "allowed_origins"):
+            if self.http is None and getattr(self, name):
+                raise OptionError(name, "goes with http, which is not given")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"https?://[^/\s]+/?", origin):
+                raise OptionError("allowed_origins", f"{origin!r} is no origin, which is SCHEME://HOST[:PORT]")
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"[^/:\s]+|\[[0-9a-fA-F:]+\]", host):
+                raise OptionError("allowed_hosts", f"{host!r} is no host's name; it has no scheme and no port")
         for name in ("shutdown_timeout_s", "max_restarts", "restart_window_s"):
             if not getattr(self, name) >= 0:  # also refuses NaN
                 raise OptionError(name, f"{getattr(self, name)} is less than 0")

@@ -14,11 +14,12 @@ This process does nothing else, and imports no torch: what crashes, crashes else
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -34,6 +35,7 @@ from genbatch.actors.engine.child_process import (
     NotStarted,
     ProcessDied,
     ProcessFailed,
+    ServingChanged,
     StartEngine,
     StartGateway,
     StopNow,
@@ -44,8 +46,9 @@ from genbatch.actors.engine.child_process import (
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service.gateway_process import check_listeners
 from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.served_models import BY_MODEL
+from genbatch.actors.service.start_checks import check_start
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.messages import Models
 
@@ -58,9 +61,14 @@ class Side(Protocol):
 
 
 class Joint:
-    """Knows the two sides that live."""
+    """Knows the two sides that live.
 
-    def __init__(self) -> None:
+    Args:
+        place: which of several engines it is for.
+    """
+
+    def __init__(self, place: int = 0) -> None:
+        self._place = place
         self._engine: Side | None = None
         self._gateway: Side | None = None
         self._models = Models(models=())
@@ -75,6 +83,11 @@ class Joint:
         """A gateway has started."""
         self._gateway = side
         await self._join()
+
+    def serving_changed(self, side: Side, models: Models) -> None:
+        """What an engine serves has changed, for gateways that are joined to it later."""
+        if self._engine is side:
+            self._models = models
 
     def engine_is_gone(self, side: Side) -> None:
         """It is not joined any more; fine if another has taken its place."""
@@ -95,7 +108,7 @@ class Joint:
         if self._engine is None or self._gateway is None:
             return
         self._number += 1
-        join = Join(self._number, self._models)
+        join = Join(self._number, self._models, self._place)
         ends = list(socket.socketpair())
         try:
             for side in (self._engine, self._gateway):
@@ -157,8 +170,12 @@ class EngineRunner:
             task_status.started()
             await self._joint.engine_is_ready(child.channel, self.ready.models)
             while (message := await child.channel.receive()) is not None:
-                if isinstance(message, Unjoined):
-                    await self._joint.unjoined(message.number)
+                match message:
+                    case Unjoined(number):
+                        await self._joint.unjoined(number)
+                    case ServingChanged(models, adapters):
+                        self._start = msgspec.structs.replace(self._start, adapters=adapters)
+                        self._joint.serving_changed(child.channel, models)
             raise ProcessDied("engine", await child.end(EXIT_S))
         except trio.Cancelled:
             grace_s = ENGINE_STOP_S
@@ -195,14 +212,14 @@ class GatewayRunner:
 
     Args:
         start: what each is told.
-        joint: is told of each.
-        kill_engine: called with the reason when a gateway says that the engine is hung.
+        joints: are told of each; one an engine.
+        kill_engine: called with the reason and the engine's place when a gateway says that it is hung.
     """
 
-    def __init__(self, start: StartGateway, joint: Joint, kill_engine: Callable[[str], None]) -> None:
+    def __init__(self, start: StartGateway, joints: Sequence[Joint], kill_engine: Callable[[str, int], None]) -> None:
         self.addresses: tuple[str, ...] = ()
         self._start = start
-        self._joint = joint
+        self._joints = joints
         self._kill_engine = kill_engine
         self._child: ChildProcess | None = None
         self._is_stopping = False
@@ -235,10 +252,11 @@ class GatewayRunner:
         try:
             self.addresses = (await self._wait_until_ready(child)).addresses
             task_status.started()
-            await self._joint.gateway_is_ready(child.channel)
+            for joint in self._joints:
+                await joint.gateway_is_ready(child.channel)
             while (message := await child.channel.receive()) is not None:
                 if isinstance(message, Hung):
-                    self._kill_engine(message.reason)
+                    self._kill_engine(message.reason, message.engine)
             code = await child.end(EXIT_S)
             if not self._is_stopping:
                 raise ProcessDied("gateway", code)
@@ -246,7 +264,8 @@ class GatewayRunner:
             grace_s = GATEWAY_STOP_S
             raise
         finally:
-            self._joint.gateway_is_gone(child.channel)
+            for joint in self._joints:
+                joint.gateway_is_gone(child.channel)
             self._child = None
             self._stopped.set()
             with trio.CancelScope(shield=True):
@@ -272,11 +291,20 @@ SHUTDOWN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceProcesses:
-    """A service whose parts are processes of their own."""
+    """A service whose parts are processes of their own.
 
-    engine: EngineRunner
+    Args:
+        engines: one a model, in the order in which they were named.
+    """
+
+    engines: tuple[EngineRunner, ...]
     gateway: GatewayRunner
     telemetry: Telemetry
+
+    @property
+    def engine(self) -> EngineRunner:
+        """The first model's."""
+        return self.engines[0]
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -284,9 +312,13 @@ class ServiceProcesses:
         return self.gateway.addresses
 
     async def describe(self) -> tuple[Models, dict[str, Any]]:
-        """What is served, and the stats at the engine's start."""
-        assert self.engine.ready is not None
-        return self.engine.ready.models, self.engine.ready.stats
+        """What is served, and the stats at the engine's start; of several models by their names."""
+        ready = [engine.ready for engine in self.engines if engine.ready is not None]
+        assert len(ready) == len(self.engines), "an engine has not started"
+        models = Models(models=tuple([card for one in ready for card in one.models.models]))
+        if len(ready) == 1:
+            return models, ready[0].stats
+        return models, {BY_MODEL: {one.models.models[0].id: one.stats for one in ready}}
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
@@ -295,31 +327,53 @@ class ServiceProcesses:
 
 @asynccontextmanager
 async def open_processes(
-    engine_options: EngineOptions,
+    engine_options: EngineOptions | Sequence[EngineOptions],
     batcher_options: BatcherOptions,
     options: ServiceOptions,
     *,
     progress: Callable[[str, int, int], None] | None = None,
+    of_fleet: bool = False,
 ) -> AsyncIterator[ServiceProcesses]:
-    """Starts both and keeps them running for as long as the body runs.
+    """Starts all and keeps them running for as long as the body runs.
 
     Args:
+        engine_options: of several models one each, with the names that clients see; they are loaded one after another,
+            so that each sees what those before have left of the memory.
+        of_fleet: whether it is a replica, which the gateways of a fleet ask; see Dispatcher.
         progress: called as progress(stage, done, total) while the model loads.
 
     Raises:
         AddressError, KeyFileError, ModelError, OptionError, SchedulerError: before any request is taken.
         RestartLimit: one of them died too often.
     """
-    check_listeners(options)
-    joint, telemetry = Joint(), Telemetry()
-    batcher = encode_options(batcher_options)
-    engine = EngineRunner(StartEngine(encode_options(engine_options), batcher), joint, progress or _ignore)
-    gateway = GatewayRunner(StartGateway(encode_options(options), batcher), joint, engine.kill)
-    async with (
-        kept_running("engine", lambda: engine.run, options, telemetry),
-        kept_running("gateway", lambda: gateway.run, options, telemetry, restart="transient"),
-    ):
-        yield ServiceProcesses(engine, gateway, telemetry)
+    wanted = [engine_options] if isinstance(engine_options, EngineOptions) else list(engine_options)
+    for one in wanted:
+        check_start(one, batcher_options, options)
+    names = tuple(one.served_model_name for one in wanted) if len(wanted) > 1 else ()
+    assert all(names) and len(set(names)) == len(names), names
+    telemetry, batcher = Telemetry(), encode_options(batcher_options)
+    joints = [Joint(place) for place in range(len(wanted))]
+    engines = tuple(
+        EngineRunner(StartEngine(encode_options(one), batcher), joint, progress or _ignore)
+        for one, joint in zip(wanted, joints, strict=True)
+    )
+    gateway = GatewayRunner(
+        StartGateway(encode_options(options), batcher, of_fleet, names),
+        joints,
+        lambda reason, place: engines[place].kill(reason),
+    )
+    async with AsyncExitStack() as stack:
+        for place, engine in enumerate(engines):
+            name = f"engine of {names[place]}" if names else "engine"
+            await stack.enter_async_context(kept_running(name, _runs(engine), options, telemetry))
+        await stack.enter_async_context(
+            kept_running("gateway", lambda: gateway.run, options, telemetry, restart="transient")
+        )
+        yield ServiceProcesses(engines, gateway, telemetry)
+
+
+def _runs(engine: EngineRunner) -> Callable[[], Task]:
+    return lambda: engine.run
 
 
 def _ignore(stage: str, done: int, total: int) -> None:

@@ -20,14 +20,16 @@ from genbatch.actors.batcher.batcher import Batcher, context_factory
 from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import StartEngine, encode_options
+from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service.gateway_process import LAST_WORDS_S, LinkedGateways, Listeners, check_listeners
+from genbatch.actors.service.gateway_process import LAST_WORDS_S, LinkedGateways, Listeners
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
-from genbatch.nif.engine import Engine, load_engine
+from genbatch.actors.service.start_checks import check_start
+from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.quiet_transformers import Progress
 from genbatch.proto.messages import Models
@@ -78,9 +80,9 @@ async def open_service(
         progress: called on another thread as progress(stage, done, total).
 
     Raises:
-        AddressError, KeyFileError, ModelError, OptionError, StartFailed: before any request is taken.
+        AddressError, KeyFileError, ModelError, OptionError, SchedulerError, StartFailed: before any request is taken.
     """
-    check_listeners(options)
+    check_start(engine_options, batcher_options, options)
     opened = _open_process if options.engine == "process" else _open_thread
     async with opened(engine_options, batcher_options, options, progress) as service:
         yield service
@@ -98,7 +100,7 @@ async def _open_thread(
     children = [
         ChildSpec(
             "batcher",
-            lambda: Batcher(open_context, batcher_options),
+            lambda: Batcher(open_context, batcher_options, open_flight=open_flight),
             shutdown=BATCHER_SHUTDOWN_S,
             mailbox_size=MAILBOX_SIZE,
         )
@@ -122,11 +124,11 @@ async def _open_process(
     joint = Joint()
     start = StartEngine(encode_options(engine_options), encode_options(batcher_options))
     runner = EngineRunner(start, joint, progress or (lambda stage, done, total: None))
-    gateways = LinkedGateways(batcher_options, options, on_hung=runner.kill)
+    gateways = LinkedGateways(batcher_options, options, on_hung=lambda reason, _: runner.kill(reason))
     async with kept_running("engine", lambda: runner.run, options, gateways.telemetry), background() as nursery:
         try:
             await nursery.start(gateways.supervisor.run)
         except StartFailed as error:
             raise (error.__cause__ or error) from None
-        await joint.gateway_is_ready(gateways.side)
-        yield Service(gateways.link, gateways.telemetry, gateways.addresses)
+        await joint.gateway_is_ready(gateways.sides[0])
+        yield Service(gateways.links[0], gateways.telemetry, gateways.addresses)

@@ -6,7 +6,7 @@ from statistics import median
 import torch
 
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.engine import choose_runner
+from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.runner import ChoosingRunner, Runner

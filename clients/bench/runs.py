@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import trio
 from rich.table import Table
 
-from genbatch.clients.bench.workloads import Case, LoadRequest, ScriptedLoad, arrival_times
+from genbatch.clients.bench.workloads import Case, LoadRequest, ScriptedLoad
 from genbatch.clients.interface import Stream
 from genbatch.proto.errors import GenbatchError
 
@@ -346,28 +346,25 @@ async def run_case(
     client: Streams,
     case: Case,
     *,
-    seed: int,
-    burstiness: float = 1.0,
+    arrivals: Sequence[float],
     max_concurrency: int | None = None,
     goodput: Goodput | None = None,
-    floor_s: float | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """The case's figures, see `summary`; with a fixed batch its rates, with a long prefill what it did to the others.
 
     Args:
-        floor_s: seconds of the fixed batch's step by the kernels alone, where that is known.
+        arrivals, max_concurrency, on_end: see `run_load`.
     """
-    arrivals = arrival_times(len(case.load.requests), case.request_rate, burstiness=burstiness, seed=seed)
     run = await run_load(client, case.load, arrivals=arrivals, max_concurrency=max_concurrency, on_end=on_end)
     figures = summary(run, goodput)
     figures["request_rate"] = None if math.isinf(case.request_rate) else case.request_rate
     if case.batch is not None:
         rate = decode_rate(run.times)
         figures |= {"prefill_tok_s": prefill_rate(run.times), "decode_tok_s": rate}
-        if floor_s is not None:
-            figures["floor_tok_s"] = case.batch / floor_s
-            figures["percent_of_floor"] = None if rate is None else 100 * rate * floor_s / case.batch
+        if case.floor_s is not None:
+            figures["floor_tok_s"] = case.batch / case.floor_s
+            figures["percent_of_floor"] = None if rate is None else 100 * rate * case.floor_s / case.batch
     if any(one.after_tokens for one in case.load.requests):
         figures |= disturbance(run.times)
     return figures

@@ -223,12 +223,14 @@ class Case:
     Args:
         request_rate: requests a second; infinite sends all at once.
         batch, context: of W5, else None.
+        floor_s: seconds of W5's step by the kernels alone, where that is known.
     """
 
     load: ScriptedLoad
     request_rate: float = math.inf
     batch: int | None = None
     context: int | None = None
+    floor_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from genbatch.clients.cli.command import UsageError, run_command, with_flag_groups
+from genbatch.clients.cli.command import FAILURE, UsageError, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
-from genbatch.clients.cli.engine_flags import ModelFlags
+from genbatch.clients.cli.option_flags import ModelFlags
 from genbatch.clients.interface import Client
 from genbatch.proto.errors import GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Result
+
+_MOST_TOLD = 10  # lines that failed, named one by one
 
 
 class BatchFile:
@@ -32,8 +34,12 @@ class BatchFile:
     """
 
     def __init__(self, source: Path, target: Path) -> None:
+        self.source = source
         self.target = target
-        self.lines = [line for line in source.read_text().splitlines() if line.strip()]
+        found = [(place, line) for place, line in enumerate(source.read_text().splitlines(), 1) if line.strip()]
+        self.lines = [line for _, line in found]
+        self._places = [place for place, _ in found]  # in the file, from 1, as an editor counts
+        self.failed: dict[int, str] = {}
         self.done = self._read_done()
 
     def todo(self) -> Iterator[tuple[int, str]]:
@@ -61,11 +67,22 @@ class BatchFile:
         entry: dict[str, Any] = {"line": number, "id": identity}
         if isinstance(outcome, GenbatchError):
             entry["error"] = outcome.to_wire()
+            self.failed[number] = str(outcome)
         else:
             entry["result"] = outcome
         with self.target.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
         self.done.add(number)
+
+    def summary(self) -> str:
+        """What became of the lines, for a person: those that failed are named, by their place in the file."""
+        whole = f"{len(self.done) - len(self.failed)} of {len(self.lines)} requests are answered, in {self.target}"
+        if not self.failed:
+            return whole
+        told = [f"  line {self._places[number]}: {self.failed[number]}" for number in sorted(self.failed)[:_MOST_TOLD]]
+        if len(self.failed) > _MOST_TOLD:
+            told.append(f"  and {len(self.failed) - _MOST_TOLD} more, each with its error in {self.target}")
+        return "\n".join([whole, f"{len(self.failed)} of {self.source} failed:", *told])
 
     def _read_done(self) -> set[int]:
         """What an earlier run finished; a last line that a kill cut short is taken away."""
@@ -77,7 +94,13 @@ class BatchFile:
             self.target.write_bytes(whole)
         entries = [json.loads(line) for line in whole.splitlines()]
         # A refusal that passes with time is tried again; one that names a parameter is not.
-        return {entry["line"] for entry in entries if "retry_after_ms" not in entry.get("error", {})}
+        kept = {entry["line"]: entry for entry in entries if "retry_after_ms" not in entry.get("error", {})}
+        faults = {number: entry["error"] for number, entry in kept.items() if "error" in entry}
+        self.failed = {
+            number: ": ".join(part for part in (fault.get("field"), fault["message"]) if part)
+            for number, fault in faults.items()
+        }
+        return set(kept)
 
 
 @with_flag_groups
@@ -93,6 +116,9 @@ def batch(
     engine: ModelFlags,
 ) -> None:
     """Run a file of requests; killed and started again, it goes on where it stopped.
+
+    0: all are answered; 1: some failed, which are named. Each line of the results has the number of its request from 0,
+    empty lines not counted.
 
     Each line is an object with prompt, token_ids or messages, the parameters by name, and an id if you like:
 
@@ -113,6 +139,9 @@ def batch(
             await _answer_all(client, file, concurrency)
 
     run_command(run)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(file.summary(), markup=False)
+    if file.failed:
+        raise typer.Exit(FAILURE)
 
 
 async def _answer_all(client: Client, file: BatchFile, concurrency: int) -> None:

@@ -35,12 +35,13 @@ from genbatch.clients.bench.workloads import (
     LoadOptions,
     ScriptedLoad,
     Workload,
+    arrival_times,
     cases_of,
     chat,
 )
 from genbatch.clients.cli.command import UsageError, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, LoadingBars, import_engine, open_client
-from genbatch.clients.cli.engine_flags import ModelFlags, engine_options
+from genbatch.clients.cli.option_flags import ModelFlags
 
 _LOAD = "Load"
 _TRAFFIC = "Traffic"
@@ -307,7 +308,7 @@ class Target:
     def _measure_floors(self, cases: Sequence[Case]) -> list[float | None]:
         from genbatch.clients.bench.floor import DecodeFloor
 
-        floor = DecodeFloor(engine_options(self.connection.model, self.engine))
+        floor = DecodeFloor(self.engine.options(self.connection.private_model))
         found: list[float | None] = []
         for case in cases:
             assert case.batch is not None
@@ -322,19 +323,20 @@ class Target:
             from genbatch.clients.bench.gpt_manager_client import open_gpt_manager
             from genbatch.nif.models.model import load_model
 
-            load = partial(load_model, dtype=self.engine.dtype, n_gpu_layers=self.engine.n_gpu_layers, progress=bars)
-            model = await trio.to_thread.run_sync(load, self.connection.model, abandon_on_cancel=True)
+            engine = self.engine.options(self.connection.private_model)
+            load = partial(load_model, dtype=engine.dtype, n_gpu_layers=engine.n_gpu_layers, progress=bars)
+            model = await trio.to_thread.run_sync(load, self.connection.private_model, abandon_on_cancel=True)
         async with open_gpt_manager(model, loads, self._parallel, **self.measures.logits) as client:
             yield client, {"id": model.name, "vocab_size": model.vocab_size, "runner": "batch manager"}
 
     def _roomy(self, loads: Sequence[ScriptedLoad]) -> ModelFlags:
         """The engine's flags with a KV pool in which no sequence waits for memory, unless its size was given."""
-        default = ModelFlags().n_ctx
-        if self.engine.n_ctx != default:
+        if "n_ctx" in self.engine.changed():
             return self.engine
         wanted = max(load.positions_of(self._parallel) for load in loads)
         block = 64  # at least what the last block of a sequence holds
-        return replace(self.engine, n_ctx=max(default, wanted + block * self._parallel))
+        n_ctx = max(self.engine.values["n_ctx"] or 0, wanted + block * self._parallel)
+        return ModelFlags(**{**self.engine.values, "n_ctx": n_ctx})
 
     def _refuse_flags_of_a_private_service(self, address: str) -> None:
         given = {"n_parallel": self.n_parallel, "floor": self.measures.floor}
@@ -345,9 +347,8 @@ class Target:
                 raise UsageError(f"{name}: only of a model in this process, not of the service at {address}")
 
     def _refuse_flags_beside_logits(self) -> None:
-        default = ModelFlags()
         for name in _NOT_THE_BATCH_MANAGERS:
-            if getattr(self.engine, name) != getattr(default, name):
+            if name in self.engine.changed():
                 raise UsageError(f"{name}: logits come from the batch manager, which does not read it")
         if self.measures.floor:
             raise UsageError("floor: logits come from the batch manager, whose steps have no measured floor")
@@ -463,15 +464,14 @@ class Bench:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             for case, floor_s in zip(cases, floors, strict=True):
-                task = progress.add_task(case.load.name, total=len(case.load.requests))
+                count, burstiness = len(case.load.requests), self.traffic.burstiness or 1.0
+                task = progress.add_task(case.load.name, total=count)
                 figures = await run_case(
                     client,
-                    case,
-                    seed=self.load.seed,
-                    burstiness=self.traffic.burstiness or 1.0,
+                    replace(case, floor_s=floor_s),
+                    arrivals=arrival_times(count, case.request_rate, burstiness=burstiness, seed=self.load.seed),
                     max_concurrency=self.traffic.max_concurrency,
                     goodput=self.goodput,
-                    floor_s=floor_s,
                     on_end=lambda task=task: progress.advance(task),  # type: ignore[misc]
                 )
                 runs.append(figures | self.target.logits_of(client))

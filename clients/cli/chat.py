@@ -23,11 +23,11 @@ from rich.console import Console
 
 from genbatch.clients.cli.command import print_error, printable, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
-from genbatch.clients.cli.engine_flags import ModelFlags
-from genbatch.clients.cli.generate import SamplingFlags
+from genbatch.clients.cli.generate import SamplingFlags, check_request
+from genbatch.clients.cli.option_flags import ModelFlags, is_given
 from genbatch.clients.interface import Client, ClientError, GenerateParams, MessageLike
 from genbatch.nif.trusted_files import NotOurs, check_ours
-from genbatch.proto.errors import GenbatchError
+from genbatch.proto.errors import GenbatchError, PromptTooLong
 from genbatch.proto.messages import Message
 
 FORMAT = "genbatch-chat-1"
@@ -201,6 +201,8 @@ class ConversationStore:
         self._console.print(f"warning: {self._file.path}: {text}", style="yellow", markup=False)
 
 
+# Of an answer, unless --max-tokens says otherwise: a small model may go on for ever.
+MAX_ANSWER_TOKENS = 1024
 _PROMPT = "you> "
 _HINT = "Ctrl-C cancels an answer, Ctrl-D leaves; /help lists the commands."
 _HELP = """/new    start over
@@ -210,6 +212,7 @@ _HELP = """/new    start over
 
 @with_flag_groups
 def chat(
+    context: typer.Context,
     *,
     system: Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")] = None,
     session: Annotated[
@@ -239,16 +242,32 @@ def chat(
     """
 
     parameters = sampling.parameters()
+    if parameters["max_tokens"] is None:
+        parameters["max_tokens"] = MAX_ANSWER_TOKENS
 
     async def talk() -> None:
         file = None if session is None else SessionFile(session)
-        saved = Session() if file is None else file.read()  # what is wrong with it shows before a model is loaded
-        async with open_client(connection, engine) as client:
+        # What is wrong with either shows before a model is loaded.
+        saved = Session() if file is None else file.read()
+        check_request(None, [{"role": "user", "content": ""}], parameters)
+        # A service that others use, too, keeps no KV for a session.
+        async with open_client(connection, engine, finds_running=file is None) as client:
+            parameters.update(await _models_own(client, context))  # type: ignore[typeddict-item]  # names of its own
             store = None if file is None else ConversationStore(file, saved, client)
             with _terminal_restored():
                 await Conversation(client, system, parameters, store).run()
 
     run_command(talk)
+
+
+async def _models_own(client: Client, context: typer.Context) -> dict[str, float]:
+    """How the model's makers say to draw, where no flag says otherwise; told, so that nobody wonders."""
+    cards = await client.models()  # none, while a fleet has no replica
+    own = {name: value for card in cards[:1] for name, value in card.sampling.items() if not is_given(context, name)}
+    if own and sys.stdin.isatty():
+        told = ", ".join(f"{name} {value:g}" for name, value in own.items())
+        Console(stderr=True, highlight=False).print(f"drawing as the model's makers say: {told}", style="dim")
+    return {name: int(value) if name == "top_k" else float(value) for name, value in own.items()}
 
 
 class Conversation:
@@ -338,8 +357,13 @@ class Conversation:
                         said.append(token.text)
                         sys.stdout.write(printable(token.text, is_terminal=self._to_terminal))
                         sys.stdout.flush()
+            except PromptTooLong as error:
+                print_error(error, advice="/new starts a new conversation")
             except GenbatchError as error:
                 print_error(error)
+            else:
+                if stream.result.finish_reason == "length":
+                    sys.stdout.write(" [cut short: --max-tokens allows more]")
         if self._answering.cancelled_caught:
             sys.stdout.write(" [cancelled]")
         self._answering = None

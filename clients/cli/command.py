@@ -33,26 +33,28 @@ from genbatch.actors.fleet.routing import RouterError
 from genbatch.actors.runtime.errors import ActorError, StartFailed
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.errors import AddressError, KeyFileError
+from genbatch.clients.cli.option_flags import OptionFlags
 from genbatch.clients.interface import ClientError
 from genbatch.nif.errors import ModelError, NativeError, OptionError
 from genbatch.proto.errors import GenbatchError, InvalidRequest, ModelNotFound, PromptTooLong
 
 
 def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with each parameter that is a dataclass replaced by one keyword parameter per field."""
-    groups: dict[str, type[Any]] = {}
+    """`command` with each parameter that is a group of flags replaced by one keyword parameter per flag."""
+    groups: dict[str, tuple[type[Any], list[str]]] = {}
     parameters: list[Parameter] = []
     for parameter in signature(command).parameters.values():
-        if is_dataclass(parameter.annotation) and isinstance(parameter.annotation, type):
-            groups[parameter.name] = parameter.annotation
-            parameters.extend(_flags(parameter.annotation))
-        else:
+        flags = _flags(parameter.annotation)
+        if flags is None:
             parameters.append(parameter)
+        else:
+            groups[parameter.name] = parameter.annotation, [flag.name for flag in flags]
+            parameters.extend(flags)
 
     @wraps(command)
     def expanded(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        for name, (group, flags) in groups.items():
+            given[name] = group(**{flag: given.pop(flag) for flag in flags})
         command(**given)
 
     keyword_only = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
@@ -61,7 +63,14 @@ def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
-def _flags(group: type[Any]) -> list[Parameter]:
+def _flags(group: Any) -> list[Parameter] | None:
+    """The flags of a dataclass's fields or of a service's options; None for what is no group."""
+    if not isinstance(group, type):
+        return None
+    if issubclass(group, OptionFlags):
+        return group.parameters()
+    if not is_dataclass(group):
+        return None
     hints = get_type_hints(group, include_extras=True)
     return [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
@@ -155,10 +164,11 @@ def report(error: BaseException) -> int:
     return BAD_INPUT if isinstance(error, (*_CALLERS_MISTAKES, UsageError)) else FAILURE
 
 
-def print_error(error: BaseException) -> None:
-    """One red line on standard error."""
+def print_error(error: BaseException, advice: str = "") -> None:
+    """One red line on standard error; `advice` says what a person may do."""
     console = Console(stderr=True, soft_wrap=True)
-    console.print(Text(f"error: {' '.join(str(error).split())}", style="bold red"))
+    told = " ".join(str(error).split())
+    console.print(Text(f"error: {told}; {advice}" if advice else f"error: {told}", style="bold red"))
 
 
 def _root(error: BaseException) -> BaseException:

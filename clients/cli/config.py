@@ -1,8 +1,7 @@
 """`genbatch config`: every option of a service, what is in force, and where that is from."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genbatch.clients.cli.batcher_flags import BatcherFlags, limits_of
 from genbatch.clients.cli.command import report, with_flag_groups
-from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
-from genbatch.clients.cli.service_flags import ServiceFlags
+from genbatch.clients.cli.option_fields import SECTIONS, markdown_table, options
+from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags, is_given
 
 if TYPE_CHECKING:  # takes a quarter of a second that --help does not need
     from genbatch.clients.cli.settings import Settings
@@ -41,14 +39,9 @@ def config(
     model: Annotated[str, typer.Argument(help="As for `genbatch serve`.")] = DEFAULT_MODEL,
     *,
     json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table of all options that the README has.")
-    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/options.md.")] = False,
     file: ConfigFlags,
-    model_flags: ModelFlags,
-    pool: PoolFlags,
-    batcher: BatcherFlags,
-    service: ServiceFlags,
+    flags: ServiceFlags,
 ) -> None:
     """Show every option of a service, what `genbatch serve` would take with the same flags, and where that is from.
 
@@ -64,13 +57,12 @@ def config(
     """
 
     def show() -> None:
-        from genbatch.clients.cli.option_table import markdown_table
         from genbatch.clients.cli.settings import unknown_variables
 
         if markdown:
             sys.stdout.write(markdown_table())
             return
-        settings = settings_of(context, model, file, model_flags, pool, batcher, service)
+        settings = settings_of(context, model, file, flags)
         if json:
             sys.stdout.write(msgspec.json.encode(_plain(settings)).decode() + "\n")
             return
@@ -85,7 +77,7 @@ def config(
         raise typer.Exit(report(error)) from None
 
 
-def settings_of(context: typer.Context, model: str, file: ConfigFlags, *groups: Any) -> "Settings":
+def settings_of(context: typer.Context, model: str, file: ConfigFlags, flags: ServiceFlags) -> "Settings":
     """The settings that a command's flags, the environment and the file come to.
 
     Raises:
@@ -93,12 +85,12 @@ def settings_of(context: typer.Context, model: str, file: ConfigFlags, *groups: 
     """
     from genbatch.clients.cli.settings import read_settings
 
-    return read_settings(_given(context, model, groups), config=file.config)
+    given = {"model": model} if is_given(context, "model") else {}
+    return read_settings(given | flags.given(context), config=file.config)
 
 
 def settings_table(settings: "Settings") -> Table:
     """A row an option; what is not a default stands out."""
-    from genbatch.clients.cli.option_fields import SECTIONS, options
     from genbatch.clients.cli.settings import DEFAULT
 
     table = Table(box=None, padding=(0, 2), header_style="bold")
@@ -117,8 +109,6 @@ def settings_table(settings: "Settings") -> Table:
 
 
 def _plain(settings: "Settings") -> dict[str, Any]:
-    from genbatch.clients.cli.option_fields import options
-
     return {
         option.name: {
             "value": "(secret)" if option.is_secret else settings.value(option.name),
@@ -126,26 +116,3 @@ def _plain(settings: "Settings") -> dict[str, Any]:
         }
         for option in options().values()
     }
-
-
-def _given(context: typer.Context, model: str, groups: tuple[Any, ...]) -> Mapping[str, Any]:
-    """The options that the command line names, by name."""
-    from genbatch.clients.cli.option_fields import LIMITS, option_of_flag
-
-    given: dict[str, Any] = {"model": model} if _is_given(context, "model") else {}
-    for group in groups:
-        for field in fields(group):
-            if not _is_given(context, field.name):
-                continue
-            name, opposite = option_of_flag(field.name)
-            value = getattr(group, field.name)
-            if name == LIMITS:
-                given.update({f"{LIMITS}.{limit}": number for limit, number in limits_of(value).items()})
-            else:
-                given[name] = not value if opposite else tuple(value) if isinstance(value, list) else value
-    return given
-
-
-def _is_given(context: typer.Context, parameter: str) -> bool:
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"

@@ -16,9 +16,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from genbatch.actors.gateways.addresses import default_address, is_listening
 from genbatch.clients.cli.command import UsageError
-from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags
+from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
+from genbatch.clients.cli.picked_model import PickedModel
 from genbatch.clients.interface import Client
+from genbatch.nif.models.model_names import check_source
 
 if TYPE_CHECKING:  # a command that only prints its help imports no sockets
     from genbatch.clients.remote import RemoteClient
@@ -28,6 +31,8 @@ _TITLES = {
     "download": "Downloading the model",
     "convert": "Converting to safetensors",
     "load": "Loading the model",
+    "compile": "Compiling the kernels for this machine (once)",
+    "pack": "Packing the weights",
 }
 _MEGABYTE = 1_000_000
 
@@ -77,8 +82,8 @@ class LoadingBars:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionFlags:
-    """Where the service is, or which model a private one loads."""
+class AddressFlags:
+    """Where a service is, and how to be let in."""
 
     connect: Annotated[
         str | None,
@@ -86,7 +91,7 @@ class ConnectionFlags:
             "--connect",
             "-c",
             metavar="ADDRESS",
-            help="A running service, ipc://, tcp://, unix:// or rpc://; if not given, a private one is started.",
+            help="A service, ipc://, tcp://, unix:// or rpc://; if not given, the one that `genbatch serve` runs here.",
         ),
     ] = None
     client_key: Annotated[
@@ -108,15 +113,38 @@ class ConnectionFlags:
         str | None,
         typer.Option(metavar="FILE", help="rpc:// is encrypted, and this is the certificate to trust."),
     ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionFlags(AddressFlags):
+    """Where the service is, or which model a private one loads."""
+
     model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="A name, a Hugging Face directory or id, or a .gguf file."),
-    ] = DEFAULT_MODEL
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Start a private service of this model: a name, a Hugging Face directory or id, or a .gguf file; "
+            f"{DEFAULT_MODEL} where none is running. With --connect, one of the models that the service has.",
+        ),
+    ] = None
+
+    @property
+    def private_model(self) -> str:
+        """The model of a service that is started for this command."""
+        return self.model or DEFAULT_MODEL
 
 
 @asynccontextmanager
-async def open_client(connection: ConnectionFlags, engine: ModelFlags, *, n_parallel: int = 1) -> AsyncIterator[Client]:
+async def open_client(
+    connection: ConnectionFlags, engine: ModelFlags, *, n_parallel: int = 1, finds_running: bool = False
+) -> AsyncIterator[Client]:
     """A client for as long as the body runs; progress of a private service's start goes to standard error.
+
+    Args:
+        n_parallel: of a private service.
+        finds_running: whether the service that runs at the default address is taken, where no flag says otherwise.
 
     Raises:
         UsageError: an address, and flags that only a private service reads.
@@ -125,42 +153,94 @@ async def open_client(connection: ConnectionFlags, engine: ModelFlags, *, n_para
     async with AsyncExitStack() as stack:
         if connection.connect is not None:
             _refuse_flags_of_a_private_service(connection, engine)
-            if connection.server_key is not None and connection.client_key is None:
-                raise UsageError("server_key: a service that has keys asks for the client's too (--client-key FILE)")
-            yield await stack.enter_async_context(_remote_client(connection.connect, connection))
+            client: Client = await stack.enter_async_context(remote_client(connection.connect, connection))
+            yield client if connection.model is None else PickedModel(client, connection.model)
             return
         if connection.tls_ca is not None:
             raise UsageError("tls_ca: a private service asks for none; say where the service is (--connect)")
+        wants_private = bool(_flags_of_a_private_service(connection, engine))
+        if finds_running and not wants_private and (address := running_service()) is not None:
+            _console().print(f"asking the service at {address} (--model MODEL starts a private one)", style="dim")
+            yield await stack.enter_async_context(remote_client(address, connection))
+            return
         if connection.client_key is not None or connection.server_key is not None:
             raise UsageError("client_key: a private service asks for none; say where the service is (--connect)")
+        options = engine.options(connection.private_model)
+        check_source(options.model_path)
         with LoadingBars(Console(stderr=True)) as bars:
             await import_engine(bars)
             from genbatch.clients.in_process import open_batcher
 
             # All callers are ours: there is nobody to wait for.
             batcher = open_batcher(
-                connection.model, **engine.by_name(), n_parallel=n_parallel, batch_timeout=0.0, progress=bars
+                connection.private_model, **engine.values, n_parallel=n_parallel, batch_timeout=0.0, progress=bars
             )
             client = await stack.enter_async_context(batcher)
         yield client
 
 
-def _remote_client(address: str, connection: ConnectionFlags) -> "RemoteClient":
-    """The client that speaks what the address says: ipc:// and tcp:// are ZeroMQ, unix:// and rpc:// msgpack-RPC."""
+def default_service() -> str:
+    """Where `genbatch serve` listens without --bind: what a variable or the file of options says, else the user's own
+    socket.
+
+    Raises:
+        OptionError: one of them is faulty; it says where.
+    """
+    from genbatch.clients.cli.settings import read_settings
+
+    bind: str = read_settings({}).value("bind") or default_address()
+    return bind.replace("://*:", "://127.0.0.1:").replace("://0.0.0.0:", "://127.0.0.1:")
+
+
+def running_service() -> str | None:
+    """The default address, if somebody listens there."""
+    address = default_service()
+    return address if _is_there(address) else None
+
+
+def address_of(flags: AddressFlags) -> str:
+    """The service that a command is to ask, where a private one would have nothing to tell.
+
+    Raises:
+        UsageError: nobody listens there.
+    """
+    address = flags.connect or default_service()
+    if not _is_there(address):
+        where = "" if flags.connect else "; start it with `genbatch serve`, or say where it is with --connect ADDRESS"
+        raise UsageError(f"no service is running at {address}{where}")
+    return address
+
+
+def _is_there(address: str) -> bool:
+    """Whether somebody listens at the file of an address; of another address that is not known yet."""
+    transport, _, rest = address.partition("://")
+    if transport not in ("ipc", "unix"):
+        return True
+    return bool(rest) and is_listening(Path(rest))
+
+
+def remote_client(address: str, flags: AddressFlags) -> "RemoteClient":
+    """The client that speaks what the address says: ipc:// and tcp:// are ZeroMQ, unix:// and rpc:// msgpack-RPC.
+
+    Raises:
+        UsageError: flags that do not go with such an address.
+    """
     if address.startswith(("unix://", "rpc://")):
         from genbatch.actors.security.key_files import client_context
         from genbatch.clients.remote import RPCClient
 
-        if connection.client_key is not None:
+        if flags.client_key is not None:
             raise UsageError("client_key: keys are for ZeroMQ; a service at this address asks for a token (--token)")
-        encrypts = connection.tls_ca is not None
-        tls = client_context(Path(connection.tls_ca or "")) if encrypts else None
-        return RPCClient(address, token=connection.token, tls=tls)
+        encrypts = flags.tls_ca is not None
+        tls = client_context(Path(flags.tls_ca or "")) if encrypts else None
+        return RPCClient(address, token=flags.token, tls=tls)
     from genbatch.clients.remote import ZeroMQClient
 
-    if connection.tls_ca is not None:
+    if flags.tls_ca is not None:
         raise UsageError("tls_ca: TLS is for msgpack-RPC; a service at this address has keys (--client-key)")
-    return ZeroMQClient(address, client_key=connection.client_key, server_key=connection.server_key)
+    if flags.server_key is not None and flags.client_key is None:
+        raise UsageError("server_key: a service that has keys asks for the client's too (--client-key FILE)")
+    return ZeroMQClient(address, client_key=flags.client_key, server_key=flags.server_key)
 
 
 async def import_engine(bars: LoadingBars) -> None:
@@ -169,10 +249,16 @@ async def import_engine(bars: LoadingBars) -> None:
     await trio.to_thread.run_sync(import_module, "genbatch.actors.service.service", abandon_on_cancel=True)
 
 
+def _flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> list[str]:
+    """Those that were given."""
+    given = engine.changed()
+    return given if connection.model is None else ["model", *given]
+
+
 def _refuse_flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> None:
-    ours, default = engine.by_name(), ModelFlags().by_name()
-    given = [name for name in ours if ours[name] != default[name]]
-    if connection.model != DEFAULT_MODEL:
-        given.insert(0, "model")
-    if given:
+    if given := engine.changed():
         raise UsageError(f"{given[0]}: the service at {connection.connect} has its own; give it to `genbatch serve`")
+
+
+def _console() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)

@@ -20,8 +20,9 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.command import run_command, with_flag_groups
 from genbatch.clients.cli.connection import LoadingBars, import_engine
-from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, engine_options
+from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
 from genbatch.clients.interface import Client
+from genbatch.nif.models.model_names import check_source
 
 # A panel narrower than this breaks every other word.
 _MIN_PANEL_WIDTH = 28
@@ -177,7 +178,8 @@ def demo(
 
 async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
     console = Console()
-    batcher = BatcherOptions(n_parallel=len(PROMPTS))
+    batcher, options = BatcherOptions(n_parallel=len(PROMPTS)), engine.options(model)
+    check_source(model)
     started_at = trio.current_time()
     async with AsyncExitStack() as stack:
         # Only this user can enter the directory, and it goes with the demo.
@@ -188,9 +190,7 @@ async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
             from genbatch.actors.service.service import open_service
             from genbatch.clients.remote import ZeroMQClient
 
-            await stack.enter_async_context(
-                open_service(engine_options(model, engine), batcher, ServiceOptions(bind=address), progress=bars)
-            )
+            await stack.enter_async_context(open_service(options, batcher, ServiceOptions(bind=address), progress=bars))
         console.print(f"{model} is ready after {trio.current_time() - started_at:.1f} s, at {address}", style="dim")
         answers = [DemoAnswer(prompt) for prompt in PROMPTS]
         async with ZeroMQClient(address) as client:

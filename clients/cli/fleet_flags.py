@@ -46,7 +46,8 @@ class FleetFlags:
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="The Ray cluster to join; else one of this machine, which is started.", rich_help_panel=_REPLICAS
+            help="The Ray cluster to join; else that of this machine, or one is started; local always starts one.",
+            rich_help_panel=_REPLICAS,
         ),
     ] = None
     fleet: Annotated[

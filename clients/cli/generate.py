@@ -1,5 +1,6 @@
 """`genbatch generate`: one prompt, one answer, streamed; and the flags that say how an answer is drawn."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,20 @@ from rich.console import Console
 
 from genbatch.clients.cli.command import UsageError, printable, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
-from genbatch.clients.cli.engine_flags import ModelFlags
-from genbatch.clients.interface import Client, GenerateParams
+from genbatch.clients.cli.option_flags import ModelFlags
+from genbatch.clients.interface import Client, GenerateParams, build_request
+from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import Result
+from genbatch.proto.validation import Grammar, RequestLimits, grammar_of, validate_request
 
 _SAMPLING = "Sampling"
 _SHAPE = "Shape of the answer"
+
+
+# How much one request may ask for is the operator's to say.
+_ANY = RequestLimits(
+    max_stop=sys.maxsize, max_stop_length=sys.maxsize, max_grammar_bytes=sys.maxsize, max_deadline_s=math.inf
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +75,15 @@ class SamplingFlags:
     ] = None
 
     json_schema: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="Answer in JSON of this schema.", rich_help_panel=_SHAPE
+            metavar="FILE", help="Answer in JSON of this schema; a file, or the schema itself.", rich_help_panel=_SHAPE
         ),
     ] = None
     grammar: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="A Lark or GBNF grammar.", rich_help_panel=_SHAPE
+            metavar="FILE", help="A Lark or GBNF grammar; a file, or the text itself.", rich_help_panel=_SHAPE
         ),
     ] = None
     regex: Annotated[
@@ -89,10 +98,10 @@ class SamplingFlags:
         """
         shape: GenerateParams = {}
         if self.json_schema is not None:
-            schema = _read(self.json_schema, "--json-schema")
+            schema = _text_of(self.json_schema, "--json-schema", self.json_schema.lstrip().startswith("{"))
             shape["response_format"] = {"type": "json_schema", "schema": schema}
         if self.grammar is not None:
-            shape["grammar"] = _read(self.grammar, "--grammar")
+            shape["grammar"] = _text_of(self.grammar, "--grammar", "::=" in self.grammar or "\n" in self.grammar)
         if self.regex is not None:
             shape["regex"] = self.regex
         return {
@@ -113,11 +122,43 @@ class SamplingFlags:
         }
 
 
-def _read(path: Path, flag: str) -> str:
+def check_request(prompt: str | None, messages: list[dict[str, str]] | None, parameters: GenerateParams) -> None:
+    """Tells what is wrong with a request whatever the model, before one is loaded or a service is asked.
+
+    Raises:
+        InvalidRequest: with the name of the parameter at fault.
+    """
+    request = build_request(prompt, messages, parameters)
+    validate_request(request, _ANY)
+    grammar = grammar_of(request)
+    if grammar is not None:
+        _check_grammar(grammar)
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    """Whether it can be read; without the extra that reads it, the service will tell."""
     try:
-        return path.read_text(encoding="utf-8")
+        from genbatch.nif.sampling.grammar_compiler import why_unreadable
+    except ImportError:
+        return
+    if reason := why_unreadable(grammar.kind, grammar.text):
+        raise InvalidRequest(grammar.field, reason)
+
+
+def _text_of(given: str, flag: str, is_text: bool) -> str:
+    """What is in the file that a flag names, or what was given where that is the text itself.
+
+    Raises:
+        typer.BadParameter: there is no such file, or it is not text.
+    """
+    if is_text:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise typer.BadParameter(f"{path} is not text in UTF-8", param_hint=flag) from None
+        raise typer.BadParameter(f"{given} is not text in UTF-8", param_hint=flag) from None
+    except OSError as error:
+        raise typer.BadParameter(f"{given} cannot be read: {error.strerror}", param_hint=flag) from None
 
 
 @with_flag_groups
@@ -147,9 +188,10 @@ def generate(
 
     async def answer() -> None:
         turns = _conversation(text, system, raw)
-        async with open_client(connection, engine) as client:
-            # A raw prompt travels as `prompt`, a conversation as `messages`.
-            given = (text if raw else None, turns, sampling.parameters())
+        # A raw prompt travels as `prompt`, a conversation as `messages`.
+        given = (text if raw else None, turns, sampling.parameters())
+        check_request(*given)
+        async with open_client(connection, engine, finds_running=True) as client:
             if json:
                 await _print_json(client, *given)
             else:

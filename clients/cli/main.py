@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from genbatch.clients.cli.adapters import adapters
 from genbatch.clients.cli.batch import batch
 from genbatch.clients.cli.bench import bench
 from genbatch.clients.cli.chat import chat
 from genbatch.clients.cli.config import config
 from genbatch.clients.cli.demo import demo
+from genbatch.clients.cli.embed import embed
 from genbatch.clients.cli.generate import generate
 from genbatch.clients.cli.keys import keys
 from genbatch.clients.cli.plan import plan
@@ -28,8 +30,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, generate, chat, batch, bench, stats, config, top, replay, plan):
+for command in (demo, serve, generate, chat, embed, batch, bench, stats, config, top, replay, plan):
     app.command()(command)
+app.add_typer(adapters)
 app.add_typer(keys)
 
 

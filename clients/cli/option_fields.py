@@ -1,7 +1,7 @@
 """Every option of a service, read from the dataclasses that hold them: name, type, default and what it means.
 
-A field that is added to one of those classes is in the configuration file, the environment, `genbatch config` and the
-README's table without a line here.
+A field that is added to one of those classes, with its line under "Args:", is a keyword, a flag, a key of the file, a
+variable of the environment, and a row of `genbatch config` and docs/options.md, without a line here.
 """
 
 import inspect
@@ -16,14 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.scheduling.plan import StepLimits
-from genbatch.actors.scheduling.spec import SchedulerOptions
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients.cli.batcher_flags import BatcherFlags
-from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
-from genbatch.clients.cli.service_flags import ServiceFlags
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.proto.validation import RequestLimits
 
 SECTIONS = {
@@ -32,10 +26,9 @@ SECTIONS = {
     RequestLimits: "What one request may ask for",
     ServiceOptions: "Service",
 }
-FLAG_GROUPS = (ModelFlags, PoolFlags, BatcherFlags, ServiceFlags)
 LIMITS = "limits"
-# Classes whose docstrings say what fields of the others mean.
-_SEEN = {seen.__name__: seen for seen in (SchedulerOptions, GraphOptions, StepLimits)}
+# What the command takes where a program takes something else: `genbatch serve` outlives its engine.
+_OF_COMMANDS = {"engine": "process"}
 # Whose values are shown to nobody.
 _SECRET = re.compile(r"(^|_)(secret|password|token|api_key)$")
 
@@ -90,24 +83,26 @@ def options() -> Mapping[str, Option]:
     """All of them by name, in the order of their classes."""
     found: dict[str, Option] = {}
     for owner in SECTIONS:
-        texts = _texts(owner)
+        texts = _arguments(owner)
         for name, kind, default in _fields(owner):
             shown = "model" if name == "model_path" else f"{LIMITS}.{name}" if owner is RequestLimits else name
             assert shown not in found, f"two options are called {shown}"
-            kind, default = _plain(kind), _flag_default(name, default)
+            kind, default = _plain(kind), _OF_COMMANDS.get(name, default)
             found[shown] = Option(name=shown, owner=owner, field=name, kind=kind, default=default, text=texts[name])
     return found
 
 
-def option_of_flag(flag: str) -> tuple[str, bool]:
-    """The option that a field of a flag group sets, and whether it sets its opposite."""
-    known = {option.name for option in options().values()} | {LIMITS}
-    for name in (flag, f"{flag}s"):
-        if name in known:
-            return name, False
-    positive = flag.removeprefix("no_")
-    [name] = [name for name in (positive, f"enable_{positive}", f"allow_{positive}") if name in known]
-    return name, True
+def markdown_table() -> str:
+    """The tables of docs/options.md: every option with its default and its meaning, a table for each class."""
+    tables = []
+    for owner, title in SECTIONS.items():
+        lines = [f"**{title}**", "", "| option | default | |", "|---|---|---|"]
+        for option in options().values():
+            if option.owner is owner:
+                text = option.text.replace("|", "\\|").removesuffix(".")
+                lines.append(f"| `{option.name}` | {option.shown(option.default)} | {text} |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
 
 
 def _fields(owner: type[Any]) -> list[tuple[str, Any, Any]]:
@@ -122,17 +117,6 @@ def _fields(owner: type[Any]) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _flag_default(name: str, default: Any) -> Any:
-    """What the command takes where that is not the class's own default."""
-    if name == "model_path":
-        return DEFAULT_MODEL
-    for group in FLAG_GROUPS:
-        for flag in fields(group):
-            if flag.name == name:
-                return flag.default
-    return default
-
-
 def _plain(kind: Any) -> Any:
     """The part of a type that text or TOML can give."""
     if get_origin(kind) in (Union, types.UnionType):
@@ -145,27 +129,6 @@ def _is_plain(kind: Any) -> bool:
     if get_origin(kind) in (Literal, Sequence, tuple):
         return True
     return inspect.isclass(kind) and issubclass(kind, str | int | float | bool | Enum | types.NoneType)
-
-
-def _texts(owner: type[Any]) -> dict[str, str]:
-    """What the class's docstring says of each field; where it only says whose option it is, what that class says."""
-    texts = _arguments(owner)
-    for name, text in texts.items():
-        while (match := re.fullmatch(r"see (\w+)\.", texts[name])) and match[1] in _SEEN:
-            seen = _arguments(_SEEN[match[1]])
-            texts[name] = seen.get(name) or seen[name.removeprefix("scheduler_")]
-        if texts[name].startswith("see "):
-            texts[name] = _help(name) or text
-    return texts
-
-
-def _help(name: str) -> str | None:
-    """What the flag's help says."""
-    for group in FLAG_GROUPS:
-        annotation = get_type_hints(group, include_extras=True).get(name)
-        if annotation is not None:
-            return str(get_args(annotation)[1].help)
-    return None
 
 
 def _arguments(owner: type[Any]) -> dict[str, str]:

@@ -29,7 +29,14 @@ def replay(
 
       genbatch replay ./incident.flight --ticks
     """
-    from genbatch.actors.recording.records import RecordError
+    from genbatch.actors.recording.records import RecordError, RecordReader
+
+    try:
+        RecordReader(file)  # before seconds of imports
+    except RecordError as error:
+        print_error(error)
+        raise typer.Exit(BAD_INPUT) from error
+
     from genbatch.actors.recording.replay import Timeline
     from genbatch.actors.recording.replay import replay as play
     from genbatch.actors.scheduling.scheduler import SchedulerError

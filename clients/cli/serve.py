@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import trio
@@ -18,21 +19,19 @@ from genbatch.actors.observing.observe import log_event, observe, start_logging,
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients.cli.batcher_flags import BatcherFlags
-from genbatch.clients.cli.command import run_service, with_flag_groups
+from genbatch.clients.cli.command import UsageError, run_service, with_flag_groups
 from genbatch.clients.cli.config import ConfigFlags, settings_of
 from genbatch.clients.cli.connection import LoadingBars, import_engine
-from genbatch.clients.cli.engine_flags import DEFAULT_MODEL, ModelFlags, PoolFlags
 from genbatch.clients.cli.fleet_flags import FleetFlags
-from genbatch.clients.cli.service_flags import ServiceFlags
+from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
 from genbatch.proto.messages import ModelCard, Models
 
 _MEBIBYTE = 2**20
 
 
-def banner(card: ModelCard, stats: Mapping[str, Any], addresses: Sequence[str]) -> Panel:
-    """The banner of a service of this model with these stats, reachable at `addresses`."""
+def banner(card: ModelCard, stats: Mapping[str, Any], addresses: Sequence[str], adapters: Sequence[str] = ()) -> Panel:
+    """The banner of a service of this model and these adapters with these stats, reachable at `addresses`."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="cyan")
     rows.add_column()
@@ -41,6 +40,8 @@ def banner(card: ModelCard, stats: Mapping[str, Any], addresses: Sequence[str]) 
     rows.add_row("kernels", card.runner)
     rows.add_row("quantize", card.quantize)
     rows.add_row("KV cache", _kv_size(stats))
+    if adapters:
+        rows.add_row("adapters", ", ".join(adapters))
     rows.add_row("sequences", f"{card.n_parallel} at once, of {card.n_ctx} positions at most")
     for address in addresses:
         rows.add_row("listening", address)
@@ -57,17 +58,20 @@ def _kv_size(stats: Mapping[str, Any]) -> str:
 def serve(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A name, a Hugging Face directory or id, or a .gguf file.")
-    ] = DEFAULT_MODEL,
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=]MODEL...",
+            help="A name, a Hugging Face directory or id, or a .gguf file; several are served at one address, each "
+            "under its name.",
+            show_default=DEFAULT_MODEL,
+        ),
+    ] = None,
     *,
     file: ConfigFlags,
-    model_flags: ModelFlags,
-    pool: PoolFlags,
-    batcher: BatcherFlags,
-    service: ServiceFlags,
+    flags: ServiceFlags,
     fleet: FleetFlags,
 ) -> None:
-    """Serve a model to many callers, until Ctrl-C or SIGTERM; a second one does not wait for open requests.
+    """Serve models to many callers, until Ctrl-C or SIGTERM; a second one does not wait for open requests.
 
     Examples:
 
@@ -78,24 +82,95 @@ def serve(
       genbatch serve --config ./genbatch.toml
 
       genbatch serve ./my-model --dtype bfloat16 --system-prompt "You are terse."
+
+      genbatch serve smollm2 minilm=./all-MiniLM-L6-v2 --http :8000
     """
 
     async def run(stopping: trio.Event) -> None:
         # Before torch is imported anywhere: a mistake is told at once.
-        settings = settings_of(context, model, file, model_flags, pool, batcher, service)
+        named = named_models(model or [])
+        settings = settings_of(context, named[0][1] if named else DEFAULT_MODEL, file, flags)
         engine, options = settings.engine(), settings.service()
+        engines = engines_of(engine, named)
+        if len(engines) > 1:
+            _check_several(engine, options, fleet)
+        engine = engines[0]
         if engine.tensor_parallel > 1 and is_torchrun():
             if rank := torchrun_rank(engine):
                 await _follow(engine, rank, stopping)
                 return
             # torchrun starts all ranks anew, or none.
             options = replace(options, max_restarts=0)
-        opening = partial(_open_service, engine, settings.batcher(), options)
+        opening = partial(_open_service, engines, settings.batcher(), options)
         if fleet.is_wanted:
             opening = partial(_open_fleet, engine, settings.batcher(), options, fleet)
         await _serve(opening, options, stopping)
 
     run_service(run)
+
+
+def named_models(given: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, model) of each argument; the name is "" where none is said.
+
+    Raises:
+        UsageError: a name is empty.
+    """
+    found = []
+    for argument in given:
+        name, equals, path = argument.partition("=")
+        if not equals or Path(argument).expanduser().exists():  # a path may have the sign in it
+            name, path = "", argument
+        elif not (name and path):
+            raise UsageError(f"model: {argument!r} is not NAME=MODEL")
+        found.append((name, path))
+    return found
+
+
+def engines_of(engine: EngineOptions, named: Sequence[tuple[str, str]]) -> list[EngineOptions]:
+    """The engine's options for each model; several share the memory that may be taken in equal parts.
+
+    Args:
+        engine: what was configured, for the first of them.
+        named: (name, model) of each; none where the configuration says which.
+
+    Raises:
+        UsageError: two would have the same name.
+    """
+    if len(named) < 2:
+        return [engine if not named or not named[0][0] else replace(engine, served_model_name=named[0][0])]
+    names = [name or default_name(path) for name, path in named]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UsageError(f"model: two models are called {twice[0]}; say NAME=MODEL")
+    share = engine.max_memory_percent / len(named)
+    return [
+        replace(engine, model_path=path, served_model_name=name, max_memory_percent=share)
+        for name, (_, path) in zip(names, named, strict=True)
+    ]
+
+
+def default_name(model: str) -> str:
+    """What a model is called where nobody gives it a name, told without looking into it."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if path.suffix.lower() == ".gguf" else model
+
+
+def _check_several(engine: EngineOptions, options: ServiceOptions, fleet: FleetFlags) -> None:
+    """Raises UsageError for what is said of one model where there are several."""
+    if engine.served_model_name:
+        raise UsageError("served_model_name: with several models write NAME=MODEL for each")
+    if engine.chat_template:
+        raise UsageError("chat_template: is of one model, and several are served")
+    if engine.lora:
+        raise UsageError("lora: an adapter is of one model, and several are served")
+    if options.engine == "thread":
+        raise UsageError("engine: several models have a process each; thread is for one")
+    if fleet.is_wanted:
+        raise UsageError("replicas: a fleet serves one model")
+    if engine.tensor_parallel > 1 and is_torchrun():
+        raise UsageError("tensor_parallel: torchrun's ranks serve one model")
 
 
 class Running(Protocol):
@@ -127,8 +202,11 @@ async def _serve(
         nursery.start_soon(_give_up_start, stopping, ready, nursery.cancel_scope)
         async with opening() as service:
             models, stats = await service.describe()
+            by_model = stats.get("by_model", {})
             for card in models.models:  # none, while a fleet has no replica
-                Console().print(banner(card, stats, service.addresses))
+                if card.parent is None:
+                    adapters = [other.id for other in models.models if other.parent == card.id]
+                    Console().print(banner(card, by_model.get(card.id, stats), service.addresses, adapters))
             await nursery.start(observe, service.telemetry)
             names = ",".join(card.id for card in models.models)
             log_event("ready", model=names, addresses=",".join(service.addresses))
@@ -141,7 +219,7 @@ async def _serve(
 
 async def _follow(engine: EngineOptions, rank: int, stopping: trio.Event) -> None:
     """One rank of several that torchrun has started: it has no addresses, and ends with rank 0."""
-    ranks = await trio.to_thread.run_sync(import_module, "genbatch.nif.runners.tensor_parallel")
+    ranks = await trio.to_thread.run_sync(import_module, "genbatch.nif.context.tensor_parallel")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(trio.to_thread.run_sync, ranks.follow, engine, rank, abandon_on_cancel=True))
         await stopping.wait()
@@ -157,7 +235,7 @@ async def _give_up_start(stopping: trio.Event, ready: trio.Event, scope: trio.Ca
 
 @asynccontextmanager
 async def _open_service(
-    engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions
+    engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
         with LoadingBars(Console(stderr=True)) as bars:
@@ -165,12 +243,16 @@ async def _open_service(
                 from genbatch.actors.service.processes import open_processes
 
                 bars("start", 0, 0)  # over there
-                opening: AbstractAsyncContextManager[Running] = open_processes(engine, batcher, options, progress=bars)
+                wanted = engines if len(engines) > 1 else engines[0]
+                opening: AbstractAsyncContextManager[Running] = open_processes(wanted, batcher, options, progress=bars)
             else:
+                from genbatch.actors.service.start_checks import check_start
+
+                check_start(engines[0], batcher, options)
                 await import_engine(bars)
                 from genbatch.actors.service.service import open_service
 
-                opening = open_service(engine, batcher, options, progress=bars)
+                opening = open_service(engines[0], batcher, options, progress=bars)
             service = await stack.enter_async_context(opening)
         yield service
 

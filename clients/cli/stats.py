@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from genbatch.clients.cli.command import UsageError, run_command, with_flag_groups
-from genbatch.clients.cli.connection import ConnectionFlags, open_client
-from genbatch.clients.cli.engine_flags import ModelFlags
+from genbatch.clients.cli.connection import AddressFlags, address_of, remote_client
+from genbatch.nif.extras import how_to_install
 
 # Heading -> {name in the stats: what a person reads}; whatever else a service counts comes last, as it is.
 _SECTIONS = {
@@ -70,34 +70,38 @@ def stats(
     prometheus: Annotated[
         bool, typer.Option("--prometheus", help="Print them as /metrics does; needs the extra genbatch[http].")
     ] = False,
-    connection: ConnectionFlags,
-    engine: ModelFlags,
+    service: AddressFlags,
 ) -> None:
-    """Show what a service has counted.
+    """Show what a running service has counted.
 
-    Example:
+    Examples:
+
+      genbatch stats
 
       genbatch stats --connect tcp://127.0.0.1:5555
     """
-    run_command(partial(_stats, json, prometheus, connection, engine))
+    run_command(partial(_stats, json, prometheus, service))
 
 
-async def _stats(json: bool, prometheus: bool, connection: ConnectionFlags, engine: ModelFlags) -> None:
-    async with open_client(connection, engine) as client:
+async def _stats(json: bool, prometheus: bool, service: AddressFlags) -> None:
+    async with remote_client(address_of(service), service) as client:
         counted = await client.stats()
     if prometheus:
         sys.stdout.write(_exposition(counted))
     elif json:
         sys.stdout.write(msgspec.json.encode(counted).decode() + "\n")
     else:
-        Console().print(stats_table(counted))
+        for model, own in counted.get("by_model", {"": counted}).items():
+            if model:
+                Console().rule(model)
+            Console().print(stats_table(own))
 
 
 def _exposition(counted: Mapping[str, Any]) -> str:
     try:
         from genbatch.actors.observing.metrics import render
     except ImportError as error:
-        raise UsageError(f'prometheus: {error.name} is not installed: pip install "genbatch[http]"') from error
+        raise UsageError(f"prometheus: {error.name} is not installed; {how_to_install('http')}") from error
     return render(counted)[0].decode()
 
 

@@ -21,8 +21,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from genbatch.actors.gateways.addresses import default_address
-from genbatch.clients.cli.command import UsageError, printable, run_command
+from genbatch.clients.cli.command import UsageError, printable, run_command, with_flag_groups
+from genbatch.clients.cli.connection import AddressFlags, address_of, remote_client
 from genbatch.clients.interface import Client
 from genbatch.proto.errors import GenbatchError
 
@@ -241,36 +241,31 @@ def _safe(text: object) -> str:
 ANSWER_S = 5.0
 
 
+@with_flag_groups
 def top(
     *,
-    connect: Annotated[
-        str | None,
-        typer.Option("--connect", "-c", metavar="ADDRESS", help="The service; if not given, this user's default one."),
-    ] = None,
     interval: Annotated[
         float, typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="How often to look.")
     ] = 1.0,
-    client_key: Annotated[
-        str | None, typer.Option(metavar="FILE", help="This client's key, of `genbatch keys client`.")
-    ] = None,
-    server_key: Annotated[str | None, typer.Option(metavar="KEY", help="The service's public key.")] = None,
+    service: AddressFlags,
 ) -> None:
     """Watch a service: slots, queue, KV memory, pace and tenants. q or Ctrl-C leaves.
 
-    Example:
+    Examples:
+
+      genbatch top
 
       genbatch top --connect tcp://127.0.0.1:5555 --interval 0.5
     """
-    run_command(partial(_top, connect or default_address(), interval, client_key, server_key))
+    run_command(partial(_top, service, interval))
 
 
-async def _top(address: str, interval: float, client_key: str | None, server_key: str | None) -> None:
-    from genbatch.clients.remote import ZeroMQClient
-
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+async def _top(service: AddressFlags, interval: float) -> None:
+    if not _is_terminal():
         raise UsageError("genbatch top needs a terminal; `genbatch stats --json` is for programs")
+    address = address_of(service)
     console, history = Console(), TopHistory()
-    async with ZeroMQClient(address, client_key=client_key, server_key=server_key) as client:
+    async with remote_client(address, service) as client:
         with _keys_at_once(), Live(console=console, screen=True, auto_refresh=False) as live:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_quit_on_q, nursery.cancel_scope)
@@ -281,11 +276,16 @@ async def _top(address: str, interval: float, client_key: str | None, server_key
                     await trio.sleep(interval)
 
 
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 async def _look(client: Client, history: TopHistory) -> str:
     """Takes the stats; returns what went wrong instead, or nothing."""
     try:
         with trio.fail_after(ANSWER_S):
             stats = await client.stats()
+            stats = next(iter(stats.get("by_model", {"": stats}).values()))  # of several models the first
             if stats.get("engine") == "down":
                 return "the engine is down"
             history.add(stats, trio.current_time())

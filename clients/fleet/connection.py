@@ -1,5 +1,10 @@
-"""ReplicaConnection: a fleet's way to one replica, over ZeroMQ."""
+"""ReplicaConnection: a fleet's way to one replica.
 
+async with ReplicaConnection(ZeroMQTransport(address, keys)) as connection:
+    print(await connection.health())
+"""
+
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -8,12 +13,15 @@ from typing import Any, Self
 import msgspec
 import trio
 
+from genbatch.actors.batcher.messages import Embedded
 from genbatch.clients.interface import ClientClosed
-from genbatch.clients.remote import Retry, ZeroMQClient
-from genbatch.proto.errors import Unavailable
+from genbatch.clients.remote import RemoteClient, Retry
+from genbatch.clients.transports import Transport
+from genbatch.proto.errors import Unauthenticated, Unavailable
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    EmbedRequest,
     GenerateRequest,
     Health,
     ModelCard,
@@ -32,12 +40,12 @@ class ReplicaConnection:
     """Implements the fleet's `Connection`. Use it inside `async with`.
 
     Args:
-        address: the replica's.
+        transport: carries the messages, over ZeroMQ.
     """
 
-    def __init__(self, address: str, timeout: float = SILENCE_S) -> None:
+    def __init__(self, transport: Transport, timeout: float = SILENCE_S) -> None:
         # What is tried again, and where, is the fleet's decision.
-        self._client = ZeroMQClient(address, timeout=timeout, retry=Retry(max_attempts=1))
+        self._client = RemoteClient(transport, timeout=timeout, retry=Retry(max_attempts=1))
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
@@ -62,18 +70,30 @@ class ReplicaConnection:
                     on_token(token)
             return stream.result
 
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """See `Connection`."""
+        params: Any = msgspec.to_builtins(request)
+        params.pop("encoding_format", None)
+        with _unavailable_once_closed():
+            found = await self._client.embed(params.pop("input"), **params)
+        vectors = [struct.pack(f"<{len(vector)}f", *vector) for vector in found.embeddings]
+        return Embedded(vectors=vectors, prompt_tokens=found.usage.prompt_tokens)
+
     async def tokenize(self, request: TokenizeRequest) -> TokenIds:
         """See `Connection`."""
         with _unavailable_once_closed():
             found = await self._client.tokenize(
-                request.prompt, messages=request.messages, add_special_tokens=request.add_special_tokens
+                request.prompt,
+                messages=request.messages,
+                add_special_tokens=request.add_special_tokens,
+                model=request.model,
             )
         return TokenIds(token_ids=found)
 
     async def detokenize(self, request: DetokenizeRequest) -> Text:
         """See `Connection`."""
         with _unavailable_once_closed():
-            return Text(text=await self._client.detokenize(request.token_ids))
+            return Text(text=await self._client.detokenize(request.token_ids, model=request.model))
 
     async def stats(self) -> dict[str, Any]:
         """See `Connection`."""
@@ -90,10 +110,10 @@ class ReplicaConnection:
         with _unavailable_once_closed():
             return await self._client.health()
 
-    async def card(self) -> ModelCard:
-        """The model that it serves."""
+    async def cards(self) -> tuple[ModelCard, ...]:
+        """The model that it serves, and its adapters."""
         with _unavailable_once_closed():
-            return (await self._client.models())[0]
+            return await self._client.models()
 
 
 @contextmanager
@@ -101,5 +121,7 @@ def _unavailable_once_closed() -> Iterator[None]:
     """A replica that is let go takes its connection along, under requests that were just about to be sent."""
     try:
         yield
+    except Unauthenticated as error:  # our fault or the replica's, never the client's
+        raise Unavailable(str(error)) from error
     except (trio.ClosedResourceError, ClientClosed) as error:
         raise Unavailable("the connection to the replica was closed") from error

@@ -9,6 +9,7 @@ want the same replica get the same one, and one that drains a replica shows it b
 """
 
 import logging
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import trio
 
 from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
-from genbatch.actors.fleet.fleet import Fleet, FleetLimits, Phase
+from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
 from genbatch.actors.fleet.routing import build_router
 from genbatch.actors.fleet.scaling import FleetLoad, ScaleRule, wanted_replicas
 from genbatch.actors.runtime.errors import StartFailed
@@ -26,7 +27,8 @@ from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import LAST_WORDS_S, Listeners, check_listeners
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.fleet.connection import ReplicaConnection
-from genbatch.clients.fleet.ray_replicas import Described, RayReplicas, RayUnavailable
+from genbatch.clients.fleet.ray_replicas import RayReplicas
+from genbatch.clients.fleet.replicas import Described, RayUnavailable, Replicas
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import Models
 
@@ -36,8 +38,12 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.5
 # Seconds in which a replica tells how it is; a model loads for longer, and is asked again.
 ASK_S = 2.0
+# Seconds after which another version's replica that is still not ready never will be.
+START_S = 600.0
 # Seconds that a replica has to end its requests in when it is let go.
 DRAIN_S = 30.0
+# Seconds in which the finals of a drained replica reach the other gateways, before it is ended.
+LAST_FINALS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +71,16 @@ class _Known:
 
 
 class FleetGateway:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self, replicas: RayReplicas, options: FleetOptions, service: ServiceOptions) -> None:
-        self.fleet = Fleet(build_router(options.router), options.limits)
+    Args:
+        name: another one for each gateway of the fleet; None draws one.
+    """
+
+    def __init__(
+        self, replicas: Replicas, options: FleetOptions, service: ServiceOptions, name: str | None = None
+    ) -> None:
+        self.fleet = Fleet(build_router(options.router), options.limits, name=name or uuid.uuid4().hex[:8])
         self.telemetry = Telemetry()
         self._replicas, self._options = replicas, options
         self._listeners = Listeners(self.fleet, service)
@@ -76,6 +88,10 @@ class FleetGateway:
         self._asked: set[str] = set()  # to describe themselves
         self._ending: set[str] = set()
         self._enough_since: float | None = None
+        self._ready: list[str] = []  # replicas of our version that were, at the last look
+        self._seen_at: dict[
+            str, float
+        ] = {}  # other versions' replicas that are not ready, and since when they are seen
         self._fault: RayUnavailable | None = None
         self._nursery: trio.Nursery
 
@@ -145,14 +161,14 @@ class FleetGateway:
 
     async def _attend(self, name: str, described: Described) -> None:
         with trio.CancelScope() as scope:
-            async with ReplicaConnection(described.address) as connection:
+            async with self._replicas.connect(described) as connection:
                 life = f"{name} {described.life}"
                 try:
-                    card = await connection.card()
+                    card, *adapters = await connection.cards()
                 except GenbatchError:
                     return  # it was not as ready as it said, or is gone
                 self._known[name] = _Known(described, connection, scope)
-                self.fleet.join(life, connection, card)
+                self.fleet.join(life, connection, card, tuple(adapters))
                 logger.info("replica %s joins", name)
                 try:
                     await self._watch(name, life, described, connection)
@@ -188,21 +204,29 @@ class FleetGateway:
         free = (index for index in range(len(taken) + wanted + 1) if index not in taken)
         for _ in range(wanted - len(ours)):
             await self._replicas.create(next(free))
-        if len(ours) <= wanted:
-            self._enough_since = None
+        # One that starts is some gateway's wish, and what that one needs is seen of it only once it is ready.
+        ready = [name for name in ours if name in self._known]
+        if len(ours) <= wanted or ready != self._ready or not ready:
+            self._ready, self._enough_since = ready, None
         elif self._enough_since is None:
             self._enough_since = trio.current_time()
         elif trio.current_time() - self._enough_since >= self._options.rule.idle_s:
             self._enough_since = None
-            self._let_go(ours[-1])
+            self._let_go(ready[-1])
         # Another version's replicas serve until ours can, and then go one by one.
-        ready = [name for name in ours if name in self._known]
-        others = [name for name in names if not self._replicas.is_ours(name)]
+        others = [name for name in names if not self._replicas.is_ours(name) and self._may_go(name)]
         if len(ready) >= max(1, wanted) and others and not self._ending:
             self._let_go(others[0])
 
+    def _may_go(self, name: str) -> bool:
+        """Whether it can be drained, or has had the time to become ready and is not."""
+        if name in self._known:
+            return True
+        seen_at = self._seen_at.setdefault(name, trio.current_time())
+        return trio.current_time() - seen_at > START_S
+
     def _load(self, num_ours: int) -> FleetLoad:
-        open_replicas = [replica for replica in self.fleet.replicas if replica.phase is not Phase.DRAINING]
+        open_replicas = [replica for replica in self.fleet.replicas if replica.phase is not ReplicaPhase.DRAINING]
         return FleetLoad(
             replicas=num_ours,
             slots=min((replica.card.n_parallel for replica in open_replicas), default=1),
@@ -220,7 +244,10 @@ class FleetGateway:
         known = self._known.get(name)
         try:
             if known is not None:
-                await self.fleet.drain(f"{name} {known.described.life}", DRAIN_S)
+                life = f"{name} {known.described.life}"
+                await self.fleet.drain(life, DRAIN_S)
+                await self.fleet.emptied(life, DRAIN_S)
+                await trio.sleep(LAST_FINALS_S)
         except (GenbatchError, KeyError):
             pass  # it is gone, which is what was wanted
         await self._replicas.end(name)

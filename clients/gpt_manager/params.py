@@ -8,18 +8,18 @@ Fields are in snake case; `named` takes the documents' camel case as well:
 """
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
-from genbatch.nif.engine import Engine
+from genbatch.nif.context.engine import Engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
+from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.models.model import Model, load_model
-from genbatch.nif.runners.attention_window import with_attention_window
 
 TrtGptModelType = BatchingType
 
@@ -239,3 +239,23 @@ def open_engine(
         max_requests=build.max_batch_size or num_slots,
         overlap=params.enable_trt_overlap,
     )
+
+
+def with_attention_window(model: Model, window: int) -> Model:
+    """The same weights, every layer attending to at most the last `window` positions, itself included.
+
+    A layer that the model already limits to fewer keeps its own limit.
+
+    Raises:
+        OptionError: the window is less than one position.
+    """
+    if window < 1:
+        raise OptionError("max_attention_window", f"must be at least 1, not {window}")
+    if window >= model.max_position:
+        return model
+    layers_of: dict[int, list[int]] = {}
+    for group in model.groups:
+        reach = window if group.window is None else min(window, group.window)
+        layers_of.setdefault(reach, []).extend(group.layers)
+    groups = tuple(LayerGroup(tuple(sorted(layers)), reach) for reach, layers in layers_of.items())
+    return replace(model, groups=groups)

@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from genbatch.clients.plan.fleet_run import FleetRun
+from genbatch.nif.extras import how_to_install
 
 
 class PlotError(Exception):
@@ -106,7 +107,7 @@ def plot_plan(rows: Sequence[PlanRow], path: Path, *, title: str, target_share: 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError("plot: needs matplotlib; pip install 'genbatch[plot]'") from error
+        raise PlotError(f"plot: needs matplotlib; {how_to_install('plot')}") from error
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     sizes = [row.replicas for row in rows]

@@ -24,15 +24,21 @@ def head_pad(head_size: int) -> int:
     return max(_MIN_DOT_ROWS, int(triton.next_power_of_2(head_size)))
 
 
-def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool) -> Tile:
-    """The tile for `group` query heads a KV head, whose elements take `element_size` bytes."""
+def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool, in_order: bool = False) -> Tile:
+    """The tile for `group` query heads a KV head, whose elements take `element_size` bytes.
+
+    Args:
+        decode: of one token a sequence; else of chunks.
+        in_order: chunks round as decodes do: the decodes' tile, with fewer stages, as chunks keep more beside it in
+            registers. Stages change no sum.
+    """
     needed = max(_MIN_DOT_ROWS, triton.next_power_of_2(group))
     if element_size > 2:
         return Tile(needed, 16, 4, 1)  # float32 has no fast dot product: larger tiles only spill registers
     wide = head_size > 128  # such tiles must stay small to fit shared memory
-    if decode:
+    if decode or in_order:
         # The block ids, which addresses wait for, take stages too: what is left doubles the keys' and values' buffers.
-        return Tile(needed, 32 if wide else 64, 8 if wide else 4, 5)
+        return Tile(needed, 32 if wide else 64, 8 if wide else 4, 3 if in_order else 5)
     return Tile(max(needed, 32 if wide else 64), 32 if wide else 64, 8 if head_size > 64 else 4, 2)
 
 

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from genbatch.nif.sampling.sampler import SamplerState
-
+RowEdits = tuple[np.ndarray, np.ndarray, np.ndarray]
 _CHUNK = 128  # edits a program makes
 
 
@@ -43,15 +42,18 @@ def _edit_kernel(
     tl.store(logits_ptr + row * row_stride + ids, logits, mask=mask)
 
 
-def edit_logits(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    """A copy of the logits [R, vocab_size] with every state's penalties, biases and suppressions."""
+def edit_logits(logits: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor:
+    """A copy of the logits [R, vocab_size] with every row's edits.
+
+    Args:
+        edits: of a row: distinct token ids, the factor each logit is divided or multiplied by, what is then added.
+    """
     logits = logits.clone(memory_format=torch.contiguous_format)
-    edits = [_row_edits(state) for state in states]
     counts = [len(ids) for ids, _, _ in edits]
     starts = np.concatenate(([0], np.cumsum(counts)))
     ids, factors, added = (np.concatenate(parts) for parts in zip(*edits, strict=True))
     device = logits.device
-    _edit_kernel[(len(states), max(1, triton.cdiv(max(counts), _CHUNK)))](
+    _edit_kernel[(len(edits), max(1, triton.cdiv(max(counts), _CHUNK)))](
         logits,
         torch.from_numpy(starts).to(device),
         torch.from_numpy(ids).to(device),
@@ -63,20 +65,3 @@ def edit_logits(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.T
         num_warps=4,
     )
     return logits
-
-
-def _row_edits(state: SamplerState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct token ids, the factor each logit is divided or multiplied by, and what is then added."""
-    params = state.params
-    counts = state.output_counts
-    bias_ids, bias = state.bias
-    ids, place = np.unique(
-        np.concatenate((state.seen_ids, bias_ids, state.suppressed_ids)).astype(np.int64), return_inverse=True
-    )
-    factors, added = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
-    seen, biased = place[: len(counts)], place[len(counts) : len(counts) + len(bias_ids)]
-    factors[seen] = params.repetition_penalty
-    added[seen] = -(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
-    added[biased] += bias
-    added[place[len(counts) + len(bias_ids) :]] = -np.inf
-    return ids, factors, added

@@ -99,6 +99,7 @@ def _linear_kernel(
     value_ptr,
     query_norm_ptr,
     key_norm_ptr,
+    delta_ptr,  # [num_rows, N] float32, what adapters add to the product, or None
     num_rows,
     num_slots,
     num_positions,
@@ -193,6 +194,11 @@ def _linear_kernel(
         if PAIRS:
             more = more + tl.load(bias_ptr + others, mask=used, other=0.0).to(tl.float32)[None, :]
     mask = known[:, None] & used[None, :]
+    if delta_ptr is not None:
+        added = delta_ptr + rows.to(tl.int64)[:, None] * N
+        acc = acc + tl.load(added + outputs[None, :], mask=mask, other=0.0)
+        if PAIRS:
+            more = more + tl.load(added + others[None, :], mask=mask, other=0.0)
     cells = rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
     if AFTER == _PLAIN:
         tl.store(out_ptr + cells, acc.to(kind).to(out_ptr.dtype.element_ty), mask=mask)
@@ -387,29 +393,44 @@ class TileLinear:
         return Residual(hidden, sums, eps)
 
     def heads(
-        self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, shape: HeadShape, rotation: Rotation
+        self,
+        residual: Residual,
+        norm: torch.Tensor,
+        weight: PackedWeight,
+        shape: HeadShape,
+        rotation: Rotation,
+        delta: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values to their slots and returns the rotated queries [R, num_heads, head_size]."""
+        """Writes keys and values to their slots and returns the rotated queries [R, num_heads, head_size].
+
+        Args:
+            delta: here and below, [R, outputs] float32, what adapters add to the product.
+        """
         width = shape.num_heads * shape.head_size
         rows = len(residual.hidden)
         query = torch.empty((rows, width), dtype=residual.hidden.dtype, device=residual.hidden.device)
         num_tiles = shape.num_heads + 2 * shape.num_kv_heads
         columns = max(16, triton.next_power_of_2(shape.head_size // 2))
-        self._launch(query, residual, norm, weight, _ROPE, num_tiles, columns, heads=(shape, rotation))
+        self._launch(query, residual, norm, weight, _ROPE, num_tiles, columns, heads=(shape, rotation), delta=delta)
         return query.view(rows, shape.num_heads, shape.head_size)
 
-    def gated(self, residual: Residual, norm: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def gated(
+        self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """silu(gate) * up of the merged projection [2 * width, hidden]; returns [R, width]."""
         width = weight.num_outputs // 2
         out = torch.empty((len(residual.hidden), width), dtype=residual.hidden.dtype, device=residual.hidden.device)
         columns = self.tile.columns
-        self._launch(out, residual, norm, weight, _SILU, triton.cdiv(width, columns), columns)
+        self._launch(out, residual, norm, weight, _SILU, triton.cdiv(width, columns), columns, delta=delta)
         return out
 
-    def add_to(self, residual: Residual, x: torch.Tensor, weight: PackedWeight) -> None:
+    def add_to(
+        self, residual: Residual, x: torch.Tensor, weight: PackedWeight, delta: torch.Tensor | None = None
+    ) -> None:
         """residual += x @ weight.T, for x [R, K] whose last dimension is contiguous."""
         num_tiles = residual.sums.shape[1]
-        self._launch(residual.hidden, x, None, weight, _RESIDUAL, num_tiles, self.tile.columns, sums=residual.sums)
+        columns, sums = self.tile.columns, residual.sums
+        self._launch(residual.hidden, x, None, weight, _RESIDUAL, num_tiles, columns, sums=sums, delta=delta)
 
     def logits(self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
         """The norm of the residual times the head [vocab_size, hidden], into `out` [R, vocab_size] float32."""
@@ -428,6 +449,7 @@ class TileLinear:
         *,
         heads: tuple[HeadShape, Rotation] | None = None,
         sums: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
     ) -> None:
         x = source.hidden if isinstance(source, Residual) else source
         in_sums = source.sums if isinstance(source, Residual) else None
@@ -456,6 +478,7 @@ class TileLinear:
             None if rotation is None else rotation.value_cache,
             None if shape is None else shape.query_norm,
             None if shape is None else shape.key_norm,
+            delta,
             len(x),
             0 if cache is None else cache.shape[0] * cache.shape[2],
             0 if rotation is None else rotation.cos.shape[0],

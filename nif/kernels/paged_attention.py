@@ -483,7 +483,8 @@ def paged_attention(
         window or 0,
     )
     if max_query_len > 1:
-        tile = tile_shape(group, head_size, query.element_size(), decode=setting.in_order)
+        size = query.element_size()
+        tile = tile_shape(group, head_size, size, decode=False, in_order=setting.in_order)
         num_tiles = num_tokens // (tile.rows // group) + num_sequences
         _chunk_attention_kernel[(num_tiles, num_kv_heads)](
             out,

@@ -4,7 +4,14 @@ A row's tokens are ordered by descending weight, then ascending id. top_k, top_p
 order, and the token drawn is where the cumulative weight first exceeds the uniform's share. All of these are questions
 "how heavy are the tokens at least this heavy?", which a search over the weights' bit patterns answers.
 
-Each row's largest logit is found first, by many programs a row; a greedy row wants nothing else. One program draws.
+Many programs a row read the vocabulary, each a piece of it, three times at most; one program a row then draws:
+
+    survey    every row       its largest logit and its token; a greedy row wants nothing else
+    weigh     rows that draw  how much weight, and how many tokens, there are down to each of a few levels
+    gather    truncated rows  the tokens down to the first level that holds all that top_k, top_p and min_p may keep
+    sample    one a row       searches those candidates, or one piece of a row that nothing truncates
+
+A row with more candidates than `_ROOM` is searched whole by its one program, which takes long and is rare.
 The plain-torch twin is `genbatch.nif.sampling.truncated_draw.draw`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
@@ -16,6 +23,12 @@ import triton
 import triton.language as tl
 
 _CHUNK = 2048  # vocabulary entries read at a time
+# Candidates of a row: one chunk, so that a search reads each once a pass.
+_ROOM = 2048
+# Levels, as the logarithm of the largest weight's share: exp(-1.5), exp(-3) ... exp(-12), which is 1 in 160,000.
+_LEVELS, _LEVEL_STEP = 8, 1.5
+# A level must hold this much more than top_p wants, as sums are added in another order than the search adds them.
+_MARGIN = 1e-9
 _LARGEST = 0x7F800000  # the bits of infinity: above those of every finite float32
 NONE = -1
 """Stands for a row from which nothing can be drawn."""
@@ -105,15 +118,21 @@ def _draw_truncated(
     top_p,
     min_p,
     point,
+    total,
+    is_limited,
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The token at `point` of the kept weight, over descending weights and ascending ids."""
-    limit = tl.full([], LARGEST - 1, tl.int64)  # a token of weight 0 is never kept
-    if (top_k > 0) & (top_k < vocab_size):
+    """The place at `point` of the kept weight, over descending weights and ascending places.
+
+    `logits_ptr` has `vocab_size` logits: the row's, or its candidates; `total` is the weight of all the row's tokens,
+    and `is_limited` whether top_k keeps fewer.
+    """
+    kept = total
+    if is_limited:
         level = _find_level(logits_ptr, vocab_size, best, temperature, top_k, True, False, LARGEST, CHUNK)
-        limit = tl.minimum(limit, level)
-    kept = _mass_up_to(logits_ptr, vocab_size, best, temperature, limit, False, CHUNK)
+        limit = tl.minimum(level, LARGEST - 1)  # a token of weight 0 is never kept
+        kept = _mass_up_to(logits_ptr, vocab_size, best, temperature, limit, False, CHUNK)
     if top_p < 1.0:
         nucleus = top_p * kept
         level = _find_level(logits_ptr, vocab_size, best, temperature, nucleus, False, False, LARGEST, CHUNK)
@@ -148,17 +167,13 @@ def _draw_truncated(
 
 
 @triton.jit
-def _draw_whole(logits_ptr, vocab_size, best, temperature, point, CHUNK: tl.constexpr):
-    """The token at `point` of the row's weight, over ascending ids."""
-    mass = tl.zeros([CHUNK], tl.float64)
-    for start in range(0, vocab_size, CHUNK):
-        mass += tl.exp(_log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK)).to(tl.float64)
-    target = point * tl.sum(mass, 0)
+def _draw_whole(logits_ptr, first, end, vocab_size, best, temperature, target, CHUNK: tl.constexpr):
+    """The token at which the weight of the ids from `first` to `end` exceeds `target`, over ascending ids."""
     past = tl.full([], 2147483647, tl.int32)
     token = past  # the first id at which the cumulative weight exceeds the target
     last = tl.full([], -1, tl.int32)  # the last id with any weight: rounding must not lead past it
     before = tl.full([], 0.0, tl.float64)
-    for start in range(0, vocab_size, CHUNK):
+    for start in range(first, tl.minimum(end, vocab_size), CHUNK):
         share = tl.exp(_log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK)).to(tl.float64)
         columns = start + tl.arange(0, CHUNK)
         cumulative = before + tl.cumsum(share, 0)
@@ -200,16 +215,166 @@ def _survey_kernel(
 
 
 @triton.jit
+def _best_of(bests_ptr, row, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr):
+    """The row's largest logit."""
+    pieces = tl.arange(0, PIECES_PAD)
+    return tl.max(tl.load(bests_ptr + row * PIECES + pieces, mask=pieces < PIECES, other=float("-inf")), 0)
+
+
+@triton.jit
+def _draws(best, temperature):
+    """Whether a token is to be drawn from a row, and there is one."""
+    return (temperature > 0.0) & (best != float("inf")) & (best != float("-inf"))
+
+
+@triton.jit
+def _weigh_kernel(
+    masses_ptr,  # [R, pieces, LEVELS + 1] float64: weight of the piece's tokens down to each level, and of all
+    counts_ptr,  # [R, pieces, LEVELS] int32: how many
+    bests_ptr,  # [R, PIECES] float32
+    logits_ptr,  # [R, vocab_size] float32 with row stride
+    params_ptr,  # [R, 5] float64
+    vocab_size,
+    row_stride,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr,
+    STEP: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """One program: one piece of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    best = _best_of(bests_ptr, row, PIECES, PIECES_PAD)
+    temperature = tl.load(params_ptr + row * 5).to(tl.float32)
+    if _draws(best, temperature) == 0:
+        return
+    cell = row * PIECES + piece
+    log_weights = _log_weights(logits_ptr + row * row_stride, piece * PIECE, vocab_size, best, temperature, PIECE)
+    weights = tl.exp(log_weights).to(tl.float64)
+    tl.store(masses_ptr + cell * (LEVELS + 1) + LEVELS, tl.sum(weights, 0))
+    for level in tl.static_range(LEVELS):
+        near = log_weights >= 0.0 - STEP * (level + 1)
+        tl.store(masses_ptr + cell * (LEVELS + 1) + level, tl.sum(tl.where(near, weights, 0.0), 0))
+        tl.store(counts_ptr + cell * LEVELS + level, tl.sum(near.to(tl.int32), 0))
+
+
+@triton.jit
+def _enough_level(
+    masses_ptr,
+    counts_ptr,
+    row,
+    total,
+    top_k,
+    top_p,
+    min_p,
+    is_limited,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr,
+    STEP: tl.constexpr,
+    ROOM: tl.constexpr,
+    MARGIN: tl.constexpr,
+):
+    """The first level down to which is all that may be kept, and how many tokens; LEVELS where that is too many."""
+    pieces = tl.arange(0, PIECES_PAD)
+    there = pieces < PIECES
+    found = tl.full([], LEVELS, tl.int32)
+    number = tl.full([], 0, tl.int32)
+    for place in tl.static_range(LEVELS):
+        level = LEVELS - 1 - place  # from the lowest up: the last one that is enough is the first
+        masses = tl.load(masses_ptr + (row * PIECES + pieces) * (LEVELS + 1) + level, mask=there, other=0.0)
+        counts = tl.load(counts_ptr + (row * PIECES + pieces) * LEVELS + level, mask=there, other=0)
+        count = tl.sum(counts, 0)
+        lightest = tl.exp(tl.full([], 0.0 - STEP * (level + 1), tl.float32)).to(tl.float64)
+        by_count = is_limited & (count >= top_k)
+        # With a top_k that holds more than these, top_p is of what that keeps, which is no more than all.
+        by_mass = (top_p < 1.0) & (tl.sum(masses, 0) >= top_p * total * (1.0 + MARGIN)) & (is_limited == 0)
+        by_weight = (min_p > 0.0) & (lightest < min_p) & (is_limited == 0) & (top_p >= 1.0)
+        fits = (by_count | by_mass | by_weight) & (count <= ROOM)
+        found = tl.where(fits, level, found)
+        number = tl.where(fits, count, number)
+    return found, number
+
+
+@triton.jit
+def _gather_kernel(
+    near_ptr,  # [R, ROOM] float32: the candidates' logits, by ascending id
+    ids_ptr,  # [R, ROOM] int32
+    masses_ptr,
+    counts_ptr,
+    bests_ptr,
+    logits_ptr,
+    params_ptr,
+    vocab_size,
+    row_stride,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr,
+    STEP: tl.constexpr,
+    ROOM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """One program: the candidates in one piece of one row, behind those of the pieces before it."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    best = _best_of(bests_ptr, row, PIECES, PIECES_PAD)
+    params_ptr += row * 5
+    temperature = tl.load(params_ptr).to(tl.float32)
+    if _draws(best, temperature) == 0:
+        return
+    top_k, top_p, min_p = tl.load(params_ptr + 1), tl.load(params_ptr + 2), tl.load(params_ptr + 3)
+    is_limited = (top_k > 0) & (top_k < vocab_size)
+    if (is_limited | (top_p < 1.0) | (min_p > 0.0)) == 0:
+        return
+    total = _total_of(masses_ptr, row, PIECES, PIECES_PAD, LEVELS)
+    level, _ = _enough_level(
+        masses_ptr, counts_ptr, row, total, top_k, top_p, min_p, is_limited,
+        PIECES, PIECES_PAD, LEVELS, STEP, ROOM, MARGIN,
+    )  # fmt: skip
+    if level == LEVELS:
+        return
+    pieces = tl.arange(0, PIECES_PAD)
+    counts = tl.load(counts_ptr + (row * PIECES + pieces) * LEVELS + level, mask=pieces < piece, other=0)
+    offset = tl.sum(counts, 0)
+    lowest = 0.0 - STEP * (level + 1).to(tl.float32)
+    columns = piece * PIECE + tl.arange(0, PIECE)
+    logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < vocab_size, other=float("-inf"))
+    near = (logits - best) / temperature >= lowest
+    places = row * ROOM + offset + tl.cumsum(near.to(tl.int32), 0) - 1
+    tl.store(near_ptr + places, logits, mask=near)
+    tl.store(ids_ptr + places, columns, mask=near)
+
+
+@triton.jit
+def _total_of(masses_ptr, row, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, LEVELS: tl.constexpr):
+    """The weight of all the row's tokens."""
+    pieces = tl.arange(0, PIECES_PAD)
+    cells = (row * PIECES + pieces) * (LEVELS + 1) + LEVELS
+    return tl.sum(tl.load(masses_ptr + cells, mask=pieces < PIECES, other=0.0), 0)
+
+
+@triton.jit
 def _sample_kernel(
     tokens_ptr,  # [R] int64
     bests_ptr,  # [R, PIECES] float32, as `_survey_kernel` left them
     candidates_ptr,  # [R, PIECES] int32
+    near_ptr,  # [R, ROOM] float32, as `_gather_kernel` left them
+    ids_ptr,  # [R, ROOM] int32
+    masses_ptr,  # [R, PIECES, LEVELS + 1] float64, as `_weigh_kernel` left them
+    counts_ptr,  # [R, PIECES, LEVELS] int32
     logits_ptr,  # [R, vocab_size] float32 with row stride
     params_ptr,  # [R, 5] float64: temperature, top_k, top_p, min_p, uniform
     vocab_size,
     row_stride,
     PIECES: tl.constexpr,
     PIECES_PAD: tl.constexpr,
+    LEVELS: tl.constexpr,
+    STEP: tl.constexpr,
+    ROOM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    PIECE: tl.constexpr,
     NONE: tl.constexpr,
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -233,12 +398,36 @@ def _sample_kernel(
         top_p = tl.load(params_ptr + 2)
         min_p = tl.load(params_ptr + 3)
         point = tl.load(params_ptr + 4)
-        if ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0):
-            token = _draw_truncated(
-                logits_ptr, vocab_size, best, temperature, top_k, top_p, min_p, point, LARGEST, CHUNK
-            )
+        total = _total_of(masses_ptr, row, PIECES, PIECES_PAD, LEVELS)
+        is_limited = (top_k > 0) & (top_k < vocab_size)
+        if is_limited | (top_p < 1.0) | (min_p > 0.0):
+            level, number = _enough_level(
+                masses_ptr, counts_ptr, row, total, top_k, top_p, min_p, is_limited,
+                PIECES, PIECES_PAD, LEVELS, STEP, ROOM, MARGIN,
+            )  # fmt: skip
+            if level == LEVELS:
+                token = _draw_truncated(
+                    logits_ptr, vocab_size, best, temperature, top_k, top_p, min_p, point, total, is_limited,
+                    LARGEST, CHUNK,
+                )  # fmt: skip
+            else:
+                place = _draw_truncated(
+                    near_ptr + row * ROOM, number, best, temperature, top_k, top_p, min_p, point, total, is_limited,
+                    LARGEST, CHUNK,
+                )  # fmt: skip
+                token = tl.load(ids_ptr + row * ROOM + place)
         else:
-            token = _draw_whole(logits_ptr, vocab_size, best, temperature, point, CHUNK)
+            cells = (row * PIECES + pieces) * (LEVELS + 1) + LEVELS
+            masses = tl.load(masses_ptr + cells, mask=pieces < PIECES, other=0.0)
+            cumulative = tl.cumsum(masses, 0)
+            target = point * total
+            # The first piece at which the weight exceeds the target; rounding must not lead past the last with any.
+            past = tl.min(tl.where((cumulative > target) & (masses > 0.0), pieces, PIECES_PAD), 0)
+            chosen = tl.minimum(past, tl.max(tl.where(masses > 0.0, pieces, 0), 0))
+            before = tl.sum(tl.where(pieces < chosen, masses, 0.0), 0)
+            token = _draw_whole(
+                logits_ptr, chosen * PIECE, (chosen + 1) * PIECE, vocab_size, best, temperature, target - before, CHUNK
+            )
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
@@ -259,24 +448,23 @@ def draw_tokens(logits: torch.Tensor, params: torch.Tensor, out: torch.Tensor | 
     chunk = min(_CHUNK, triton.next_power_of_2(vocab_size))
     piece = 2 * chunk
     pieces = triton.cdiv(vocab_size, piece)
-    bests = torch.empty((rows, pieces), dtype=torch.float32, device=logits.device)
-    candidates = torch.empty((rows, pieces), dtype=torch.int32, device=logits.device)
-    _survey_kernel[(rows, pieces)](
-        bests, candidates, logits, vocab_size, logits.stride(0), PIECE=piece, CHUNK=chunk, num_warps=8
+    device = logits.device
+    bests = torch.empty((rows, pieces), dtype=torch.float32, device=device)
+    candidates = torch.empty((rows, pieces), dtype=torch.int32, device=device)
+    masses = torch.empty((rows, pieces, _LEVELS + 1), dtype=torch.float64, device=device)
+    counts = torch.empty((rows, pieces, _LEVELS), dtype=torch.int32, device=device)
+    near = torch.empty((rows, _ROOM), dtype=torch.float32, device=device)
+    ids = torch.empty((rows, _ROOM), dtype=torch.int32, device=device)
+    shape = (vocab_size, logits.stride(0))
+    split = {"PIECES": pieces, "PIECES_PAD": triton.next_power_of_2(pieces), "LEVELS": _LEVELS, "STEP": _LEVEL_STEP}
+    room = {"ROOM": _ROOM, "MARGIN": _MARGIN}
+    _survey_kernel[(rows, pieces)](bests, candidates, logits, *shape, PIECE=piece, CHUNK=chunk, num_warps=8)
+    _weigh_kernel[(rows, pieces)](masses, counts, bests, logits, params, *shape, **split, PIECE=piece, num_warps=8)
+    _gather_kernel[(rows, pieces)](
+        near, ids, masses, counts, bests, logits, params, *shape, **split, **room, PIECE=piece, num_warps=8
     )
     _sample_kernel[(rows,)](
-        tokens,
-        bests,
-        candidates,
-        logits,
-        params,
-        vocab_size,
-        logits.stride(0),
-        PIECES=pieces,
-        PIECES_PAD=triton.next_power_of_2(pieces),
-        NONE=NONE,
-        LARGEST=_LARGEST,
-        CHUNK=chunk,
-        num_warps=8,
-    )
+        tokens, bests, candidates, near, ids, masses, counts, logits, params, *shape,
+        **split, **room, PIECE=piece, CHUNK=chunk, NONE=NONE, LARGEST=_LARGEST, num_warps=8,
+    )  # fmt: skip
     return tokens

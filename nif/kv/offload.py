@@ -17,10 +17,10 @@ FORMAT = "genbatch-sequence-1"
 _SAMPLED_BYTES = 256  # of every eighth tensor
 
 
-def fingerprint(model: Model, runner: Runner, block_size: int) -> str:
+def fingerprint(model: Model, runner: Runner, block_size: int, adapter: str = "") -> str:
     """What has to be equal for KV to mean the same: the model, as its config and a few of its weights tell; layout and
-    precision."""
-    facts = {
+    precision, and the digest of the adapter."""
+    facts: dict[str, object] = {
         "config": model.config.to_dict(),
         "weights": _sample(model),
         "dtype": str(model.dtype),
@@ -28,6 +28,8 @@ def fingerprint(model: Model, runner: Runner, block_size: int) -> str:
         "block_size": block_size,
         "bytes_per_block": [runner.bytes_per_block(g, block_size) for g in range(len(runner.groups))],
     }
+    if adapter:
+        facts["adapter"] = adapter
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ _ROOT = b"genbatch prefix root\0"
 
 
 def prefix_key(tenant: str, adapter: str = "") -> bytes:
-    """The key under which a tenant's blocks, computed with an adapter, are cached."""
+    """The key under which a tenant's blocks are cached; `adapter` is the digest of the one they were computed with."""
     name = tenant.encode()
     return len(name).to_bytes(8, "little") + name + adapter.encode()
 

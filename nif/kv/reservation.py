@@ -150,7 +150,7 @@ def _contradiction(seq_id: int, sequence: KVSequence, count: int, n_past: int, c
     return BatchError(f"sequence {seq_id}: {n_past + count} positions are more than max_per_sequence = {cap}")
 
 
-Blocks = set[tuple[int, int]]  # (group, block)
+BlockSet = set[tuple[int, int]]  # (group, block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ class StepDraft:
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
         self._taken = [0] * len(tables.pools)  # per group
-        self._found: Blocks = set()  # free now, and not once the step's sequences have begun
-        self._shared: Blocks = set()  # last blocks that a beginning shares
+        self._found: BlockSet = set()  # free now, and not once the step's sequences have begun
+        self._shared: BlockSet = set()  # last blocks that a beginning shares
         self._growing: list[KVSequence] = []
 
     @property

@@ -61,7 +61,7 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertNames:
     """A mixture in the place of the MLP.
 
     Args:
@@ -138,7 +138,7 @@ class Architecture:
     logit_divisor: float = 1.0
     gate_slope: float = 0.0
     gate_limit: float = 0.0
-    experts: Experts | None = None
+    experts: ExpertNames | None = None
 
 
 LACKING = {
@@ -320,7 +320,7 @@ def _qwen3_moe(config: Any) -> Architecture:
         for layer in range(config.num_hidden_layers)
         if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
     )
-    experts = Experts(
+    experts = ExpertNames(
         config.num_experts,
         config.num_experts_per_tok,
         config.moe_intermediate_size,
@@ -331,7 +331,7 @@ def _qwen3_moe(config: Any) -> Architecture:
 
 
 def _mixtral(config: Any) -> Architecture:
-    experts = Experts(
+    experts = ExpertNames(
         config.num_local_experts,
         config.num_experts_per_tok,
         config.intermediate_size,
@@ -341,7 +341,7 @@ def _mixtral(config: Any) -> Architecture:
 
 
 def _gpt_oss(config: Any) -> Architecture:
-    experts = Experts(
+    experts = ExpertNames(
         config.num_local_experts,
         config.num_experts_per_tok,
         config.intermediate_size,

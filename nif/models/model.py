@@ -4,7 +4,10 @@ model = load_model("smollm2")
 runner = TorchRunner(model)
 """
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,16 +21,19 @@ from transformers import (
     PreTrainedModel,
 )
 
-from genbatch.nif.errors import ModelError, OptionError
+from genbatch.nif.engine_options import check_dtype, check_gpu_layers
+from genbatch.nif.errors import ModelError
 from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.layer_shape import LayerShape
 from genbatch.nif.models.architectures import ARCHITECTURES, LACKING, described
+from genbatch.nif.models.encoder import GROUPS, LAYERS, encoder_positions, is_encoder, load_encoder
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens, gguf_tokenizer
 from genbatch.nif.models.model_layout import layer_groups, layer_shapes, max_position
 from genbatch.nif.models.model_source import ModelSource, resolve_model
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, WeightSource
+from genbatch.nif.pooling import CLS, Pooling, directory_pooling, gguf_pooling, plain_pooling
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.text.tokenizer import Tokenizer
 
@@ -55,6 +61,9 @@ class Model:
         eos_token_ids: any of them ends a generation.
         max_position: positions one sequence may have.
         weights: the tensors in their files, for a runner that packs them itself; None where `hf` holds them.
+        pooling: how embeddings are made; None where there are none.
+        generates: whether it continues text.
+        sampling: how its makers say to draw, by the names of a request's parameters; nothing where they say nothing.
     """
 
     name: str
@@ -69,15 +78,26 @@ class Model:
     eos_token_ids: frozenset[int]
     max_position: int
     weights: WeightSource | None = None
+    pooling: Pooling | None = None
+    generates: bool = True
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
-def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, progress: Progress | None = None) -> Model:
+def load_model(
+    source: str,
+    *,
+    dtype: str = "auto",
+    n_gpu_layers: int = -1,
+    pooling: str = "",
+    progress: Progress | None = None,
+) -> Model:
     """Finds, loads and checks a model.
 
     Args:
         source: a name ("smollm2"), a Hugging Face directory, a .gguf file, or a Hugging Face id.
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU that has it, else float32.
         n_gpu_layers: -1 puts every layer on the GPU if there is one; 0 keeps all on the CPU.
+        pooling: "last", "mean" or "cls": how to make embeddings; "" is what the model's files say.
         progress: called as progress(stage, done, total) with the stages "download", "convert" and "load".
 
     Raises:
@@ -92,12 +112,18 @@ def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, prog
     with quiet_transformers():
         report("load", 0, _LOAD_STEPS)
         files = _open_files(source, found)
+        pooled = _pooling(source, files, pooling)
+        if files.is_encoder:
+            return _encoder(found, files, pooled, torch_dtype, device, report)
         if not files.model_class.is_backend_compatible():
             raise ModelError(source, _not_replaceable(files.model_class))
         text_config = files.config.get_text_config(decoder=True)
         groups = layer_groups(source, text_config)
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
+        has_head = pooled is None or _has_head(files)
+        if not has_head:
+            files.config.tie_word_embeddings = True  # whatever stands there is asked for nothing
         hf = _load_weights(source, files, torch_dtype, device)
         report("load", 2, _LOAD_STEPS)
         layers, vocab_size = probe_layers(source, hf, groups)
@@ -113,6 +139,9 @@ def load_model(source: str, *, dtype: str = "auto", n_gpu_layers: int = -1, prog
             vocab_size=vocab_size,
             eos_token_ids=files.end_tokens(tokenizer),
             max_position=max_position(source, text_config),
+            pooling=pooled,
+            generates=has_head,
+            sampling=files.sampling(),
         )
         check_paged_path(source, model)
         report("load", _LOAD_STEPS, _LOAD_STEPS)
@@ -123,7 +152,8 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
     """As `load_model` for the CPU, but the weights stay in their files: `Model.weights` has them, `Model.hf` none.
 
     Returns:
-        None where the configuration alone does not describe the family's layers: `load_model` has to look.
+        None where the configuration alone does not describe the family's layers, and for models that give embeddings:
+        `load_model` has to look.
 
     Raises:
         ModelError: the model cannot be found or read, or lacks a tensor.
@@ -138,7 +168,7 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
         report("load", 0, _LOAD_STEPS)
         files = _open_files(source, found)
         config: Any = files.config
-        if not described(files.model_class):
+        if files.is_encoder or not described(files.model_class) or files.pooling() is not None:
             return None
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
@@ -161,6 +191,7 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
             eos_token_ids=files.end_tokens(tokenizer),
             max_position=max_position(source, config),
             weights=weights,
+            sampling=files.sampling(),
         )
         report("load", _LOAD_STEPS, _LOAD_STEPS)
     return model
@@ -189,21 +220,15 @@ def _check_complete(source: str, hf: PreTrainedModel, weights: WeightSource) -> 
 
 
 def _device(n_gpu_layers: int) -> torch.device:
-    if n_gpu_layers not in (-1, 0) or isinstance(n_gpu_layers, bool):
-        raise OptionError(
-            "n_gpu_layers",
-            f"{n_gpu_layers!r} is not possible: layers are not split between GPU and CPU. Take -1 for all of them on "
-            "the GPU, or 0 for none: a model too large for the GPU runs on the CPU, smaller with quantize=int8",
-        )
+    check_gpu_layers(n_gpu_layers)
     return torch.device("cuda", 0) if n_gpu_layers == -1 and torch.cuda.is_available() else torch.device("cpu")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
+    check_dtype(name)
     if name == "auto":
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if on_gpu else torch.float32
-    if name not in DTYPES:
-        raise OptionError("dtype", f"{name!r} is none of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -211,7 +236,12 @@ class _Files(Protocol):
     """A model on disk: a directory, or one GGUF file."""
 
     config: PreTrainedConfig
-    model_class: Any
+    model_class: Any  # None of an encoder
+    is_encoder: bool
+
+    def pooling(self) -> Pooling | None:
+        """How they say that embeddings are made; None where they speak of none."""
+        ...
 
     def tokenizer(self) -> Tokenizer: ...
 
@@ -219,6 +249,10 @@ class _Files(Protocol):
 
     def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids that end a generation."""
+        ...
+
+    def sampling(self) -> Mapping[str, float]:
+        """See Model."""
         ...
 
 
@@ -233,7 +267,11 @@ class _Directory:
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {_line(fault)}") from fault
         self.config = config
-        self.model_class = _supported_class(source, config)
+        self.is_encoder = is_encoder(config)
+        self.model_class = None if self.is_encoder else _supported_class(source, config)
+
+    def pooling(self) -> Pooling | None:
+        return directory_pooling(self._source, self.directory, self.config.get_text_config())
 
     def tokenizer(self) -> Tokenizer:
         try:
@@ -260,6 +298,27 @@ class _Directory:
         ids = ids if isinstance(ids, list) else [ids]
         return frozenset(token_id for token_id in [*ids, tokenizer.eos_token_id] if token_id is not None)
 
+    def sampling(self) -> Mapping[str, float]:
+        """What generation_config.json says, unless that is greedy."""
+        try:
+            said = json.loads((self.directory / "generation_config.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return own_sampling({} if said.get("do_sample") is False else said)
+
+
+def own_sampling(said: Mapping[str, Any]) -> Mapping[str, float]:
+    """The parameters among those that are in their range; a file may say anything."""
+    ranges: dict[str, Callable[[float], bool]] = {
+        "temperature": lambda value: 0 < value < math.inf,
+        "top_k": lambda value: value >= 0 and value == int(value),
+        "top_p": lambda value: 0 < value <= 1,
+        "min_p": lambda value: 0 <= value < 1,
+        "repetition_penalty": lambda value: 0 < value < math.inf,
+    }
+    found = {name: said[name] for name in ranges if isinstance(said.get(name), int | float)}
+    return {name: value for name, value in found.items() if value is not True and ranges[name](value)}
+
 
 class _Gguf:
     """A GGUF file of a family that is read as it is."""
@@ -267,7 +326,11 @@ class _Gguf:
     def __init__(self, source: str, path: Path) -> None:
         self._file = GgufFile(source, path)
         self.config = gguf_config(self._file)
+        self.is_encoder = False
         self.model_class = _supported_class(source, self.config)
+
+    def pooling(self) -> Pooling | None:
+        return gguf_pooling(self._file.model, self._file.metadata, self.config)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(gguf_tokenizer(self._file))
@@ -279,9 +342,85 @@ class _Gguf:
         del tokenizer  # the file says it itself
         return gguf_end_tokens(self._file)
 
+    def sampling(self) -> Mapping[str, float]:
+        """What the file's metadata say."""
+        names = {
+            "temperature": "temp",
+            "top_k": "top_k",
+            "top_p": "top_p",
+            "min_p": "min_p",
+            "repetition_penalty": "penalty_repeat",
+        }
+        said = self._file.metadata
+        return own_sampling({ours: said.get(f"general.sampling.{theirs}") for ours, theirs in names.items()})
+
 
 def _open_files(source: str, found: ModelSource) -> _Files:
     return _Gguf(source, found.path) if found.path.is_file() else _Directory(source, found.path)
+
+
+def _pooling(source: str, files: _Files, wanted: str) -> Pooling | None:
+    """How embeddings are made: as asked for, or as the files say.
+
+    Raises:
+        ModelError: an encoder's files do not say, and nobody else does; or a decoder is to take its first token, which
+            has read nothing.
+    """
+    pooled = files.pooling()
+    if wanted:
+        config = files.config.get_text_config()
+        pooled = plain_pooling(wanted, config) if pooled is None else replace(pooled, kind=wanted)
+    if files.is_encoder and pooled is None:
+        kind = files.config.model_type
+        raise ModelError(
+            source,
+            f"{kind} is an encoder, which continues no text, and its files do not say how its states become an "
+            "embedding (1_Pooling/config.json of sentence-transformers); say it with pooling: last, mean or cls",
+        )
+    if pooled is not None and pooled.kind == CLS and not files.is_encoder:
+        raise ModelError(source, "its embedding would be its first token's state, which has read no other token")
+    return pooled
+
+
+def _has_head(files: _Files) -> bool:
+    """Whether a decoder with a pooling can also continue text: files of embedding models often lack what that takes."""
+    written = getattr(files.config, "architectures", None)
+    if written and not written[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        return False
+    if getattr(files.config, "tie_word_embeddings", False):
+        return True
+    head = ARCHITECTURES[files.model_class.__name__](files.config).tensors.head if described(files.model_class) else ""
+    return not head or f"{head}.weight" in files.weights().names()
+
+
+def _encoder(
+    found: ModelSource,
+    files: _Files,
+    pooled: Pooling | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Progress,
+) -> Model:
+    tokenizer = files.tokenizer()
+    report("load", 1, _LOAD_STEPS)
+    assert pooled is not None
+    hf = load_encoder(found.name, found.path, files.config, dtype, device)
+    report("load", _LOAD_STEPS, _LOAD_STEPS)
+    return Model(
+        name=found.name,
+        hf=hf,
+        config=files.config,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        groups=GROUPS,
+        layers=LAYERS,
+        vocab_size=files.config.vocab_size,
+        eos_token_ids=frozenset(),
+        max_position=encoder_positions(found.name, hf, tokenizer.hf.model_max_length),
+        pooling=replace(pooled, reads_whole=True),
+        generates=False,
+    )
 
 
 def _supported_class(source: str, config: PreTrainedConfig) -> Any:

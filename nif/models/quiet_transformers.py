@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, done, total); stage is "download", "convert" or "load", total 0 while unknown."""
+"""Called as progress(stage, done, total): "download", "convert", "load", "compile" or "pack", total 0 while unknown."""
 
 
 @contextmanager

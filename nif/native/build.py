@@ -8,11 +8,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
-from genbatch.nif.models.model_source import cache_directory
+from genbatch.nif.models.model_source import OTHER_CACHE, cache_directory
 from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
@@ -34,11 +35,18 @@ def native_flags() -> tuple[str, ...]:
     return ("-march=native", "-DDOT_BF16") if "AuthenticAMD" in _cpu() else ("-march=native",)
 
 
-def build_library(machine_flags: Sequence[str] | None = None) -> Path:
+def _report_to_nobody(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def build_library(
+    machine_flags: Sequence[str] | None = None, progress: Callable[[str, int, int], None] = _report_to_nobody
+) -> Path:
     """Path of the shared library for this machine, compiled if the cache has none.
 
     Args:
         machine_flags: instead of `native_flags()`; tests build for lesser machines.
+        progress: called with the stage "compile" before the compiler runs, some ten seconds.
 
     Raises:
         NativeUnavailable: there is no compiler, or it failed.
@@ -48,12 +56,10 @@ def build_library(machine_flags: Sequence[str] | None = None) -> Path:
     sources = sorted(SOURCE_DIRECTORY.glob("*.c"))
     if not sources:
         raise NativeUnavailable("the installation lacks the C sources")
-    try:
-        target = _library_folder() / f"{_key(compiler, flags)}.so"
-    except OSError as fault:
-        raise NativeUnavailable(f"cannot write the compiled kernels to {cache_directory()}: {fault}") from fault
+    target = _library_folder() / f"{_key(compiler, flags)}.so"
     if is_ours(target):
         return target
+    progress("compile", 0, 0)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             output = Path(scratch) / "library.so"
@@ -66,14 +72,22 @@ def build_library(machine_flags: Sequence[str] | None = None) -> Path:
 
 
 def _library_folder() -> Path:
-    """Where the library is kept; for this process alone where others could have put another in its place."""
+    """Where the library is kept: in the cache, or for this process alone where that cannot be written or believed."""
+    wanted = cache_directory() / "native"
     try:
-        return private_folder(cache_directory() / "native")
-    except NotOurs as fault:
-        log.warning("the kernels are compiled for this process alone: %s", fault)
-        folder = tempfile.mkdtemp(prefix="genbatch-native-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return Path(folder)
+        folder = private_folder(wanted)
+        with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
+            return folder
+    except (NotOurs, OSError) as fault:
+        return _folder_of_this_process(wanted, str(fault))
+
+
+@cache
+def _folder_of_this_process(wanted: Path, reason: str) -> Path:
+    log.warning("the kernels of %s are compiled for this process alone: %s; %s", wanted, reason, OTHER_CACHE)
+    folder = tempfile.mkdtemp(prefix="genbatch-native-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:

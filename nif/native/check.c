@@ -25,6 +25,7 @@ enum step_error step_check(const step *s, const model *m, const cache *caches, i
     if (s->query_starts[s->num_entries] != s->num_tokens) return *where = s->num_entries, STEP_QUERY_STARTS;
     for (int64_t t = 0; t < s->num_tokens; t++) {
         *where = t;
+        if (s->adapter_of && (s->adapter_of[t] < -1 || s->adapter_of[t] >= s->num_adapters)) return STEP_ADAPTER;
         if (s->input_ids[t] < 0 || s->input_ids[t] >= m->vocab_size) return STEP_TOKEN_ID;
         for (int g = 0; g < m->num_groups; g++) {
             int64_t slots = (int64_t)caches[g].num_blocks * caches[g].block_size;

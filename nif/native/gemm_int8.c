@@ -112,7 +112,7 @@ typedef struct {
 ALWAYS_INLINE pass pass_at(const rows *a, tile_place at, int64_t first, int64_t k, int64_t group, float *sums)
 {
     return (pass){(const int8_t *)a->data + at.start * a->k + k * at.size,
-                  a->factors + at.start * a->groups + k / group * at.size, sums + (at.start - first) * COLUMNS};
+                  (const group_factors *)a->factors + at.start * a->groups + k / group * at.size, sums + (at.start - first) * COLUMNS};
 }
 
 void gemm_i8_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)

@@ -1,7 +1,8 @@
 /* float rows x weights in the blocks of a GGUF file (stored.h): exact values, float products and sums.
  *
- * One row: each weight is made in a register and used there, so the step runs at the speed at which the file's bits
- * come from memory. More rows: DEPTH inputs of a block are made once, into 16 KB of L1, and the tiles of gemm_f32.c
+ * For types of 16 bits, for linears that hold one beside blocks, and for machines that do not multiply bytes faster
+ * than floats; blocks alone are multiplied by gemm_stored_digits.c elsewhere. One row: each weight is made in a register
+ * and used there. More rows: DEPTH inputs of a block are made once, into 16 KB of L1, and the tiles of gemm_f32.c
  * walk over all rows. Both add the products of an output in ascending order of the inputs, one fused operation each:
  * a row's result is the same, to the last bit, whatever the number of rows. */
 #include "genbatch.h"
@@ -10,6 +11,7 @@
 #include "stored_cell.h"
 #include "tiles.h"
 
+#define AHEAD 6144 /* bytes of weights fetched ahead of their use */
 #define DEPTH 128 /* inputs; divides a unit of 256 and holds four of 32 */
 
 static const float LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};

@@ -6,12 +6,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 4 /* bumped with any change to the structs below; library.py compares */
+#define ABI_VERSION 5 /* bumped with any change to the structs below; library.py compares */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
 #define MAX_HEAD_DIM 256
 #define MAX_FAMILY 12 /* sequences whose rows meet keys together */
+#define LORA_COLUMNS 16 /* outputs whose ranks lie together: one half of a block, gates or ups */
 #define CHUNK_KEYS 64 /* keys between two rescalings of the softmax, aligned to absolute positions */
 
 /* Those after WEIGHT_U4 keep the bits of their file: see stored.h. WEIGHT_WIDE is bfloat16 that meets float rows. */
@@ -33,7 +34,8 @@ enum weight_kind {
     WEIGHT_Q5_K,
     WEIGHT_Q6_K,
     WEIGHT_IQ4_NL,
-    WEIGHT_IQ4_XS
+    WEIGHT_IQ4_XS,
+    WEIGHT_I24 /* of rows alone: floats as integers of 24 bits, see gemm_stored_digits.c */
 };
 enum kv_kind { KV_F32, KV_BF16, KV_I8 };
 
@@ -123,6 +125,24 @@ typedef struct {
     int32_t padded_keys; /* block_size rounded up to 16: the row length of the transposed keys */
 } cache;
 
+/* Of some ranks, and of LORA_COLUMNS outputs that they give to: where b[count][LORA_COLUMNS] begins, in rows. */
+typedef struct {
+    int32_t first, count;
+    int64_t at;
+} lora_half;
+
+/* What an adapter adds to one linear. Matrices side by side, as queries and keys are, have their ranks one after
+ * another. */
+typedef struct {
+    const float *a; /* [ranks, inputs]; NULL: nothing is added */
+    const float *scales; /* [ranks] */
+    const float *b;
+    const lora_half *halves; /* one for every LORA_COLUMNS outputs */
+    int32_t ranks, pad;
+} lora;
+
+enum lora_place { LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES }; /* within a layer */
+
 /* A row's largest logit, NaN if the row holds one, and the lowest token id that has it. */
 typedef struct {
     float value;
@@ -140,6 +160,9 @@ typedef struct {
     const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] */
     float *logits; /* [num_logit_rows, vocab_size], or NULL: not wanted */
     largest *best; /* [num_logit_rows], or NULL */
+    int32_t num_adapters, lora_ranks; /* the second: most ranks of any linear */
+    const lora *const *adapters; /* [num_adapters][num_layers * LORA_PLACES] */
+    const int32_t *adapter_of; /* [num_tokens], -1: none; NULL without adapters */
 } step;
 
 /* What is wrong with a step; the offending index goes to *where. */
@@ -152,6 +175,7 @@ enum step_error {
     STEP_KV_LEN, /* where: entry */
     STEP_BLOCK_TABLE, /* where: entry */
     STEP_LOGIT_ROW, /* where: row */
+    STEP_ADAPTER, /* where: token */
     STEP_NO_MEMORY,
 };
 
@@ -166,17 +190,25 @@ typedef struct {
     float total; /* scale times the sum of the integers */
 } group_factors;
 
+/* The same of a group in 24 bits; see gemm_stored_digits.c. */
+#define DIGITS 3
+typedef struct {
+    float scale; /* of the group, a power of two */
+    float minus_total; /* scale times the sum of the integers, with the other sign, as the next */
+    int32_t minus_digits[DIGITS]; /* the sums of the digits, lowest first */
+} digit_factors;
+
 /* Adding a small integer to the bits of this float adds it to the float. */
 #define INTEGER_ZERO 12582912.0f /* 1.5 * 2^23: spacing 1, room for +-2^22 */
 #define INTEGER_ZERO_BITS 0x4b400000
 
 /* Rows of activations in the form that one kind of weight multiplies, tile by tile (tiles.h). */
 typedef struct {
-    void *data; /* float, bfloat16 or int8 */
-    group_factors *factors; /* int8: [tile][k / group][rows of the tile] */
+    void *data; /* float, bfloat16, int8, or int8 [DIGITS] */
+    void *factors; /* group_factors or digit_factors: [tile][k / group][rows of the tile] */
     int64_t count; /* rows */
     int64_t k; /* elements a row */
-    int64_t groups; /* int8: factors a row */
+    int64_t groups; /* factors a row */
 } rows;
 
 /* threads.c */
@@ -200,11 +232,15 @@ void gemm_stored_block(int kind, const uint8_t *weights, int64_t k, const rows *
 /* `size`: inputs of a row's group, 16 or 32. */
 void gemm_stored_int8_block(int kind, const uint8_t *weights, int64_t k, int size, const rows *, int64_t first,
                             int64_t count, float *sums);
+void gemm_stored_digits_block(int kind, const uint8_t *weights, int64_t k, int size, const rows *, int64_t first,
+                              int64_t count, float *sums);
+bool digits_pay(void); /* whether this machine multiplies bytes faster than floats */
 int64_t stored_block_bytes(int kind, int64_t k); /* of COLUMNS outputs */
 void stored_row(int kind, const uint8_t *weights, int64_t k, int column, float *out);
 enum weight_kind gemm_bf16_rows_kind(void); /* whether bfloat16 weights want float or bfloat16 rows */
 
 /* linear.c */
+int64_t linear_column(const linear *, int64_t block, int64_t *width); /* a block's first output, and how many it has */
 enum finish { STORE, ADD, ACTIVATE }; /* ACTIVATE: see `activate` */
 int64_t linear_blocks(const linear *);
 enum weight_kind linear_operand(const linear *); /* the form of rows it multiplies */
@@ -284,6 +320,35 @@ void attention_together(const attention *, const attention_entry *, int count, i
 /* Asks for the entry's first chunk, at or behind `chunks`. */
 void attention_fetch(const attention *, const attention_entry *, int kv_head, int chunks);
 int attention_whole_chunks(const cache *, int blocks);
+
+/* lora.c */
+typedef struct {
+    int32_t adapter, start, count; /* `count` rows from order[start] on */
+} lora_group;
+typedef struct {
+    int32_t *order; /* [rows]: those that have an adapter, by adapter */
+    lora_group *groups; /* [num_adapters] */
+    int32_t num_groups;
+} lora_rows;
+typedef struct {
+    const lora *const *adapters;
+    float *h; /* [row, ranks]: rows of the linear under way, multiplied by A */
+    int32_t num_adapters, ranks;
+} lora_step;
+typedef struct {
+    const float *rows; /* [size] each */
+    const int64_t *index; /* which of them; NULL: one after another */
+    int64_t size;
+} lora_input;
+/* Row i has the adapter owner[index[i]], or owner[i] where `index` is NULL; -1 is none. */
+void lora_sort(const lora_step *, const int32_t *owner, const int64_t *index, int64_t count, lora_rows *);
+/* `place`: layer * LORA_PLACES + place. Whether any of the rows is adapted there; units of `lora_shrink`. */
+bool lora_adapts(const lora_step *, const lora_rows *, int64_t place);
+int64_t lora_units(const lora_step *, const lora_rows *, int64_t place);
+void lora_shrink(const lora_step *, const lora_rows *, int64_t place, int64_t unit, const lora_input *);
+/* Adds to sums[count][COLUMNS] of a block what the rows [first, first + count) have in h. */
+void lora_expand(const lora_step *, const lora_rows *, int64_t place, int64_t column, int64_t width, int64_t first,
+                 int64_t count, float *sums);
 
 /* families.c */
 typedef struct {

@@ -8,8 +8,10 @@ from pathlib import Path
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.errors import NativeUnavailable
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 COLUMNS = 32
+LORA_COLUMNS = 16
+LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
 MAX_GROUPS = 4
 MAX_ROPES = 2
 MAX_HEAD_DIM = 256
@@ -34,6 +36,7 @@ STORED = (
     "IQ4_XS",
 )
 STORED_KINDS = {name: WEIGHT_U4 + 1 + place for place, name in enumerate(STORED)}
+WEIGHT_I24 = WEIGHT_U4 + 1 + len(STORED)  # of rows alone, where their weights are stored blocks
 KV_F32, KV_BF16, KV_I8 = range(3)
 
 # In the order of enum step_error; "%d" is the index that step.c reports.
@@ -46,6 +49,7 @@ STEP_ERRORS = (
     "entry %d has an impossible number of positions",
     "entry %d has a block table that is too short or names a block outside the pool",
     "logit row %d is not a token of the batch",
+    "token %d has an adapter that is not there",
     "no memory for the step",
 )
 STEP_NO_MEMORY = len(STEP_ERRORS) - 1
@@ -198,6 +202,23 @@ class Step(Structure):
         ("sines", c_void_p * MAX_ROPES),
         ("logits", c_void_p),
         ("best", c_void_p),
+        ("num_adapters", c_int32),
+        ("lora_ranks", c_int32),
+        ("adapters", c_void_p),
+        ("adapter_of", c_void_p),
+    )
+
+
+class Lora(Structure):
+    """What an adapter adds to one linear."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("scales", c_void_p),
+        ("b", c_void_p),
+        ("halves", c_void_p),
+        ("ranks", c_int32),
+        ("pad", c_int32),
     )
 
 
@@ -213,7 +234,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         raise NativeUnavailable(f"the compiled kernels do not load: {fault}") from fault
     library.struct_bytes.restype = c_int64
     library.struct_bytes.argtypes = (c_int,)
-    structs: tuple[type[Structure], ...] = (Linear, Experts, Layer, ModelStruct, Cache, Step)
+    structs: tuple[type[Structure], ...] = (Linear, Experts, Layer, ModelStruct, Cache, Step, Lora)
     sizes = [library.struct_bytes(i) for i in range(len(structs))]
     if library.abi_version() != ABI_VERSION or sizes != [ctypes.sizeof(struct) for struct in structs]:
         raise NativeUnavailable("the compiled kernels and the Python code disagree about their structs")
@@ -237,6 +258,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.pack_stored.argtypes = (c_int, c_void_p, c_int64, c_int64, *span)
     library.stored_block_bytes.restype = c_int64
     library.stored_block_bytes.argtypes = (c_int, c_int64)
+    library.digits_pay.restype = c_bool
+    library.digits_pay.argtypes = ()
     library.stored_row.restype = None
     library.stored_row.argtypes = (c_int, c_void_p, c_int64, c_int, c_void_p)
     library.pack_u4.restype = c_bool

@@ -22,6 +22,18 @@ int64_t linear_blocks(const linear *l)
     return last->first_block + padded(last->n, COLUMNS) / COLUMNS;
 }
 
+int64_t linear_column(const linear *l, int64_t block, int64_t *width)
+{
+    if (!l->parts) {
+        *width = smaller(l->n - block * COLUMNS, COLUMNS);
+        return block * COLUMNS;
+    }
+    const part *p = part_of(l, block);
+    const int64_t before = (block - p->first_block) * COLUMNS;
+    *width = smaller(p->n - before, COLUMNS);
+    return p->column + before;
+}
+
 enum weight_kind linear_operand(const linear *l)
 {
     if (l->parts) return (enum weight_kind)l->kind;
@@ -38,7 +50,9 @@ static void part_block(const linear *l, const part *p, int64_t block, const rows
         return;
     }
     const uint8_t *weights = (const uint8_t *)p->weights + block * stored_block_bytes(p->kind, l->k);
-    if (l->kind == WEIGHT_I8)
+    if (l->kind == WEIGHT_I24)
+        gemm_stored_digits_block(p->kind, weights, l->k, l->group, a, first, count, sums);
+    else if (l->kind == WEIGHT_I8)
         gemm_stored_int8_block(p->kind, weights, l->k, l->group, a, first, count, sums);
     else
         gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
@@ -83,13 +97,7 @@ void linear_block(const linear *l, int64_t block, const rows *a, int64_t first, 
 void linear_finish(const linear *l, int64_t block, const float *sums, int64_t first, int64_t count,
                    enum finish finish, const model *m, float *out, int64_t pitch)
 {
-    int64_t column = block * COLUMNS, width = smaller(l->n - column, COLUMNS);
-    if (l->parts) {
-        const part *p = part_of(l, block);
-        const int64_t before = (block - p->first_block) * COLUMNS;
-        column = p->column + before;
-        width = smaller(p->n - before, COLUMNS);
-    }
+    int64_t width, column = linear_column(l, block, &width);
     for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
         float biased[COLUMNS];
         const float *from = sums;
@@ -114,7 +122,7 @@ void linear_finish(const linear *l, int64_t block, const float *sums, int64_t fi
 int linear_probe(const linear *l, const float *x, int64_t count, int64_t size, float *out)
 {
     int64_t groups = l->k / l->group;
-    rows a = {calloc((size_t)(count * l->k), sizeof(float)), calloc((size_t)(count * groups), sizeof(group_factors)),
+    rows a = {calloc((size_t)(count * l->k), sizeof(float)), calloc((size_t)(count * groups), sizeof(digit_factors)),
               count, l->k, groups};
     float *sums = calloc((size_t)count, COLUMNS * sizeof(float));
     bool enough = a.data && a.factors && sums;

@@ -15,10 +15,10 @@ from genbatch.nif.models.architectures import (
     NONE,
     PER_HEAD,
     Architecture,
+    ExpertNames,
     head_dim_of,
     kv_heads_of,
 )
-from genbatch.nif.models.architectures import Experts as ExpertNames
 from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource
 from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.errors import NativeUnavailable
@@ -108,7 +108,7 @@ class ModelWeights:
     def __init__(self, model: "Model", quantize: str = "none") -> None:
         if quantize not in QUANTIZE:
             raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
-        architecture = check_supported(model)
+        self.architecture = architecture = check_supported(model)
         self.model = model
         self.library = native_library()
         self.quantize = quantize

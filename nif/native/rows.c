@@ -81,7 +81,7 @@ static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, 
 {
     int64_t group = out->k / out->groups;
     int8_t *data = (int8_t *)out->data + at.start * out->k + 4 * r;
-    group_factors *factors = out->factors + at.start * out->groups + r;
+    group_factors *factors = (group_factors *)out->factors + at.start * out->groups + r;
     for (int64_t g = 0; g < out->groups; g++, factors += at.size) {
         float part[MAX_GROUP];
         int8_t integers[MAX_GROUP];
@@ -94,6 +94,68 @@ static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, 
         }
         *factors = put_group(p, group, integers);
         for (int64_t i = 0; i < group; i += 4, data += 4 * at.size) memcpy(data, integers + i, 4);
+    }
+}
+
+/* For exponents from -126 to 127. */
+static float power_of_two(int exponent)
+{
+    const int32_t bits = (exponent + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return power;
+}
+
+/* Writes the integers of one group, of 16 or 32, to `out` [DIGITS][group] and returns what multiplies them. */
+static digit_factors put_digit_group(const float *x, int64_t group, int8_t *out)
+{
+    vi largest = {0};
+    for (int64_t i = 0; i < group; i += VL) largest = vi_max(largest, (vi)vf_abs(vf_load(x + i)));
+    const int32_t bits = vi_largest(largest); /* orders as the floats do, infinities and no numbers above all */
+    float top;
+    memcpy(&top, &bits, 4);
+    if (bits >= 0x7f800000) { /* its products are no numbers */
+        memset(out, 0, (size_t)(DIGITS * group));
+        return (digit_factors){NAN, NAN, {0}};
+    }
+    /* With some room, so that the highest digit stays below 128 whatever the lower ones carry. */
+    top *= 1.0078125f;
+    int32_t exponent;
+    memcpy(&exponent, &top, 4);
+    exponent = (exponent >> 23) - 127;
+    if (exponent < -100) exponent = -100; /* less than 2^-122 is zero for every purpose */
+    const float scale = power_of_two(exponent - 22), inverse = power_of_two(22 - exponent);
+    vi sums[DIGITS] = {{0}};
+    for (int64_t i = 0; i < group; i += VL) {
+        vi rest = vi_nearest(vf_load(x + i) * inverse);
+        for (int d = 0; d < DIGITS; d++) {
+            vi digit = rest << 24 >> 24;
+            rest = (rest - digit) >> 8;
+            sums[d] += digit;
+            vb_store(out + d * group + i, digit);
+        }
+    }
+    digit_factors f = {.scale = scale};
+    int32_t total = 0;
+    for (int d = 0; d < DIGITS; d++) {
+        const int32_t sum = vi_sum(sums[d]);
+        f.minus_digits[d] = -sum;
+        total += sum * (1 << (8 * d));
+    }
+    f.minus_total = -scale * (float)total;
+    return f;
+}
+
+static void put_digits(const rows *out, tile_place at, int64_t r, const float *x)
+{
+    const int64_t group = out->k / out->groups;
+    int8_t *data = (int8_t *)out->data + DIGITS * at.start * out->k + 4 * r;
+    digit_factors *factors = (digit_factors *)out->factors + at.start * out->groups + r;
+    for (int64_t g = 0; g < out->groups; g++, factors += at.size) {
+        int8_t digits[DIGITS * 32];
+        *factors = put_digit_group(x + g * group, group, digits);
+        for (int64_t i = 0; i < group; i += 4)
+            for (int d = 0; d < DIGITS; d++, data += 4 * at.size) memcpy(data, digits + d * group + i, 4);
     }
 }
 
@@ -121,6 +183,7 @@ void rows_put(int kind, const rows *out, int64_t row, const float *x, int64_t si
     if (kind == WEIGHT_F32) put_f32(out, at, row - at.start, x, size);
     if (kind == WEIGHT_BF16) put_bf16(out, at, row - at.start, x, size);
     if (kind == WEIGHT_I8) put_int8(out, at, row - at.start, x, size);
+    if (kind == WEIGHT_I24) put_digits(out, at, row - at.start, x); /* whole groups: blocks of a file hold 32 inputs */
 }
 
 /* What each kind of MLP makes of its sums */

@@ -13,6 +13,7 @@ import torch
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.largest import Largest
+from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.native.cores import available_cores
 from genbatch.nif.native.library import (
     KV_BF16,
@@ -27,6 +28,7 @@ from genbatch.nif.native.library import (
     Cache,
     Step,
 )
+from genbatch.nif.native.lora_weights import AdapterWeights
 from genbatch.nif.native.memory import NativeMemory
 from genbatch.nif.native.model_weights import ModelWeights
 
@@ -65,7 +67,7 @@ def native_runner(
 
 
 class NativeRunner:
-    """Runs steps in C. Implements `Runner`.
+    """Runs steps in C. Implements `Runner` and `AdaptingRunner`.
 
     A row's logits depend, to the last bit, on its own sequence only: not on the rest of the batch, on its place in
     it, on how its prompt was chunked or on the number of threads.
@@ -101,6 +103,7 @@ class NativeRunner:
         self._pools: list[NativeMemory] = []
         self._caches: ctypes.Array[Cache] | None = None
         self._engine: int | None = None
+        self._adapters: dict[int, AdapterWeights] = {}  # by handle
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         """Bytes of KV that one block of `group` takes, all the group's layers together."""
@@ -168,6 +171,8 @@ class NativeRunner:
             logits=None if logits is None else logits.data_ptr(),
             best=None if best is None else best.ctypes.data,
         )
+        if batch.adapters is not None:
+            self._name_adapters(step, batch.adapters, held)
         for i, table in enumerate(tables):
             step.cosines[i], step.sines[i] = table.cosines.data_ptr(), table.sines.data_ptr()
         for i in range(len(self.groups)):
@@ -180,6 +185,28 @@ class NativeRunner:
             raise MemoryError(STEP_ERRORS[error])
         if error:
             raise BatchError(STEP_ERRORS[error] % where.value)
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """See `AdaptingRunner`; the matrices are in float32, whatever the model's weights are."""
+        model = self._weights.model
+        modules = model.hf.named_modules()
+        sizes = {name: module.out_features for name, module in modules if isinstance(module, torch.nn.Linear)}
+        packed = AdapterWeights(self._library, adapter, self._weights.architecture, model.config, sizes)
+        self._adapters[adapter.handle] = packed
+
+    def drop_adapter(self, adapter: LoraAdapter) -> None:
+        """See `AdaptingRunner`."""
+        del self._adapters[adapter.handle]
+
+    def _name_adapters(self, step: Step, adapters: torch.Tensor, held: "_Held") -> None:
+        """Tells the step which adapter each token has, by its place among the step's own."""
+        handles, places = np.unique(adapters.numpy(), return_inverse=True)
+        named = [self._adapters[handle] for handle in handles.tolist() if handle]
+        owners = torch.from_numpy(places - int(handles[0] == 0))
+        addresses = torch.tensor([one.address for one in named])
+        step.num_adapters, step.lora_ranks = len(named), max(one.most_ranks for one in named)
+        step.adapters = held.address(addresses, torch.int64)
+        step.adapter_of = held.address(owners, torch.int32)
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, destination); every source is read before any block is written."""

@@ -125,6 +125,27 @@ ALWAYS_INLINE float vf_largest(vf x)
 #endif
 }
 
+ALWAYS_INLINE vi vi_max(vi a, vi b)
+{
+#if VL == 16
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    vi above = a > b;
+    return (above & a) | (~above & b);
+#endif
+}
+
+ALWAYS_INLINE int32_t vi_largest(vi x)
+{
+#if VL == 16
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t largest = x[0];
+    for (int i = 1; i < VL; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+#endif
+}
+
 /* exp(x), relative error below 2e-7; exactly 0 under -87, so that a masked score weighs nothing. */
 ALWAYS_INLINE vf vf_exp(vf x)
 {
@@ -175,6 +196,16 @@ ALWAYS_INLINE vi vi_round(vf x)
 {
     const vf shift = vf_set1(12582912.0f);
     return (vi)(x + shift) - (vi)shift;
+}
+
+/* Nearest integer; |x| <= 2^23. */
+ALWAYS_INLINE vi vi_nearest(vf x)
+{
+#if VL == 16
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#else
+    return __builtin_convertvector(x + vf_select(x < 0.0f, vf_set1(-0.5f), vf_set1(0.5f)), vi);
+#endif
 }
 
 /* The low byte of each lane. */

@@ -16,20 +16,24 @@
 #define PANEL (PANEL_TILES * MAX_ROWS)
 #define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
-#define PHASES_PER_LAYER 20
+#define FACTOR_BYTES ((int64_t)sizeof(digit_factors)) /* of a group, at most */
+#define PHASES_PER_LAYER 24
 #define PHASES_AROUND 4
 
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
     float *branch; /* what attention gives, where it is not added to x at once */
     void *operand;
-    group_factors *factors;
+    uint8_t *factors; /* of either kind */
     float *scratch; /* a thread's: PANEL x COLUMNS sums, then a row of hidden size */
     int64_t scratch_size;
     lane_maxima *maxima; /* a thread's: one a row of logits */
     float *normed, *expert_out; /* with experts: their inputs, and their outputs row by row */
     int64_t expert_k; /* inputs of their widest linear */
     choice choice;
+    float *adapted; /* with adapters: the float rows that a linear multiplies, where they are no other buffer's */
+    lora_step lora;
+    lora_rows lora_tokens, lora_kept; /* the step's rows, and those that go on after the last attention */
 } workspace;
 
 typedef struct engine {
@@ -49,6 +53,8 @@ typedef struct {
     engine *engine;
     int thread;
     int phase;
+    const lora_rows *rows; /* those of x; NULL without adapters */
+    int64_t place; /* of the linear under way, where a row has an adapter there; else -1 */
 } worker;
 
 static void phase_end(worker *w)
@@ -97,10 +103,28 @@ static void prepare_phase(worker *w, const linear *l, const float *x, int64_t si
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         for (int64_t i = from; i < to; i++) {
             const float *row = x + (index ? index[i] : i) * size;
+            if (w->place >= 0) normed = e->work.adapted + i * size;
             if (n->weight) norm_row(e->model, n, row, size, normed);
             rows_put(linear_operand(l), &operand, i, n->weight ? normed : row, size);
         }
     }
+    phase_end(w);
+}
+
+/* As `prepare_phase` for a linear of a layer, and what the rows' adapters make of its input. */
+static void layer_phase(worker *w, const layer *layer, enum lora_place place, const linear *l, const float *x,
+                        int64_t size, const int64_t *index, int64_t count, const norm *n)
+{
+    engine *e = w->engine;
+    const lora_step *lora = &e->work.lora;
+    const int64_t at = (layer - e->model->layers) * LORA_PLACES + place;
+    w->place = w->rows && lora_adapts(lora, w->rows, at) ? at : -1;
+    prepare_phase(w, l, x, size, index, count, n);
+    if (w->place < 0) return;
+    const lora_input input = n->weight ? (lora_input){e->work.adapted, NULL, size} : (lora_input){x, index, size};
+    int64_t from, to, units = lora_units(lora, w->rows, at);
+    while (claim(w, units, grain_of(w, units), &from, &to))
+        for (int64_t unit = from; unit < to; unit++) lora_shrink(lora, w->rows, at, unit, &input);
     phase_end(w);
 }
 
@@ -296,6 +320,10 @@ static void finish_block(const worker *w, const linear *l, int64_t block, float 
                          const target *t)
 {
     const model *m = w->engine->model;
+    if (w->place >= 0) {
+        int64_t width, column = linear_column(l, block, &width);
+        lora_expand(&w->engine->work.lora, w->rows, w->place, column, width, first, size, sums);
+    }
     if (l == &m->head) logits_finish(m, sums, size);
     if (t->out) linear_finish(l, block, sums, first, size, t->finish, m, t->out, t->pitch);
     if (t->maxima) largest_take(l, block, sums, size, t->maxima + first);
@@ -318,6 +346,7 @@ static void linear_units(worker *w, const linear *l, int64_t count, const target
             finish_block(w, l, block, sums, first, size, t);
         }
     }
+    w->place = -1;
     phase_end(w);
 }
 
@@ -345,10 +374,10 @@ static void head_phase(worker *w, const linear *l, int64_t count)
 /* The operand of an expert's rows, which start at row `start` of all. */
 static rows expert_operand(const engine *e, const linear *l, int64_t start, int64_t count)
 {
-    static const int64_t bytes[] = {[WEIGHT_F32] = 4, [WEIGHT_BF16] = 2, [WEIGHT_I8] = 1};
+    static const int64_t bytes[] = {[WEIGHT_F32] = 4, [WEIGHT_BF16] = 2, [WEIGHT_I8] = 1, [WEIGHT_I24] = DIGITS};
     const int64_t at = start * e->work.expert_k;
     return (rows){(uint8_t *)e->work.operand + at * bytes[linear_operand(l)],
-                  e->work.factors + at / SMALLEST_GROUP, count, l->k, l->k / l->group};
+                  e->work.factors + at / SMALLEST_GROUP * FACTOR_BYTES, count, l->k, l->k / l->group};
 }
 
 static void route_phases(worker *w, const layer *l, const float *x, int64_t count)
@@ -464,9 +493,9 @@ static void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
         return;
     }
     const bool at_once = added_at_once(m, &l->mlp_post);
-    prepare_phase(w, &l->gate_up, x, m->hidden, NULL, count, &l->mlp_norm);
+    layer_phase(w, l, LORA_GATE_UP, &l->gate_up, x, m->hidden, NULL, count, &l->mlp_norm);
     linear_phase(w, &l->gate_up, count, ACTIVATE, e->work.activated, l->intermediate);
-    prepare_phase(w, &l->down, e->work.activated, l->intermediate, NULL, count, &no_norm);
+    layer_phase(w, l, LORA_DOWN, &l->down, e->work.activated, l->intermediate, NULL, count, &no_norm);
     linear_phase(w, &l->down, count, at_once ? ADD : STORE, at_once ? x : e->work.branch, m->hidden);
     if (!at_once) join_phase(w, &l->mlp_post, x, count);
 }
@@ -477,7 +506,7 @@ static void run(void *argument, int thread)
     const model *m = e->model;
     const step *s = e->step;
     workspace *work = &e->work;
-    worker w = {e, thread, 0};
+    worker w = {e, thread, 0, s->num_adapters ? &work->lora_tokens : NULL, -1};
     int64_t width = (int64_t)m->num_heads * m->head_dim;
     int64_t pitch = width + 2 * (int64_t)m->num_kv_heads * m->head_dim;
     float *x = work->x;
@@ -485,7 +514,7 @@ static void run(void *argument, int thread)
     embed_phase(&w);
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
-        prepare_phase(&w, &l->qkv, x, m->hidden, NULL, count, &l->attention_norm);
+        layer_phase(&w, l, LORA_QKV, &l->qkv, x, m->hidden, NULL, count, &l->attention_norm);
         linear_phase(&w, &l->qkv, count, STORE, work->qkv, pitch);
         if (m->qk_norm == QK_WHOLE) whole_norm_phase(&w, l);
         rope_and_cache_phase(&w, l);
@@ -493,13 +522,14 @@ static void run(void *argument, int thread)
         if (i == m->num_layers - 1) { /* behind the last cache write only the wanted rows matter */
             if (s->num_logit_rows == 0) return;
             keep_phase(&w);
+            if (w.rows) w.rows = &work->lora_kept;
             x = work->kept;
             index = s->logit_rows;
             count = s->num_logit_rows;
         }
         attention_phase(&w, l);
         const bool at_once = !m->parallel && added_at_once(m, &l->attention_post);
-        prepare_phase(&w, &l->out, work->attended, width, index, count, &no_norm);
+        layer_phase(&w, l, LORA_OUT, &l->out, work->attended, width, index, count, &no_norm);
         linear_phase(&w, &l->out, count, at_once ? ADD : STORE, at_once ? x : work->branch, m->hidden);
         if (!at_once && !m->parallel) join_phase(&w, &l->attention_post, x, count);
         mlp_phases(&w, l, x, count);
@@ -555,15 +585,18 @@ static bool reserve(engine *e)
     const expert_sizes x = largest_experts(m);
     const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0;
     const int64_t operand = mixed * x.k > count * k ? mixed * x.k : count * k;
-    const int64_t factor_floats = sizeof(group_factors) / sizeof(float);
+    const int64_t factor_floats = FACTOR_BYTES / (int64_t)sizeof(float);
     const int64_t maxima_floats = e->step->best ? sizeof(lane_maxima) / sizeof(float) : 0;
+    const int64_t adapters = e->step->num_adapters;
     int64_t floats[] = {T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
                         (count > mixed ? count : mixed) * m->intermediate, R * m->hidden, operand,
                         operand / SMALLEST_GROUP * factor_floats, pool_size(e->pool) * scratch_size,
                         pool_size(e->pool) * R * maxima_floats,
                         m->num_groups * e->step->num_entries * (int64_t)sizeof(family) / 4, count * m->hidden,
                         routed * m->hidden, mixed * m->hidden, routed * x.count, mixed, mixed, mixed, mixed, x.count + 1,
-                        (x.count + mixed) * (int64_t)sizeof(expert_panel) / 4};
+                        (x.count + mixed) * (int64_t)sizeof(expert_panel) / 4, adapters ? count * m->hidden : 0,
+                        adapters ? count * e->step->lora_ranks : 0, adapters ? T : 0, adapters ? R : 0,
+                        2 * adapters * (int64_t)sizeof(lora_group) / 4};
     enum { NUM = sizeof(floats) / sizeof(floats[0]) };
     int64_t total = 0;
     for (int i = 0; i < NUM; i++) total += padded(floats[i], 16) + 16;
@@ -582,7 +615,7 @@ static bool reserve(engine *e)
                           .activated = at[3],
                           .kept = at[4],
                           .operand = at[5],
-                          .factors = (group_factors *)at[6],
+                          .factors = (uint8_t *)at[6],
                           .scratch = at[7],
                           .scratch_size = scratch_size,
                           .maxima = (lane_maxima *)at[8],
@@ -596,9 +629,23 @@ static bool reserve(engine *e)
                                      .places = (int32_t *)at[16],
                                      .tokens = (int32_t *)at[17],
                                      .starts = (int32_t *)at[18],
-                                     .panels = (expert_panel *)at[19]}};
+                                     .panels = (expert_panel *)at[19]},
+                          .adapted = at[20],
+                          .lora = {e->step->adapters, at[21], (int32_t)adapters, e->step->lora_ranks},
+                          .lora_tokens = {(int32_t *)at[22], (lora_group *)at[24], 0},
+                          .lora_kept = {(int32_t *)at[23], (lora_group *)at[24] + adapters, 0}};
     for (int g = 0; g < m->num_groups; g++) e->families[g] = (family *)at[9] + (int64_t)g * e->step->num_entries;
     return true;
+}
+
+/* Which rows have which adapter, of all tokens and of those whose logits are wanted. */
+static void find_adapters(engine *e)
+{
+    const step *s = e->step;
+    workspace *work = &e->work;
+    if (!s->num_adapters) return;
+    lora_sort(&work->lora, s->adapter_of, NULL, s->num_tokens, &work->lora_tokens);
+    lora_sort(&work->lora, s->adapter_of, s->logit_rows, s->num_logit_rows, &work->lora_kept);
 }
 
 /* Families no larger than leaves every thread some units of each layer's attention. */
@@ -624,7 +671,8 @@ int abi_version(void) { return ABI_VERSION; }
 /* For the caller to compare with its own idea of the structs. */
 int64_t struct_bytes(int which)
 {
-    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(layer), sizeof(model), sizeof(cache), sizeof(step)};
+    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(layer), sizeof(model),
+                             sizeof(cache),  sizeof(step),    sizeof(lora)};
     return sizes[which];
 }
 
@@ -657,6 +705,7 @@ int engine_step(engine *e, const step *s, int64_t *where)
     if (error) return error;
     if (!reserve(e)) return STEP_NO_MEMORY;
     find_families(e);
+    find_adapters(e);
     memset(e->claims, 0, sizeof(atomic_int) * (size_t)(e->model->num_layers * PHASES_PER_LAYER + PHASES_AROUND));
     pool_run(e->pool, run, e);
     return STEP_OK;

@@ -5,7 +5,6 @@
 #include "stored.h"
 
 #define VECTORS (COLUMNS / VL)
-#define AHEAD 2048 /* bytes of weights fetched ahead of their use */
 
 /* What turns the codes of one group into weights: weight = scale * code - minus. */
 typedef struct {

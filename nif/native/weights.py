@@ -1,9 +1,9 @@
 """Weight matrices packed for the C kernels, in parallel and straight to where they stay."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from genbatch.nif.native.library import (
     WEIGHT_BF16,
     WEIGHT_F32,
     WEIGHT_I8,
+    WEIGHT_I24,
     WEIGHT_U4,
     Linear,
     Part,
@@ -23,6 +24,7 @@ from genbatch.nif.native.library import (
 from genbatch.nif.native.memory import NativeArena
 
 U4_GROUP = 32
+_FLOATS_AT_ONCE = 1 << 24  # of a matrix that is packed: 64 MB beside the file and the packed form
 _FINE = ("Q2_K", "Q3_K", "Q6_K")  # a scale for 16 inputs
 # How far a weight may lie from its 4-bit grid, relative to its group's largest, and still count as on it: rounding to
 # the type that carried it here (bfloat16 rounds the weight by 2^-9, and the grid that its neighbours give by as much).
@@ -51,6 +53,34 @@ def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
     if kind == WEIGHT_I8 and tensor.kind == "Q4_1":
         return None  # packing finds its grid, and WEIGHT_U4 is the same bits with a kernel of its own
     return STORED_KINDS.get(tensor.kind)
+
+
+_Rows = Callable[[int, int], torch.Tensor]  # the rows from one to before another, float32, [rows, k]
+
+
+def _merged(tensors: Sequence[StoredTensor], interleaved: bool) -> tuple[int, _Rows]:
+    """Matrices as one, without a copy of all of it: how many rows it has, and the rows of whole blocks.
+
+    Args:
+        tensors: matrices of one k.
+        interleaved: of two tensors, as `interleave_gate_up`; else one stands below the other.
+    """
+    counts = [tensor.shape[0] for tensor in tensors]
+    if interleaved:
+        half = COLUMNS // 2
+
+        def mixed(first: int, end: int) -> torch.Tensor:
+            return interleave_gate_up(*(tensor.floats(first // 2, end // 2) for tensor in tensors))
+
+        return 2 * (counts[0] + -counts[0] % half), mixed
+    starts = [0, *accumulate(counts)]
+
+    def stacked(first: int, end: int) -> torch.Tensor:
+        spans = ((max(first - start, 0), end - start) for start in starts)
+        held = zip(tensors, counts, spans, strict=False)
+        return torch.cat([tensor.floats(a, min(b, count)) for tensor, count, (a, b) in held if a < min(b, count)])
+
+    return starts[-1], stacked
 
 
 def _interleaved(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
@@ -97,13 +127,13 @@ class WeightPacker:
         kinds = [stored_kind(kind, tensor) for tensor in tensors]
         if None not in kinds:
             linear = self._stored([kind for kind in kinds if kind is not None], tensors, interleaved)
-            if kind == WEIGHT_I8:
-                linear.kind = WEIGHT_I8
+            blocks_only = not any(tensor.kind in FLOAT_KINDS for tensor in tensors)
+            if kind == WEIGHT_I8 or (blocks_only and self._library.digits_pay()):
+                linear.kind = WEIGHT_I8 if kind == WEIGHT_I8 else WEIGHT_I24
                 linear.group = 16 if any(tensor.kind in _FINE for tensor in tensors) else U4_GROUP
             return linear
-        matrices = [tensor.whole() for tensor in tensors]
-        merged = interleave_gate_up(*matrices) if interleaved else torch.cat(matrices)
-        return self.pack(kind, merged, group)
+        n, rows = _merged(tensors, interleaved)
+        return self._pack(kind, rows, (n, tensors[0].shape[-1]), group, torch.float32)
 
     def blocks(self, kind: int, addresses: np.ndarray, k: int) -> int:
         """The address of rows in the form of stored.h.
@@ -116,7 +146,7 @@ class WeightPacker:
         blocks = -(-len(addresses) // COLUMNS)
         address, _ = self._arena.reserve(blocks * self._library.stored_block_bytes(kind, k))
         rows = np.ascontiguousarray(addresses, np.uint64)
-        self._share(blocks, self._library.pack_stored, (kind, rows.ctypes.data, len(rows), k), address)
+        self._share(range(blocks), self._library.pack_stored, (kind, rows.ctypes.data, len(rows), k), address)
         return address
 
     def _stored(self, kinds: Sequence[int], tensors: Sequence[StoredTensor], interleaved: bool) -> Linear:
@@ -165,32 +195,51 @@ class WeightPacker:
             matrix: [n, k].
             group: inputs that share a scale of WEIGHT_I8.
         """
-        n, k = matrix.shape
-        plain = matrix.detach().float().contiguous()
-        source = plain.data_ptr()
+        plain = matrix.detach()
+        n, k = plain.shape
+        return self._pack(kind, lambda first, end: plain[first:end].float(), (n, k), group, matrix.dtype)
+
+    def _pack(self, kind: int, rows: "_Rows", shape: tuple[int, int], group: int, dtype: torch.dtype) -> Linear:
+        """As `pack`, of rows that are asked for some at a time."""
+        n, k = shape
         blocks = -(-n // COLUMNS)
         if kind == WEIGHT_F32:
             address, _ = self._arena.reserve(blocks * COLUMNS * k * 4)
-            self._share(blocks, self._library.pack_f32, (source, n, k), address)
+            self._pack_with(self._library.pack_f32, rows, shape, (), address)
             return Linear(kind=kind, n=n, k=k, group=1, weights=address)
         if kind == WEIGHT_BF16:
             k_padded = k + k % 2
             address, _ = self._arena.reserve(blocks * COLUMNS * k_padded * 2)
-            self._share(blocks, self._library.pack_bf16, (source, n, k), address)
+            self._pack_with(self._library.pack_bf16, rows, shape, (), address)
             return Linear(kind=kind, n=n, k=k_padded, group=1, weights=address)
         k_padded = k + -k % group
         # Reserved for 8 bits before it is known whether 4 do; what is left over is given back.
         address, _ = self._arena.reserve(blocks * COLUMNS * (k_padded + 2 * (k_padded // group)))
-        tolerance = _GRID_TOLERANCE[matrix.dtype]
-        if k % U4_GROUP == 0 and self._share(blocks, self._library.pack_u4, (source, n, k, tolerance), address):
+        tolerance = _GRID_TOLERANCE[dtype]
+        if k % U4_GROUP == 0 and self._pack_with(self._library.pack_u4, rows, shape, (tolerance,), address):
             self._arena.shrink(blocks * COLUMNS * (k // 2 + 4 * (k // U4_GROUP)))
             return Linear(kind=WEIGHT_U4, n=n, k=k, group=U4_GROUP, weights=address)
-        self._share(blocks, self._library.pack_i8, (source, n, k, group), address)
+        self._pack_with(self._library.pack_i8, rows, shape, (group,), address)
         return Linear(kind=WEIGHT_I8, n=n, k=k_padded, group=group, weights=address)
 
-    def _share(self, blocks: int, function: Any, arguments: tuple[Any, ...], address: int) -> bool:
-        """Runs a function of pack.c over all blocks; whether every part succeeded."""
-        ends = [blocks * i // self._n_threads for i in range(self._n_threads + 1)]
+    def _pack_with(
+        self, function: Any, rows: "_Rows", shape: tuple[int, int], arguments: tuple[Any, ...], address: int
+    ) -> bool:
+        """Runs a function of pack.c over the matrix, a stretch of blocks after another; whether all succeeded."""
+        n, k = shape
+        blocks, at_once = -(-n // COLUMNS), max(1, _FLOATS_AT_ONCE // (COLUMNS * k))
+        for first in range(0, blocks, at_once):
+            end = min(first + at_once, blocks)
+            floats = rows(first * COLUMNS, min(end * COLUMNS, n)).contiguous()
+            # Where row 0 would be: C counts rows from there, and reads those of its blocks alone.
+            source = floats.data_ptr() - first * COLUMNS * k * floats.itemsize
+            if not self._share(range(first, end), function, (source, n, k, *arguments), address):
+                return False
+        return True
+
+    def _share(self, blocks: range, function: Any, arguments: tuple[Any, ...], address: int) -> bool:
+        """Runs a function of pack.c over blocks; whether every part succeeded."""
+        ends = [blocks.start + len(blocks) * i // self._n_threads for i in range(self._n_threads + 1)]
         with ThreadPoolExecutor(self._n_threads) as threads:  # ctypes releases the GIL
             parts = pairwise(ends)
             done = threads.map(lambda part: function(*arguments, *part, address), parts)

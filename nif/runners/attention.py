@@ -190,7 +190,7 @@ def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Ten
         out = scaled_dot_product_attention(query[None], keys[None], values[None], bias, scale=call.scaling)[0]
     else:
         sinks = None if call.sinks is None else call.sinks.view(num_kv_heads, per_kv_head)
-        out = _explicit_attention(query, keys, values, mask, call.scaling, call.softcap, sinks)
+        out = _explicit_attention(call, query, keys, values, mask, sinks)
     out = out.view(num_kv_heads, per_kv_head, num_rows, -1).permute(2, 0, 1, 3)
     return out.reshape(num_rows, num_heads, -1)
 
@@ -203,18 +203,17 @@ def _gather(pool: torch.Tensor, span: _Span) -> torch.Tensor:
 
 
 def _explicit_attention(
+    call: AttentionCall,
     query: torch.Tensor,  # [Hkv, G * n, D]
     keys: torch.Tensor,  # [Hkv, L, D]
     values: torch.Tensor,  # [Hkv, L, Dv]
     mask: torch.Tensor | None,  # [G * n, L]
-    scaling: float,
-    softcap: float | None,
     sinks: torch.Tensor | None,  # [Hkv, G]
 ) -> torch.Tensor:
     """Attention spelled out in float32, for what SDPA has no argument for; returns [Hkv, G * n, Dv]."""
-    scores = query.float() @ keys.float().transpose(1, 2) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = query.float() @ keys.float().transpose(1, 2) * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:

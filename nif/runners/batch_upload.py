@@ -101,6 +101,7 @@ def _rebuilt(batch: RaggedBatch, parts: Sequence[torch.Tensor]) -> RaggedBatch:
         logit_rows=logit_rows,
         max_query_len=batch.max_query_len,
         max_kv_len=batch.max_kv_len,
+        adapters=batch.adapters,
     )
 
 

@@ -14,9 +14,9 @@ import torch
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.batch_check import BatchLimits
+from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
 from genbatch.nif.runners.decode_step import DecodeStep
-from genbatch.nif.runners.graph_options import GraphKey, GraphOptions
 from genbatch.nif.sampling.draw_table import NUM_PARAMS
 
 log = logging.getLogger("genbatch")
@@ -25,8 +25,11 @@ _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before an
 
 
 def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphKey | None:
-    """The graph that serves a batch; None where the step is not one token a row, each with its logits."""
+    """The graph that serves a batch; None where the step is not one token a row, each with its logits, or has adapters:
+    which ones is no input of a graph."""
     num_tokens = len(batch.input_ids)
+    if batch.adapters is not None:
+        return None
     if batch.max_query_len != 1 or len(batch.logit_rows) != num_tokens:
         return None
     if not torch.equal(batch.logit_rows, torch.arange(num_tokens)):

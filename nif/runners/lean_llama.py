@@ -10,14 +10,16 @@ each launch costs it something. Steps of many rows go through the library's prod
 Packed weights, and outputs that must not depend on the other rows, go the first way always.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.errors import OptionError
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile
+from genbatch.nif.kernels.lora import NormedRows
 from genbatch.nif.kernels.next_tokens import next_tokens
 from genbatch.nif.kernels.packed_weight import PackedWeight, pack
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
@@ -25,6 +27,7 @@ from genbatch.nif.kernels.rms_norm import add_rms_norm
 from genbatch.nif.kernels.rope_cache import rope_and_write
 from genbatch.nif.kernels.silu_mul import silu_mul
 from genbatch.nif.runners.attention import LayerPool
+from genbatch.nif.runners.device_lora import DOWN, GATE_UP, OUT, QKV, LoraRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 _FEW_ROWS = 64  # beyond, a weight that is read once serves so many rows that the library's products win
 
 
@@ -54,6 +58,7 @@ class LeanStep:
     batch: RaggedBatch
     pools: "Sequence[LayerPool]"  # one a layer
     wants_every_row: bool  # whether `logit_rows` are all of the step's tokens in their order
+    lora: LoraRows | None = None
     drawn: torch.Tensor | None = (
         None  # [T or more] int64, the token of each row whose input id is below 0; None: no row
     )
@@ -78,7 +83,7 @@ class LeanLlama:
     """A model of the Llama family, ready to step.
 
     Merging replaces the module's separate projections by views of the merged ones, so the weights exist once and the
-    module keeps working. Packed weights stand beside the module's.
+    module keeps working. Packed weights stand beside the module's, unless `pack_model` has taken those away.
 
     Args:
         model: one for which `why_not_lean` is None.
@@ -110,14 +115,6 @@ class LeanLlama:
         half = shape.key_dim // 2
         self._cos, self._sin = (table[0, :, :half].contiguous() for table in (cos, sin))  # [max_position, D / 2]
 
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes that packed weights take beside the module's."""
-        if not self._bits:
-            return 0
-        parts = [(layer.qkv, layer.attention_out, layer.gate_up, layer.mlp_out) for layer in self._layers]
-        return sum(part.nbytes for layer in parts for part in layer)
-
     def forward(self, step: LeanStep) -> torch.Tensor:
         """One step; returns its logits [R, vocab_size] float32."""
         batch = step.batch
@@ -138,13 +135,16 @@ class LeanLlama:
         tile = linear_tile(len(batch.input_ids), self._dtype, bits=self._bits, fixed=self._setting.in_order)
         products = TileLinear(tile)
         residual = products.embed(self._embedding, batch.input_ids, step.drawn, self._eps)
-        for layer, pool in zip(self._layers, step.pools, strict=True):
+        for index, (layer, pool) in enumerate(zip(self._layers, step.pools, strict=True)):
             rotation = Rotation(pool.keys, pool.values, batch.slots[layer.group], batch.positions, self._cos, self._sin)
-            query = products.heads(residual, layer.input_norm, layer.qkv, layer.shape, rotation)
+            delta = _delta(step.lora, index, QKV, residual, layer.input_norm, layer.qkv)
+            query = products.heads(residual, layer.input_norm, layer.qkv, layer.shape, rotation, delta)
             attended = self._attend(layer, query, batch, pool, plans[layer.group])
-            products.add_to(residual, attended, layer.attention_out)
-            gated = products.gated(residual, layer.mlp_norm, layer.gate_up)
-            products.add_to(residual, gated, layer.mlp_out)
+            delta = _delta(step.lora, index, OUT, attended, None, layer.attention_out)
+            products.add_to(residual, attended, layer.attention_out, delta)
+            delta = _delta(step.lora, index, GATE_UP, residual, layer.mlp_norm, layer.gate_up)
+            gated = products.gated(residual, layer.mlp_norm, layer.gate_up, delta)
+            products.add_to(residual, gated, layer.mlp_out, _delta(step.lora, index, DOWN, gated, None, layer.mlp_out))
         if not step.wants_every_row:
             rows = batch.logit_rows
             residual = Residual(residual.hidden[rows], residual.sums[rows], self._eps)
@@ -157,10 +157,10 @@ class LeanLlama:
         ids = batch.input_ids if step.drawn is None else next_tokens(batch.input_ids, step.drawn)
         residual = embedding(ids, self._embedding)  # [T, hidden]
         delta: torch.Tensor | None = None
-        for layer, pool in zip(self._layers, step.pools, strict=True):
+        for index, (layer, pool) in enumerate(zip(self._layers, step.pools, strict=True)):
             hidden = add_rms_norm(residual, delta, layer.input_norm, self._eps)
             query = rope_and_write(
-                linear(hidden, layer.qkv.data, layer.qkv.bias),
+                _linear(step.lora, index, QKV, hidden, layer.qkv),
                 pool.keys,
                 pool.values,
                 batch.slots[layer.group],
@@ -173,10 +173,10 @@ class LeanLlama:
                 eps=self._eps,
             )
             attended = self._attend(layer, query, batch, pool, plans[layer.group])
-            delta = linear(attended, layer.attention_out.data, layer.attention_out.bias)
+            delta = _linear(step.lora, index, OUT, attended, layer.attention_out)
             hidden = add_rms_norm(residual, delta, layer.mlp_norm, self._eps)
-            gated = silu_mul(linear(hidden, layer.gate_up.data, layer.gate_up.bias))
-            delta = linear(gated, layer.mlp_out.data, layer.mlp_out.bias)
+            gated = silu_mul(_linear(step.lora, index, GATE_UP, hidden, layer.gate_up))
+            delta = _linear(step.lora, index, DOWN, gated, layer.mlp_out)
         assert delta is not None
         if not step.wants_every_row:
             residual, delta = residual[batch.logit_rows], delta[batch.logit_rows]
@@ -201,6 +201,27 @@ class LeanLlama:
         return out.flatten(1)
 
 
+def _delta(
+    lora: LoraRows | None,
+    layer: int,
+    place: int,
+    x: Residual | torch.Tensor,
+    norm: torch.Tensor | None,
+    weight: PackedWeight,
+) -> torch.Tensor | None:
+    """What adapters add to a product of few rows."""
+    if lora is None:
+        return None
+    rows = NormedRows(x.hidden, x.sums, norm, x.eps) if isinstance(x, Residual) else NormedRows(x, None, None)
+    return lora.delta(layer, place, rows, weight.num_outputs)
+
+
+def _linear(lora: LoraRows | None, layer: int, place: int, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """A product of many rows, with what adapters add to it."""
+    out = linear(x, weight.data, weight.bias)
+    return out if lora is None else lora.add_to(layer, place, x, out)
+
+
 def plan_groups(batch: RaggedBatch, windows: "Sequence[int | None]", setting: AttentionSetting) -> list[SharePlan]:
     """Per layer group the shares of the step's decodes."""
     return [
@@ -209,11 +230,73 @@ def plan_groups(batch: RaggedBatch, windows: "Sequence[int | None]", setting: At
     ]
 
 
-def _layer(module: Any, num_heads: int, num_kv_heads: int, head_size: int, group: int, quantize: str) -> _Layer:
+def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
+    """The model on the device with its projections packed, and no others; the given one is given up.
+
+    One layer goes over at a time, so that the device never holds more than the packed model and one layer. What is not
+    a layer's projection (embedding, norms, head) stays whole.
+
+    Args:
+        model: on the device or on the CPU; its modules do not run any more.
+        quantize: one of `packed_weight.KINDS`, not "none".
+
+    Raises:
+        OptionError: the model cannot run in this loop.
+    """
+    unfit = why_not_lean(model)
+    if unfit is not None:
+        raise OptionError("quantize", f"weights are packed for the lean loop only, and {unfit}")
+    decoder: Any = model.hf.model
+    for module in decoder.layers:
+        attention, mlp = module.self_attn, module.mlp
+        together = (
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [attention.o_proj],
+            [mlp.gate_proj, mlp.up_proj],
+            [mlp.down_proj],
+        )
+        packed = []
+        for projections in together:
+            weight = torch.cat([projection.weight.data.to(device) for projection in projections])
+            bias = None
+            if projections[0].bias is not None:
+                bias = torch.cat([projection.bias.data.to(device) for projection in projections])
+            packed.append(pack(weight, bias, quantize))
+        for owner, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, _MLP_NAMES)):
+            for name in names:
+                setattr(owner, name, None)
+        module.packed = tuple(packed)
+    whole: Any = model.hf
+    whole.to(device)
+    return replace(model, device=device)
+
+
+def is_packed(model: "Model") -> bool:
+    """Whether `pack_model` made it."""
+    layers: Any = getattr(getattr(model.hf, "model", None), "layers", ())
+    return any(hasattr(module, "packed") for module in layers)
+
+
+def _projections(module: Any, quantize: str) -> tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]:
+    """Queries, keys and values; the attention's output; gates and ups; the MLP's output."""
+    if hasattr(module, "packed"):
+        made: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] = module.packed
+        return made
     attention, mlp = module.self_attn, module.mlp
+    return (
+        pack(*_merge([attention.q_proj, attention.k_proj, attention.v_proj]), quantize),
+        pack(attention.o_proj.weight, attention.o_proj.bias, quantize),
+        pack(*_merge([mlp.gate_proj, mlp.up_proj]), quantize),
+        pack(mlp.down_proj.weight, mlp.down_proj.bias, quantize),
+    )
+
+
+def _layer(module: Any, num_heads: int, num_kv_heads: int, head_size: int, group: int, quantize: str) -> _Layer:
+    attention = module.self_attn
+    qkv, attention_out, gate_up, mlp_out = _projections(module, quantize)
     return _Layer(
         input_norm=module.input_layernorm.weight,
-        qkv=pack(*_merge([attention.q_proj, attention.k_proj, attention.v_proj]), quantize),
+        qkv=qkv,
         shape=HeadShape(
             num_heads,
             num_kv_heads,
@@ -221,10 +304,10 @@ def _layer(module: Any, num_heads: int, num_kv_heads: int, head_size: int, group
             attention.q_norm.weight if hasattr(attention, "q_norm") else None,
             attention.k_norm.weight if hasattr(attention, "k_norm") else None,
         ),
-        attention_out=pack(attention.o_proj.weight, attention.o_proj.bias, quantize),
+        attention_out=attention_out,
         mlp_norm=module.post_attention_layernorm.weight,
-        gate_up=pack(*_merge([mlp.gate_proj, mlp.up_proj]), quantize),
-        mlp_out=pack(mlp.down_proj.weight, mlp.down_proj.bias, quantize),
+        gate_up=gate_up,
+        mlp_out=mlp_out,
         group=group,
     )
 

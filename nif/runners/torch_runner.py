@@ -2,19 +2,21 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.runners.attention import LayerPool, TorchStep
+from genbatch.nif.runners.lora_hooks import LoraHooks
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
 
 
 class TorchRunner:
-    """Runs the model's own modules; only attention is ours. Implements `Runner`.
+    """Runs the model's own modules; only attention is ours. Implements `Runner` and `AdaptingRunner`.
 
     Args:
         model: what `load_model` returned.
@@ -30,6 +32,7 @@ class TorchRunner:
         self._model = model
         self._block_size = 0
         self._pools: list[LayerPool] = []
+        self._lora = LoraHooks(model.hf, model.device)
         # A few models compute the logits of every token whatever is asked; their rows are picked afterwards.
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
 
@@ -60,17 +63,42 @@ class TorchRunner:
         assert self._pools, "forward needs a pool"
         step = TorchStep(batch, self.groups, self._pools, self._block_size)
         wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
-        output = self._model.hf(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            genbatch_step=step,
-            **wanted,
-        )
+        with self._lora.applied(batch.adapters):
+            output = self._model.hf(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                genbatch_step=step,
+                **wanted,
+            )
         logits: torch.Tensor = output.logits[0]
         if not self._keeps_logits:
             logits = logits[batch.logit_rows]
         return logits.float()
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """See `AdaptingRunner`."""
+        self._lora.add(adapter)
+
+    def drop_adapter(self, adapter: LoraAdapter) -> None:
+        """See `AdaptingRunner`."""
+        self._lora.drop(adapter)
+
+    @torch.inference_mode()
+    def forward_states(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and the hidden states of `batch.state_rows` after the last norm, [S, hidden] float32."""
+        seen: list[torch.Tensor] = []
+
+        def see(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+            seen.append(output.last_hidden_state[0])
+
+        hook = self._model.hf.base_model.register_forward_hook(see)
+        try:
+            logits = self.forward(batch)
+        finally:
+            hook.remove()
+        assert batch.state_rows is not None, "no states are wanted"
+        return logits, seen[0][batch.state_rows].float()
 
     @torch.inference_mode()
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -100,6 +128,7 @@ class TorchRunner:
     def close(self) -> None:
         """Releases the KV pool."""
         self._pools = []
+        self._lora.close()
 
     def _tensors(self, group: int) -> list[torch.Tensor]:
         """Keys and values of the group's layers, in the order of `read_blocks`."""

@@ -10,6 +10,7 @@ import triton
 
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.batch_check import BatchLimits, check_batch
+from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError, ModelError, OptionError
 from genbatch.nif.kernels.attention_tiles import max_shares, share_size
 from genbatch.nif.kernels.block_copy import copy_blocks
@@ -17,15 +18,17 @@ from genbatch.nif.kernels.next_tokens import next_tokens
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention
 from genbatch.nif.kernels.rope_cache import write_kv
 from genbatch.nif.kernels.sample import draw_tokens
+from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.runner import Launched
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
 from genbatch.nif.runners.block_transfer import BlockTransfer
 from genbatch.nif.runners.cuda_graphs import DecodeGraphs, empty_step
 from genbatch.nif.runners.decode_step import DecodeStep
-from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.runners.device_lora import DeviceLora, LoraRows
 from genbatch.nif.runners.launches import Launches
 from genbatch.nif.runners.lean_llama import LeanLlama, LeanStep, plan_groups, why_not_lean
+from genbatch.nif.runners.lora_hooks import LoraHooks
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
@@ -38,7 +41,7 @@ _BYTES_PER_GRAPH = 2 * 2**20  # of driver memory, some 200 kernels with their ar
 
 
 class TritonRunner:
-    """Runs a model with Triton kernels. Implements `LaunchingRunner` and `BackgroundCopies`.
+    """Runs a model with Triton kernels. Implements `LaunchingRunner`, `AdaptingRunner` and `BackgroundCopies`.
 
     A batch's index tensors are wanted on the CPU: they are checked there, so that no kernel meets an id outside the
     pool, and then travel in one copy.
@@ -104,6 +107,7 @@ class TritonRunner:
         )
         self._setting = AttentionSetting(num_processors, share_size(self._longest), in_order=batch_invariant)
         self._lean = LeanLlama(model, self._setting, quantize) if lean else None
+        self._lora = DeviceLora(model) if lean else LoraHooks(model.hf, model.device)
         self._upload = BatchUpload(model.device)
         self._transfer = BlockTransfer(model.device)
         self._graph_options = graphs
@@ -202,6 +206,14 @@ class TritonRunner:
         check_batch(batch, self._limits)
         return self._launches.launch(DecodeStep(batch, draws), after)
 
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """See `AdaptingRunner`. Steps with adapters run eagerly: no graph is captured with them."""
+        self._lora.add(adapter)
+
+    def drop_adapter(self, adapter: LoraAdapter) -> None:
+        """See `AdaptingRunner`."""
+        self._lora.drop(adapter)
+
     @torch.inference_mode()
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, destination); every source is read before any block is written.
@@ -249,6 +261,8 @@ class TritonRunner:
         self._graphs = None
         self._pools = []
         self._storages = []
+        if isinstance(self._lora, LoraHooks):
+            self._lora.close()
 
     def _decode(self, step: DecodeStep) -> torch.Tensor:
         """One decode step on the device; returns its logits and leaves its tokens there for the next step."""
@@ -256,7 +270,8 @@ class TritonRunner:
         if self._lean is not None:
             # All graphs and the steps between them have one buffer: the draws are behind the logits in the same stream.
             out = None if self._logits is None or rows > len(self._logits) else self._logits[:rows]
-            logits = self._lean.forward(LeanStep(step.batch, self._pools, True, self._drawn, out))
+            lora = self._lean_lora(step.batch)
+            logits = self._lean.forward(LeanStep(step.batch, self._pools, True, lora, self._drawn, out))
         else:
             ids = next_tokens(step.batch.input_ids, self._drawn)
             logits = self._run(dataclasses.replace(step.batch, input_ids=ids), True)
@@ -266,17 +281,23 @@ class TritonRunner:
     def _run(self, batch: RaggedBatch, every_row: bool) -> torch.Tensor:
         """One step over a batch on the device."""
         if self._lean is not None:
-            return self._lean.forward(LeanStep(batch, self._pools, every_row))
+            return self._lean.forward(LeanStep(batch, self._pools, every_row, self._lean_lora(batch)))
         wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
-        output = self._model.hf(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            genbatch_step=TritonStep(self._model, batch, self._pools, self._setting),
-            **wanted,
-        )
+        assert isinstance(self._lora, LoraHooks)
+        with self._lora.applied(batch.adapters):
+            output = self._model.hf(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                genbatch_step=TritonStep(self._model, batch, self._pools, self._setting),
+                **wanted,
+            )
         logits: torch.Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[batch.logit_rows]).float()
+
+    def _lean_lora(self, batch: RaggedBatch) -> LoraRows | None:
+        assert isinstance(self._lora, DeviceLora)
+        return self._lora.rows(batch.adapters)
 
     def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
         count = len(self._storages[group])

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from genbatch.nif.kernels.edit_logits import edit_logits
+from genbatch.nif.kernels.edit_logits import RowEdits, edit_logits
 from genbatch.nif.kernels.logprob import gather_logprobs
 from genbatch.nif.kernels.sample import NONE, draw_tokens
 from genbatch.nif.sampling.constraint import forbid
@@ -26,7 +27,7 @@ def sample(
         return []
     raw = logits
     if any(state.edits for state in states):
-        logits = edit_logits(logits, states)
+        logits = edit_logits(logits, [row_edits(state) for state in states])
         forbid(logits, [state.constraint for state in states])
     draws = DrawTable([state.params for state in states]).at(positions)
     tokens = draw_tokens(logits, draws.to(logits.device, non_blocking=True))
@@ -41,6 +42,23 @@ def sample(
         else:
             results.append(Sampled(token))
     return _with_logprobs(raw, states, results)
+
+
+def row_edits(state: SamplerState) -> RowEdits:
+    """A state's penalties, biases and suppressions, as `edit_logits` wants them."""
+    params = state.params
+    counts = state.output_counts
+    bias_ids, bias = state.bias
+    ids, place = np.unique(
+        np.concatenate((state.seen_ids, bias_ids, state.suppressed_ids)).astype(np.int64), return_inverse=True
+    )
+    factors, added = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
+    seen, biased = place[: len(counts)], place[len(counts) : len(counts) + len(bias_ids)]
+    factors[seen] = params.repetition_penalty
+    added[seen] = -(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+    added[biased] += bias
+    added[place[len(counts) + len(bias_ids) :]] = -np.inf
+    return ids, factors, added
 
 
 def _with_logprobs(

@@ -129,6 +129,16 @@ def convert(kind: str, text: str) -> str:
         raise ValueError("it is nested too deeply") from None
 
 
+def why_unreadable(kind: str, text: str) -> str:
+    """What is wrong with a grammar whatever the model, for its own author, who waits as long as it takes; "" if
+    nothing is."""
+    try:
+        fault = LLMatcher.validate_grammar(convert(kind, text))
+    except ValueError as error:
+        return str(error)
+    return one_line(fault) if fault else ""
+
+
 def compile_matcher(tokenizer: LLTokenizer, grammar: str) -> GrammarConstraint:
     """A constraint for a grammar in llguidance's form.
 

@@ -8,7 +8,7 @@ from genbatch.nif.sampling.ranked_candidates import pad_to_chunks, ranked
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenScore:
     """A token's log-probability and the likeliest alternatives at its place.
 
     Args:
@@ -20,7 +20,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> list[TokenLogprob]:
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> list[TokenScore]:
     """Scores each row's token; serves generated tokens and prompt tokens alike.
 
     Args:
@@ -31,7 +31,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> l
     log_probs = torch.log_softmax(logits, dim=-1)
     chosen = log_probs.gather(1, token_ids[:, None])[:, 0].tolist()
     if not top:
-        return [TokenLogprob(logprob, ()) for logprob in chosen]
+        return [TokenScore(logprob, ()) for logprob in chosen]
     values, ids = ranked(pad_to_chunks(log_probs), top)
     rows = zip(chosen, ids.tolist(), values.tolist(), strict=True)
-    return [TokenLogprob(logprob, tuple(zip(i, v, strict=True))) for logprob, i, v in rows]
+    return [TokenScore(logprob, tuple(zip(i, v, strict=True))) for logprob, i, v in rows]

@@ -26,6 +26,7 @@ class StopMatcher:
         self._matched = [0] * len(self._stop)  # how much of each stop string the text now ends with
         self._held = ""  # text that is not out yet
         self._found: int | None = None  # where in the held text the earliest match so far begins
+        self._word = ""  # the stop string found there
         self._stopped = False
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
@@ -67,6 +68,11 @@ class StopMatcher:
         """Whether a stop string ended the text; one still in question at the end counts after `flush`."""
         return self._stopped and self._found is not None
 
+    @property
+    def found(self) -> str | None:
+        """The stop string that ended the text; None as long as none has."""
+        return self._word if self.stopped else None
+
     def _advance(self, character: str, end: int) -> None:
         """Moves every stop string's automaton by one character; `end` counts the held ones up to it."""
         for i, (word, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
@@ -78,7 +84,8 @@ class StopMatcher:
             self._matched[i] = matched
             if matched == len(word):
                 start = end - matched
-                self._found = start if self._found is None else min(self._found, start)
+                if self._found is None or start < self._found:
+                    self._found, self._word = start, word
 
     def _settled(self, end: int) -> bool:
         """Whether no partial match began before the found one."""
@@ -92,8 +99,7 @@ class StopMatcher:
     def _finish(self) -> tuple[str, bool]:
         emit = self._held if self._found is None else self._held[: self._found]
         if self._keep and self._found is not None:
-            rest = self._held[self._found :]
-            emit += max((word for word in self._stop if rest.startswith(word)), key=len)
+            emit += self._word
         self._held = ""
         self._stopped = True
         return emit, True

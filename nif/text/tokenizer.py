@@ -1,7 +1,10 @@
 """Tokenizer: text and conversations to token ids and back, as the model's own files define it."""
 
+import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +13,21 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from genbatch.nif.errors import NativeError
+from genbatch.nif.text.response_template import THINKING, checked_template
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, ToolFormat, plain_conversation, tool_format
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+log = logging.getLogger("genbatch")
+
+# From these on a text is cut, or ids are joined, as a batch of one: that lets other threads of Python run meanwhile,
+# where a single call would hold them up, the event loop too, for half a second a megabyte.
+LONG_CHARS = 4096
+LONG_TOKENS = 1024
 
 # How a conversation may go on after its first message. They start with different kinds of character, since a
 # tokenizer may merge the end of the prefix with what follows.
@@ -53,11 +65,46 @@ class Tokenizer:
         self.backend.no_padding()
         self._is_read = False
         self._template_names: frozenset[str] = frozenset()
+        self.response_template = self._response_template()
+        marks = json.dumps(self.response_template, ensure_ascii=False).replace("\\", "")
+        names = self.backend.get_added_tokens_decoder().items() if self.response_template is not None else ()
+        # Special tokens by which the template tells regions apart; others stay out of sight.
+        self.response_marks = frozenset(i for i, token in names if token.special and token.content in marks)
+
+    def _response_template(self) -> Mapping[str, Any] | None:
+        """How transformers reads what the model writes; None where the tokenizer does not say."""
+        try:
+            return checked_template(getattr(self.hf, "response_template", None))
+        except ValueError as error:
+            log.warning("%s; the table of formats is used", error)
+            return None
 
     @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows are below this; the logits may be wider."""
         return len(self.hf)
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text has at least, told by its bytes; 0 where nothing can be told without cutting it up."""
+        longest, dropped = self._longest_token
+        return len(text.encode(errors="replace").translate(None, dropped)) // longest if longest else 0
+
+    @cached_property
+    def _longest_token(self) -> tuple[int, bytes]:
+        """Most bytes of text that one token stands for, and the bytes that stand for nothing.
+
+        0 where there is no bound, as where parts of a text are changed or dropped before it is cut.
+        """
+        said = json.loads(self.backend.to_str())
+        cut = json.dumps(said.get("pre_tokenizer"))
+        keeps_all = said.get("normalizer") is None and '"ByteLevel"' in cut and '"Removed"' not in cut
+        swallows = any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values())
+        if said["model"].get("type") != "BPE" or not keeps_all or swallows:
+            return 0, b""
+        names = self.backend.get_vocab(with_added_tokens=True)
+        characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]  # each byte's
+        dropped = bytes(byte for byte, character in characters.items() if character not in names)
+        return max(len(name.encode()) for name in names), dropped
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -80,6 +127,7 @@ class Tokenizer:
         """Takes this chat template in the place of the model's own."""
         self.hf.chat_template = template
         self._is_read = False
+        self.response_template = None  # it was the other template's
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that `tokenizer(text)` gives before `generate`; special tokens in the text count as such.
@@ -87,11 +135,19 @@ class Tokenizer:
         Args:
             add_special_tokens: with the start token, if the model wants one.
         """
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self._ids(text, add_special_tokens)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) < LONG_CHARS:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence of ids; parts of a character become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG_TOKENS:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        return text
 
     def apply_chat_template(
         self,
@@ -114,7 +170,7 @@ class Tokenizer:
             ChatTemplateError: no messages, no template, or the template refuses these.
         """
         text = self._render(messages, tools, variables or {}, goes_on=goes_on)
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, False)
 
     @property
     def knows_tools(self) -> bool:
@@ -129,6 +185,8 @@ class Tokenizer:
     @property
     def thinks(self) -> bool:
         """Whether the chat template knows answers that begin with thinking."""
+        if self.response_template is not None:
+            return any(name in THINKING for name in self.response_template["fields"])
         return self.has_chat_template and THINK_OPEN in self._template() and THINK_CLOSE in self._template()
 
     def special_id(self, mark: str) -> int | None:

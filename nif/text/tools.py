@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # Characters of a call that is not JSON; more is text. Bounds what Python's parser is given.
@@ -119,6 +119,16 @@ class Parts:
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
+
+
+class Reader(Protocol):
+    """Takes one answer apart while it is written."""
+
+    def push(self, piece: str) -> Parts:
+        """What is certain now."""
+
+    def finish(self) -> Parts:
+        """The rest; the answer has ended."""
 
 
 class _State(Enum):

@@ -7,7 +7,7 @@
     machine     driver, torch, compute capability                       seconds
     tests       every kernel test and every test marked gpu, on it      two minutes
     races       steps held up with torch.cuda._sleep; compute-sanitizer two minutes, where it is installed
-    table       decode at B = 1, 16, 64, 256, a mixed load, peers       five minutes
+    table       decode at B = 1, 16, 64, 256, TTFT, a mixed load, peers  five minutes
 
 What was found is in one file, written anew after each part: --result FILE; by default gpu.json beside the others.
 Models have the shapes of Qwen3-0.6B, Qwen3-1.7B and Llama-3.1-8B and random weights. A figure that could not be taken
@@ -46,6 +46,7 @@ from gpu_loads import (
     Plan,
     begin_decodes,
     decode_rate,
+    first_token_s,
     mixed_load,
     overlapped_decode_rate,
     run_mixed_load,
@@ -187,6 +188,12 @@ def cases(plan: Plan, models: Sequence[str], bandwidth: float, report: Report) -
             note = f"{rate / roofline:.0%} of roofline, the host works {host * 1e6:.0f} us a step"
             case = f"{name} decode B={batch_size} context {plan.context}, steps overlapped"
             report.add(case, f"{rate:,.0f} tok/s", note)
+            yield
+        for length in plan.prompts:
+            seconds = first_token_s(model, plan, length)
+            report.add(
+                f"{name} TTFT, {length} prompt tokens", f"{1e3 * seconds:.1f} ms", f"{length / seconds:,.0f} tok/s"
+            )
             yield
         if name == models[0]:
             requests = mixed_load(plan, model.vocab_size)

@@ -11,8 +11,8 @@ import torch
 
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
+from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.models.model import Model
-from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ class Plan:
 
     Args:
         batches: decode batch sizes.
+        prompts: lengths whose time to the first token is measured.
         context: positions each sequence holds when its decoding is timed.
         steps: decode steps timed.
         requests: of the mixed load W1.
@@ -35,6 +36,7 @@ class Plan:
     """
 
     batches: Sequence[int] = (1, 16, 64, 256)
+    prompts: Sequence[int] = (128, 2048, 8192)
     context: int = 1024
     steps: int = 64
     requests: int = 256
@@ -45,7 +47,17 @@ class Plan:
     peer_limit_s: float = 90.0
 
 
-DRY_PLAN = Plan(batches=(1, 2), context=5, steps=2, requests=2, lengths=(2, 4), n_batch=8, block_size=4, budget_s=120.0)
+DRY_PLAN = Plan(
+    batches=(1, 2),
+    prompts=(3, 20),
+    context=5,
+    steps=2,
+    requests=2,
+    lengths=(2, 4),
+    n_batch=8,
+    block_size=4,
+    budget_s=120.0,
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,27 @@ def begin_decodes(model: Model, plan: Plan, batch_size: int) -> Context:
     for seq_id in range(batch_size):
         context.prefill([draw.randrange(model.vocab_size) for _ in range(start_length(plan))], seq_id, 0)
     return context
+
+
+def first_token_s(model: Model, plan: Plan, length: int) -> float:
+    """Median seconds from a prompt of so many tokens, alone, to its first token: chunks, draw and host work."""
+    context = open_context(model, plan, 1, length, q_interval=1)
+    draw, times = random.Random(length), []
+    for attempt in range(4):
+        prompt = tuple(draw.randrange(model.vocab_size) for _ in range(length))
+        state = SamplerState(SamplingParams(seed=attempt), prompt)
+        begin = time.perf_counter()
+        for start in range(0, length, plan.n_batch):
+            chunk = prompt[start : start + plan.n_batch]
+            is_last = start + plan.n_batch >= length
+            entry = Entry(0, chunk, start, Logits.LAST if is_last else Logits.NONE)
+            _, drawn = context.step([entry], [state if is_last else None])
+        [result] = drawn
+        assert isinstance(result, Sampled), "the row held no number to draw from"
+        times.append(time.perf_counter() - begin)
+        context.seq_rm(0)
+    context.close()
+    return median(times[1:])
 
 
 def start_length(plan: Plan) -> int:

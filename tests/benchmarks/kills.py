@@ -17,7 +17,7 @@ from statistics import median
 
 import trio
 
-from genbatch.clients import ZeroMQClient
+from genbatch import ZeroMQClient
 from genbatch.proto.errors import EngineLost, GenbatchError
 from tests.actors.service.running_service import RunningService, kill
 from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.runners.triton_runner import TritonRunner
 from tests.benchmarks.gpu_models import SHAPES
 from tests.nif.runners.fake_gpu import FakeGpu, Operation
@@ -38,6 +38,7 @@ class Card:
     kernel_s: float = 1.5e-6  # to begin and end a kernel inside a graph
     launch_s: float = 16e-6  # for the host to launch one, Python and Triton included
     own_share: float = 0.7  # of the bandwidth that our own kernels reach: assumed, until one has run
+    pass_s: float = 1.2e-6  # for one block to weigh a chunk of candidates and sum it three times: assumed, too
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,19 @@ def predict(operations: Sequence[Operation], rows: int, context: int, card: Card
     return Prediction(launches, nbytes, graph_s, eager_s)
 
 
+# Passes over a row's candidates: two searches of 16, for the nucleus and for the draw, and what is summed between.
+DRAW_PASSES = 36
+
+
+def draw_seconds(rows: int, vocab_size: int, card: Card) -> float:
+    """A draw with top_p from so many rows: three kernels read the logits, and one block a row searches candidates.
+
+    Blocks of several rows run side by side: there are more multiprocessors than rows up to 132, and two fit on each.
+    """
+    read_s = 4 * rows * vocab_size / (card.bytes_per_s * card.own_share)
+    return 3 * max(read_s, card.kernel_s) + max(card.kernel_s, DRAW_PASSES * card.pass_s)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.1-8b"])
@@ -144,6 +158,11 @@ def main() -> None:
                 f"{rows / one.graph_s:,.0f} | {one.eager_s * 1e3:.2f} ms | {rows / one.eager_s:,.0f} |",
                 flush=True,
             )
+    draws = ", ".join(
+        f"{1e3 * draw_seconds(rows, SHAPES[chosen.models[0]]().vocab_size, Card()):.3f} ms for {rows}"
+        for rows in chosen.rows
+    )
+    print(f"\nDrawing with top_p instead of greedily, {chosen.models[0]}, rows: {draws}")
     print("\n" + ", ".join(f"{count} {kernel}" for kernel, count in one.launches.most_common()))
 
 

@@ -16,12 +16,13 @@ BLOCK_SIZE = 16
 class Ours:
     """The native runner."""
 
-    def __init__(self, path: str, mode: str, batches: Sequence[int]) -> None:
+    def __init__(self, path: str, mode: str, batches: Sequence[int], threads: int | None) -> None:
         started_at = time.perf_counter()
         model = describe_model(path, dtype="float32")
         assert model is not None, "a family that the native runner does not know"
         self._vocab_size = model.vocab_size
-        self._runner = native_runner(model, quantize="int8" if mode == "int8" else "none")
+        self._runner = native_runner(model, quantize="int8" if mode == "int8" else "none", n_threads=threads)
+        self._threads = threads
         blocks = max(max(batches) * -(-CONTEXT // BLOCK_SIZE), PREFILL // BLOCK_SIZE)
         self._runner.allocate([blocks], BLOCK_SIZE)
         self._prefill(FIRST)()
@@ -42,11 +43,11 @@ class Ours:
             max_query_len=1,
             max_kv_len=CONTEXT,
         )
-        return rate(lambda: self._runner.forward_largest(batch, with_logits=False), count)
+        return rate(lambda: self._runner.forward_largest(batch, with_logits=False), count, self._threads)
 
     def prefill(self) -> float:
         """Prompt tokens a second."""
-        return rate(self._prefill(PREFILL), PREFILL)
+        return rate(self._prefill(PREFILL), PREFILL, self._threads)
 
     def _prefill(self, length: int) -> Callable[[], None]:
         batch = RaggedBatch(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trio
 
-from genbatch.clients import ZeroMQClient
+from genbatch import ZeroMQClient
 from genbatch.clients.bench.runs import percentile
 from genbatch.clients.remote import Retry
 from genbatch.proto.errors import GenbatchError

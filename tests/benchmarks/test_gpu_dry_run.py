@@ -19,7 +19,15 @@ def test_the_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "figures mean nothing" in done.stdout
-    for row in ("copy bandwidth", "decode B=2", "steps overlapped", "W1", "generate_batch", "static cache"):
+    for row in (
+        "copy bandwidth",
+        "decode B=2",
+        "steps overlapped",
+        "TTFT, 20 prompt tokens",
+        "W1",
+        "generate_batch",
+        "static cache",
+    ):
         assert row in done.stdout
     assert "failed" not in done.stdout
     assert "not measured" not in done.stdout

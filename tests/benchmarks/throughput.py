@@ -11,7 +11,7 @@ from statistics import median
 
 import trio
 
-from genbatch.clients import open_batcher
+from genbatch import open_batcher
 from genbatch.clients.in_process import BatcherClient
 
 SEQUENCES = (1, 8, 16, 32)

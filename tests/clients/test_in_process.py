@@ -8,8 +8,8 @@ import pytest
 import torch
 import trio
 
+from genbatch import open_batcher
 from genbatch.actors.scheduling.plan import SchedulerError
-from genbatch.clients import open_batcher
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.errors import InvalidRequest
 from tests.actors import holding_scheduler
@@ -106,7 +106,7 @@ async def test_b14_a_model_that_is_not_there_fails_before_any_request(tmp_path: 
 @pytest.mark.trio
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("n_ctx", 0), ("n_gpu_layers", 3), ("dtype", "int3"), ("batch_timeout", -1.0), ("temprature", 1)],
+    [("n_ctx", -1), ("n_gpu_layers", 3), ("dtype", "int3"), ("batch_timeout", -1.0), ("temprature", 1)],
 )
 async def test_an_option_out_of_range_is_named(tiny: str, option: str, value: Any) -> None:
     with pytest.raises(OptionError) as caught:

@@ -49,4 +49,9 @@ def test_a_mistake_is_named_by_its_path(prompt: Any, messages: Any, params: Any,
 
 def test_every_parameter_of_a_request_can_be_given() -> None:
     names = {field.name for field in msgspec.structs.fields(GenerateRequest)}
-    assert set(GenerateParams.__annotations__) == names - {"prompt", "token_ids", "messages"}
+    assert set(GenerateParams.__annotations__) == names - {
+        "prompt",
+        "token_ids",
+        "messages",
+        "payer",
+    }  # a fleet's gateway pays

@@ -9,6 +9,7 @@ import torch
 from genbatch.clients.offline import InferenceEngine, OfflineScheduler, generate_batch
 from genbatch.nif.errors import BatchError
 from genbatch.nif.models.model import Model
+from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 
 TinyModel = Callable[[str], Model]
@@ -85,6 +86,15 @@ def test_r02_drawing_follows_temperature_top_k_and_top_p(tiny_model: TinyModel) 
     assert len(tokens(do_sample=True, temperature=20.0)) > 20
 
 
+def test_r03_a_pool_has_room_for_as_much_as_it_holds(tiny_model: TinyModel) -> None:
+    engine = InferenceEngine(tiny_model("llama"), n_ctx=64)
+    blocks = engine.context.kv.counts().max
+    positions = blocks * engine.context.kv.block_size
+    assert engine.has_room(positions, spare=0) and not engine.has_room(positions, spare=1)
+    assert engine.has_room(positions - engine.context.kv.block_size, spare=1)
+    engine.close()
+
+
 def test_r03_an_empty_step_returns_nothing_and_blocks_are_released(tiny_model: TinyModel) -> None:
     scheduler = OfflineScheduler(tiny_model("llama"), n_ctx=256)
     assert scheduler.step() == {}
@@ -142,6 +152,11 @@ def test_r06_the_three_prompt_example_runs_on_the_real_model(smollm2: Model) -> 
     )
     assert texts[0].startswith(" Paris")
     assert len(texts) == 3
+
+
+def test_it_runs_as_fast_as_a_service_does_and_under_autocast_in_torch(smollm2: Model) -> None:
+    assert InferenceEngine(smollm2, n_ctx=64).context.runner.name.startswith("native")
+    assert InferenceEngine(smollm2, n_ctx=64, use_amp=True).context.runner.name == TorchRunner(smollm2).name
 
 
 @pytest.mark.parametrize(

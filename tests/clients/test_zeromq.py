@@ -2,8 +2,11 @@
 
 import os
 import signal
+import struct
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,10 @@ import trio.testing
 import zmq
 
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
-from genbatch.clients import remote
-from genbatch.clients.interface import Client
+from genbatch.clients import remote, transports
+from genbatch.clients.interface import Client, ClientClosed
 from genbatch.clients.remote import ZeroMQClient
-from genbatch.proto.errors import MalformedMessage, Unavailable
+from genbatch.proto.errors import GenbatchError, MalformedMessage, Unavailable
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
 
 pytestmark = pytest.mark.trio
@@ -82,6 +85,58 @@ async def test_a_connection_that_does_not_come_about_ends_no_request_that_waits_
             while not texts:
                 await trio.testing.wait_all_tasks_blocked(0.01)
     assert texts == ["ab"]
+
+
+async def test_what_is_sent_after_the_news_of_a_lost_connection_waits_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ tells of the end before it takes its own end away, and loses what it is given between the two."""
+    tell, told = trio.open_memory_channel[int](1)
+
+    class News:
+        async def recv(self) -> list[bytes]:
+            return [struct.pack("=HI", await told.receive(), 0)]
+
+    @asynccontextmanager
+    async def monitored(socket: ZeroMQSocket, events: int) -> AsyncIterator[News]:
+        yield News()
+
+    monkeypatch.setattr(transports, "monitored", monitored)
+    lost: list[GenbatchError] = []
+    async with open_socket(zmq.ROUTER) as router, trio.open_nursery() as nursery:
+        transport = transports.ZeroMQTransport(f"ipc://{tmp_path / 's'}")
+        router.bind(transport.address)
+        await nursery.start(transport.run, lambda message: None, lost.append)
+        await tell.send(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        await transport.send([b"first"])
+        assert (await router.recv())[1] == b"first"
+        await tell.send(zmq.EVENT_DISCONNECTED)
+        while not lost:
+            await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(transport.send, [b"second"])
+        with trio.move_on_after(0.1):
+            pytest.fail(f"sent into the connection that was lost: {await router.recv()}")
+        await tell.send(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        assert (await router.recv())[1] == b"second"
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_waits_for_a_connection_is_told_when_the_client_closes(tmp_path: Path) -> None:
+    ends: list[Exception] = []
+
+    async def ask(client: ZeroMQClient) -> None:
+        try:
+            await client.generate("a b")
+        except (GenbatchError, ClientClosed) as error:
+            ends.append(error)
+
+    async with trio.open_nursery() as nursery:
+        with trio.fail_after(PATIENCE_S):
+            async with ZeroMQClient(f"ipc://{tmp_path / 'nobody'}", timeout=10 * PATIENCE_S) as client:
+                nursery.start_soon(ask, client)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            while not ends:
+                await trio.testing.wait_all_tasks_blocked(0.01)
 
 
 async def answer_with(router: ZeroMQSocket, messages: list[Any]) -> None:

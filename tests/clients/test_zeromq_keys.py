@@ -9,13 +9,13 @@ import pytest
 import torch
 import trio
 
+from genbatch import SyncZeroMQClient, ZeroMQClient
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.security.errors import InsecureBind, KeyFileError
 from genbatch.actors.security.security import Security
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
-from genbatch.clients import SyncZeroMQClient, ZeroMQClient
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import Unauthenticated, Unavailable

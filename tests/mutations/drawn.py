@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from coverage import CoverageData
 
@@ -242,11 +242,11 @@ class Reach:
     def tests(self, change: Change) -> list[str]:
         """The quickest tests that reach a change, MOST_SECONDS of them."""
         measured = self.files.get(change.file)
-        if measured is None:
-            return []
-        contexts = self.data.contexts_by_lineno(measured)
+        contexts = self.data.contexts_by_lineno(measured) if measured is not None else {}
         lines = range(change.line, change.last + 1)
         tests = _tests(context for line in lines for context in contexts.get(line, ()))
+        # A rank, a worker or a kernel that is interpreted runs where nobody measures: then its mirrored tests.
+        tests = tests or self._mirrored(change.file)
         # What runs once, when its module is imported, belongs to no test: then any of the file's.
         tests = tests or _tests(context for of_line in contexts.values() for context in of_line)
         chosen, seconds = [], 0.0
@@ -256,6 +256,16 @@ class Reach:
                 break
             chosen.append(test)
         return chosen
+
+    def _mirrored(self, file: str) -> set[str]:
+        """The tests in the folder that mirrors a file's and named after it, as `test_kernel_sample.py` is."""
+        path = PurePath(file)
+        return {
+            test
+            for test in self.seconds
+            if PurePath(test.partition("::")[0]).parent == path.parent
+            and PurePath(test.partition("::")[0]).stem.endswith(path.stem)
+        }
 
     def _seconds(self, test: str) -> float:
         return self.seconds.get(test, 5.0)

@@ -95,7 +95,7 @@ ENGINE_GUARDS = (
     Mutation(
         "requests that wait for an engine",
         LEDGER,
-        "if not self.is_up and len(self._entries) >= self._max_waiting:",
+        "if not self.is_up and self._num_sequences() + request.n > self._max_waiting:",
         "if False:",
         ("actors/engine/test_accepted_requests.py::test_what_arrives_before_an_engine_waits_for_it_within_a_bound",),
         "memory grows while there is no engine",
@@ -134,7 +134,7 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "a step that failed is undone",
-        "nif/context.py",
+        "nif/context/context.py",
         "            reservation.rollback()\n",
         "            reservation.commit()\n",
         ("nif/test_context.py::test_a_forward_that_fails_leaves_no_trace",),
@@ -196,7 +196,7 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "the step under way is undone",
-        "nif/overlapped_run.py",
+        "nif/context/overlapped_run.py",
         "                flight.reservation.rollback()",
         "                pass",
         ("nif/test_overlapped_run.py::test_a_run_that_is_closed_undoes_the_step_under_way",),

@@ -58,11 +58,27 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "tenant in the key",
-        "actors/batcher/arrivals.py",
-        "cache_key=prefix_key(wanted.tenant)",
-        'cache_key=prefix_key("")',
+        "actors/batcher/intake.py",
+        "cache_key=prefix_key(wanted.tenant, digest)",
+        'cache_key=prefix_key("", digest)',
         ("actors/batcher/test_batcher.py::test_tenants_do_not_find_each_others_prompts",),
         "the time to a first token tells what others asked",
+    ),
+    Mutation(
+        "adapter in the key",
+        "actors/batcher/intake.py",
+        "cache_key=prefix_key(wanted.tenant, digest)",
+        "cache_key=prefix_key(wanted.tenant)",
+        ("actors/batcher/test_adapters.py::test_no_adapter_finds_what_another_has_left",),
+        "a request goes on from what another adapter has computed",
+    ),
+    Mutation(
+        "configured prompts have no adapter",
+        "actors/batcher/slots.py",
+        "(held.pinned and adapter is None)",
+        "held.pinned",
+        ("actors/batcher/test_adapters.py::test_held_prompts_are_held_for_one_adapter",),
+        "a request with an adapter goes on from what was computed without one",
     ),
     Mutation(
         "parent in the hash",
@@ -90,7 +106,7 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "a slot forgets",
-        "nif/context.py",
+        "nif/context/context.py",
         "self._samplers.pop(seq_id, None)",
         "None",
         ("nif/test_context.py::test_a_slot_forgets_its_last_users_sampling",),
@@ -98,7 +114,7 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "token ids of an entry",
-        "nif/context.py",
+        "nif/context/context.py",
         "                if not 0 <= token < width:",
         "                if False:",
         ("nif/test_context.py::test_a_bad_entry_is_refused_and_changes_nothing",),
@@ -122,7 +138,7 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "no pickled weights",
-        "nif/models/model_source.py",
+        "nif/models/model_names.py",
         "    if single.is_file() or index.is_file():\n        return\n",
         "    return\n",
         ("nif/models/test_model_source.py::test_pickled_weights_are_refused",),

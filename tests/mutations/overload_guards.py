@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-ADMISSION, INTAKE, BATCHER = "actors/batcher/options.py", "actors/batcher/arrivals.py", "actors/batcher/batcher.py"
+ADMISSION, INTAKE, BATCHER = "actors/batcher/options.py", "actors/batcher/intake.py", "actors/batcher/batcher.py"
 ARRIVALS = "actors/batcher/arrivals.py"
 OPEN_REQUESTS, CAPACITY = "actors/batcher/open_requests.py", "actors/scheduling/scheduler.py"
 BAD_REQUESTS = ("actors/batcher/test_batcher.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
@@ -112,8 +112,8 @@ OVERLOAD_GUARDS = (
     Mutation(
         "draining takes nothing new",
         ARRIVALS,
-        "self._draining.check()",
-        "pass",
+        "self._draining.check()\n            self._intake.check(wanted)",
+        "self._intake.check(wanted)",
         ("actors/batcher/test_service_calls.py::test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new",),
         "a service that is to stop never does",
     ),
@@ -127,11 +127,30 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "lift of who comes back",
-        "actors/batcher/slots.py",
+        "actors/scheduling/fair_share.py",
         "max(self.served(client), least)",
         "self.served(client)",
-        ("actors/batcher/test_fair_share.py::test_nobody_saves_up_a_claim_by_staying_away",),
+        ("actors/scheduling/test_fair_share.py::test_nobody_saves_up_a_claim_by_staying_away",),
         "a client saves up turns by staying away",
+    ),
+    Mutation(
+        "what a client had elsewhere",
+        OPEN_REQUESTS,
+        "self._fair.owe(request.account, request.wanted.payer.served)",
+        "pass",
+        ("actors/batcher/test_overload.py::test_what_a_client_had_of_a_fleets_other_replicas_counts_here",),
+        "who asks every replica has a share of each",
+    ),
+    Mutation(
+        "who may say whom it asks for",
+        "actors/gateways/dispatcher.py",
+        "            if not self._of_fleet:\n",
+        "            if False:\n",
+        (
+            "actors/gateways/test_dispatcher.py"
+            "::test_only_a_fleets_gateways_say_whom_they_ask_for_and_may_drain_with_a_key",
+        ),
+        "a client charges another one",
     ),
     Mutation(
         "ageing",

@@ -128,7 +128,7 @@ SECURITY_GUARDS = (
     Mutation(
         "pages of other sites",
         "actors/gateways/http/front.py",
-        "if origin is not None and _host_of(origin) != host:",
+        "if origin is not None and _host_of(origin) != host and origin.lower() not in self._origins:",
         "if False:",
         ("actors/gateways/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
         "a page that this machine's user looks at uses the service",
@@ -136,8 +136,8 @@ SECURITY_GUARDS = (
     Mutation(
         "names that lead to this machine",
         "actors/gateways/http/front.py",
-        "if self._only_loopback and not is_loopback(_without_port(host)):",
-        "if False:",
+        "        if self._only_loopback:\n            wanted",
+        "        if self._only_loopback:\n            return\n            wanted",
         ("actors/gateways/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
         "a page gets in under a name of its own",
     ),

@@ -3,6 +3,7 @@
 from tests.mutations.mutation import Mutation
 
 VALIDATION, CODEC, RPC = "proto/validation.py", "proto/codec.py", "proto/rpc.py"
+RESPONSES, DOORS = "actors/gateways/http/responses.py", "actors/gateways/http/test_doors.py"
 OPEN_CALL, ZEROMQ = "actors/gateways/session.py", "actors/gateways/zeromq_gateway.py"
 CAPS = ("proto/test_messages.py::test_the_operator_sets_the_caps",)
 EDGES = ("proto/test_codec.py::test_limits_hold_at_their_edges",)
@@ -113,6 +114,62 @@ WIRE_GUARDS = (
             "actors/gateways/http/test_http_gateway.py::test_a_body_that_is_too_large_is_refused_even_where_no_endpoint_is",
         ),
         "a body takes the memory it likes",
+    ),
+    Mutation(
+        "number and size of remembered conversations",
+        RESPONSES,
+        "while len(self._known) > MAX_REMEMBERED or self._size > MAX_REMEMBERED_CHARS:",
+        "while False:",
+        (f"{DOORS}::test_the_oldest_conversations_give_way_by_number_and_by_size",),
+        "the gateway's memory grows with every response",
+    ),
+    Mutation(
+        "size of one remembered conversation",
+        RESPONSES,
+        "if size > MAX_REMEMBERED_CHARS:",
+        "if False:",
+        (f"{DOORS}::test_the_oldest_conversations_give_way_by_number_and_by_size",),
+        "one long conversation pushes out everybody's",
+    ),
+    Mutation(
+        "owner of a remembered conversation",
+        RESPONSES,
+        "found = self._known.get((owner, response_id))",
+        "found = next((each for (_, name), each in self._known.items() if name == response_id), None)",
+        (f"{DOORS}::test_the_oldest_conversations_give_way_by_number_and_by_size",),
+        "who guesses an id reads somebody else's conversation",
+    ),
+    Mutation(
+        "cap on tools",
+        VALIDATION,
+        '_check_count("tools", len(tools), MAX_TOOLS)',
+        "None",
+        (f"{DOORS}::test_more_tools_than_allowed_are_refused_at_every_door",),
+        "a request brings tools without end",
+    ),
+    Mutation(
+        "arguments of a call that was sent back",
+        VALIDATION,
+        '_check_json(f"{place}.arguments", arguments)',
+        "None",
+        (f"{DOORS}::test_what_is_wrong_is_named_and_the_connection_lives",),
+        "half a surrogate pair is the service's fault, not the caller's",
+    ),
+    Mutation(
+        "size of the tools' schemas",
+        "actors/batcher/intake.py",
+        "if len(text) > self._options.limits.max_grammar_bytes:",
+        "if False:",
+        ("actors/batcher/test_tool_calls.py::test_schemas_of_tools_are_bounded_as_other_grammars_are",),
+        "the schemas of 128 tools take the compiler's time and memory",
+    ),
+    Mutation(
+        "a client that leaves its stream, HTTP",
+        "actors/gateways/http/generating.py",
+        "nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)\n            nursery.start_soon(produce)",
+        "nursery.start_soon(produce)",
+        (f"{DOORS}::test_a_client_that_leaves_ends_its_request",),
+        "a response that nobody reads keeps its slot and its KV",
     ),
     Mutation(
         "msgid in use",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from genbatch.nif.engine import Engine
+from genbatch.nif.context.engine import Engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import Model
@@ -25,7 +25,7 @@ def context(model: Model, **options: Any) -> Any:
         ("runner", "cuda"),
         ("runner", "triton"),
         ("quantize", "int3"),
-        ("n_ctx", 0),
+        ("n_ctx", -1),
         ("block_size", 0),
         ("n_threads", -1),
         ("num_blocks", 0),
@@ -87,6 +87,22 @@ def test_h08_pins_are_honoured_and_the_smallest_wins(tiny_model: TinyModel) -> N
     assert context(model, n_ctx=100, block_size=16).kv.num_blocks == (7,)
     assert context(model, num_blocks=5).kv.num_blocks == (5,)
     assert context(model, n_ctx=8192, max_tokens_in_cache=64, block_size=16).kv.num_blocks == (4,)
+
+
+@pytest.mark.parametrize("n_ctx", [None, 0])
+def test_h08_without_n_ctx_the_pool_takes_its_share_of_the_free_memory(
+    n_ctx: int | None, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    sizes = []
+    for free in (64 << 20, 128 << 20):
+        monkeypatch.setattr("genbatch.nif.context.engine.free_host_memory", lambda free=free: free)
+        opened = context(model, n_ctx=n_ctx, max_memory_percent=0.5)
+        pool = opened.kv.num_blocks[0] * opened.runner.bytes_per_block(0, opened.kv.block_size)
+        assert 0.2 * free < pool < 0.5 * free
+        assert opened.max_positions == model.max_position < opened.n_ctx  # a sequence takes what the model allows
+        sizes.append(pool)
+    assert sizes[1] > 1.8 * sizes[0]
 
 
 def test_a09_the_cap_is_n_ctx_over_n_parallel(tiny_model: TinyModel) -> None:

@@ -63,7 +63,7 @@ def runner_for(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.engine_options import GraphOptions
 
     model = gpu_model(family)
     eager, graphed = runner_for(model), runner_for(model, graphs=GraphOptions(max_batch_size=16))
@@ -73,7 +73,7 @@ def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
 
 
 def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.engine_options import GraphOptions
 
     model = gpu_model("llama")
     options = GraphOptions(max_batch_size=16, max_cached_graphs=2, kv_padding_interval_size=8)
@@ -86,7 +86,7 @@ def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
 
 @pytest.mark.parametrize("graphed", [True, False])
 def test_a_step_never_waits_for_the_device(gpu_model: Any, graphed: bool) -> None:
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.engine_options import GraphOptions
 
     model = gpu_model("llama")
     runner = runner_for(model, graphs=GraphOptions(max_batch_size=8) if graphed else None)
@@ -156,7 +156,7 @@ def draws_of(num_tokens: int, position: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_h14_a_replay_draws_what_an_eager_step_draws(gpu_model: Any, family: str) -> None:
     """Each step takes its input from the one before, on the device, and is launched before that one is read."""
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.engine_options import GraphOptions
 
     model = gpu_model(family)
     options = GraphOptions(max_batch_size=16, kv_padding_interval_size=8)  # some are captured in the middle of a run
@@ -178,7 +178,7 @@ def test_h14_a_replay_draws_what_an_eager_step_draws(gpu_model: Any, family: str
 
 @pytest.mark.parametrize("graphed", [True, False])
 def test_h15_a_launch_never_waits_for_the_device(gpu_model: Any, graphed: bool) -> None:
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.engine_options import GraphOptions
 
     runner = runner_for(gpu_model("llama"), graphs=GraphOptions(max_batch_size=8) if graphed else None)
     for _ in range(2):  # both pairs of buffers get their size, and kernels compile
@@ -202,7 +202,7 @@ def test_h15_a_step_is_under_way_when_the_one_before_is_read(gpu_model: Any) -> 
 @pytest.mark.parametrize("graphed", [True, False])
 def test_h15_steps_that_are_held_up_are_not_written_over(gpu_model: Any, graphed: bool) -> None:
     """Each step waits on the device while the next one's input is copied in, in buffers that grow with the tables."""
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.engine_options import GraphOptions
 
     model = gpu_model("llama")
     drawn: list[list[list[int | None]]] = []
@@ -226,8 +226,8 @@ def test_h15_steps_that_are_held_up_are_not_written_over(gpu_model: Any, graphed
 def test_h15_a_run_whose_steps_overlap_draws_what_single_steps_draw(gpu_model: Any, family: str, graphed: bool) -> None:
     from genbatch.nif.batch import Entry
     from genbatch.nif.context import Context
-    from genbatch.nif.overlapped_run import OverlappedRun
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.context.overlapped_run import OverlappedRun
+    from genbatch.nif.engine_options import GraphOptions
     from genbatch.nif.runners.triton_runner import TritonRunner
     from genbatch.nif.sampling.sampler import SamplerState
     from genbatch.nif.sampling.sampling_params import SamplingParams
@@ -271,7 +271,7 @@ def test_h15_async_batching_changes_no_text_on_the_gpu(gpu_model: Any, graphed: 
     from genbatch.actors.batcher.options import BatcherOptions
     from genbatch.actors.runtime.actor import start
     from genbatch.nif.context import Context
-    from genbatch.nif.runners.graph_options import GraphOptions
+    from genbatch.nif.engine_options import GraphOptions
     from genbatch.nif.runners.triton_runner import TritonRunner
     from genbatch.proto.messages import GenerateRequest
 

@@ -7,10 +7,10 @@ import torch
 
 from genbatch.nif.batch import Entry
 from genbatch.nif.context import Context
-from genbatch.nif.decode_run import DecodeRun
+from genbatch.nif.context.decode_run import DecodeRun
+from genbatch.nif.context.overlapped_run import OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.models.model import Model
-from genbatch.nif.overlapped_run import OverlappedRun
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
 from tests.nif.launching_runner import LaunchingTorchRunner

@@ -1,6 +1,7 @@
 """What another user could have written is not believed, wherever on the way to it they could have done it."""
 
 import ctypes
+import hashlib
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from genbatch.clients.cli.chat import Session, SessionFile, SessionFileError
 from genbatch.nif.errors import ModelError
+from genbatch.nif.models import model_source
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.native import build
 from genbatch.nif.trusted_files import NotOurs, check_ours, is_ours, private_folder
@@ -113,6 +115,63 @@ def test_a_cache_of_another_users_is_refused_for_models(tmp_path: Path, monkeypa
     monkeypatch.setattr("genbatch.nif.models.model_source._installed_gguf", lambda _packaged: None)
     with pytest.raises(ModelError, match=r"belongs to .*GENBATCH_CACHE"):
         resolve_model("smollm2")
+
+
+def spoil(path: Path, how: str) -> None:
+    """What another user could have done to it."""
+    if how == "open":
+        path.chmod(0o666)
+    elif how == "theirs":
+        os.chown(path, NOBODY, NOBODY)
+    elif how == "second name":
+        os.link(path, path.with_name("second"))
+    else:
+        path.rename(path.with_name("moved"))
+        path.symlink_to("moved")
+
+
+SPOILT = ["open", pytest.param("theirs", marks=needs_root), "second name", "link"]
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_planted_conversion_is_removed_and_made_again(tmp_path: Path, how: str) -> None:
+    target = tmp_path / "converted" / "model"
+    for content in ("ours", "made again"):
+        with model_source._building(target) as scratch:
+            assert scratch is not None
+            scratch.mkdir()
+            (scratch / "model.safetensors").write_text(content)
+            scratch.replace(target)
+        with model_source._building(target) as scratch:
+            assert scratch is None, "what is ours is there"
+        assert (target / "model.safetensors").read_text() == content
+        spoil(target / "model.safetensors", how)
+
+
+@pytest.mark.parametrize("how", ["open", pytest.param("theirs", marks=needs_root)])
+def test_a_planted_word_that_a_download_is_what_it_should_be_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"ours")
+    right = hashlib.sha256(b"ours").hexdigest()
+    assert model_source._has_sha256(file, right)
+    [known] = (tmp_path / "cache" / "verified").iterdir()
+    times = file.stat()
+    file.write_bytes(b"evil")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert model_source._has_sha256(file, right), "it is known by size and time"
+    spoil(known, how)
+    assert not model_source._has_sha256(file, right)
+
+
+def test_a_session_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    file = SessionFile(tmp_path / "chat.session")
+    file.write(Session(system="Be kind."))
+    file.path.chmod(0o666)
+    with pytest.raises(SessionFileError, match="may be written to by others"):
+        file.read()
 
 
 @needs_root

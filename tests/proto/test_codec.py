@@ -148,6 +148,13 @@ def test_what_is_encoded_the_msgpack_library_reads(value: Any) -> None:
     assert msgpack.unpackb(encode(value), strict_map_key=False) == value
 
 
+def test_a_request_has_no_more_token_ids_than_any_context() -> None:
+    most = msgpack.packb([5] * 2**18)
+    assert len(decode(most, REQUEST_LIMITS)) == 2**18
+    with pytest.raises(MalformedMessage):
+        decode(msgpack.packb([5] * (2**18 + 1)), REQUEST_LIMITS)
+
+
 @settings(deadline=None)
 @given(REQUESTS)
 def test_a_request_survives_the_wire(request: GenerateRequest) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, Message
+from genbatch.proto.messages import GenerateRequest, Message, Payer
 from genbatch.proto.validation import RequestLimits, validate_request
 
 LIMITS = RequestLimits()
@@ -49,6 +49,7 @@ def test_a_plain_request_and_every_parameter_at_the_edge_of_its_range_are_taken(
         ("token_ids", [[], 5, "ab"]),
         ("messages", [[], "ab"]),
         ("max_tokens", [0, -1, 2**31, 10**40, 1.5, True, "1"]),
+        ("min_tokens", [-1, 2**31, 1.5, True, "1"]),
         ("temperature", [-0.1, math.nan, math.inf, -math.inf, True, "hot", 10**400]),
         ("top_k", [-1, 2**31, 1.0]),
         ("top_p", [0, -0.5, 1.0001, math.nan]),
@@ -69,6 +70,7 @@ def test_a_plain_request_and_every_parameter_at_the_edge_of_its_range_are_taken(
         ("priority", [-101, 101]),
         ("deadline_s", [0, -1, math.nan, math.inf, LIMITS.max_deadline_s + 1]),
         ("tenant", ["t" * 129, "\udfff", None]),
+        ("payer", ["a", 5]),
     ],
 )
 def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_by_its_name(field: str, values: list[Any]) -> None:
@@ -80,6 +82,10 @@ def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_by_its_name(field:
     ("fields", "path"),
     [
         ({"token_ids": [1, -1]}, "token_ids[1]"),
+        ({"payer": {"served": 1.0}}, "payer.name"),
+        ({"payer": Payer(name="a" * 257)}, "payer.name"),
+        ({"payer": Payer(name="a", served=-1.0)}, "payer.served"),
+        ({"payer": Payer(name="a", served=math.nan)}, "payer.served"),
         ({"token_ids": [1, 2, "3"]}, "token_ids[2]"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": 1, "content": "a"}]}, "messages[1].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),

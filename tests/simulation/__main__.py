@@ -1,5 +1,7 @@
 """Simulates the whole service under faults, a world for each seed, and prints how to replay those that fail.
 
+The same seed then draws a crowd in little memory (crowd.py), over windows, mixed layer groups, beams and held prompts.
+
 python -m tests.simulation --seeds 10000
 python -m tests.simulation --first 4711 --seeds 1 --trace
 """
@@ -7,6 +9,7 @@ python -m tests.simulation --first 4711 --seeds 1 --trace
 import argparse
 import gc
 import hashlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -24,10 +27,14 @@ import torch
 
 from genbatch.nif.models.model import Model, load_model
 from tests.nif.tiny_models import build_model
+from tests.simulation.crowd import Crowd
+from tests.simulation.fleet_world import FleetWorld
 from tests.simulation.world import World
 
 # Real seconds without the end of any world, after which those under way go in circles: one takes a fraction of one.
 STUCK_S = 120.0
+# Of so many seeds one has a fleet, too: gateways over replicas on nodes.
+FLEET_EVERY = 4
 # Failures told at length.
 MAX_TOLD = 3
 
@@ -55,6 +62,7 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print every event")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.ERROR)  # in some worlds a user's scheduler fails, or an engine: as planned
     if chosen.jobs > 1:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others end by it, and then there is nothing to wait for
     with tempfile.TemporaryDirectory() as directory:
@@ -131,13 +139,18 @@ def _judge_all(seeds: range, model: Model) -> Iterator[Verdict]:
 
 
 def judge(seed: int, model: Model) -> Verdict:
-    """Runs a seed's world."""
-    world = World(seed, model)
+    """Runs a seed's world and its crowd; of every fourth seed also its fleet."""
+    worlds: list[World | FleetWorld] = [World(seed, model)]
+    if seed % FLEET_EVERY == 0:
+        worlds.append(FleetWorld(seed, model))
+    fault = ""
     try:
-        world.simulate()
+        for world in worlds:
+            world.simulate()
+        Crowd(seed, model).check()
     except BaseException as error:
-        return Verdict(seed, world.events, "".join(traceback.format_exception(error)))
-    return Verdict(seed, world.events, "")
+        fault = "".join(traceback.format_exception(error))
+    return Verdict(seed, [event for world in worlds for event in world.events], fault)
 
 
 if __name__ == "__main__":

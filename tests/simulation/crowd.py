@@ -5,6 +5,7 @@ or noticed, several choices, beams, odd blocks, both policies, all batching type
 memory or raise. Each request runs alone first, on a Batcher with the same options, then all run together. Promised:
 
     the same tokens and text; one answer each; what fits alone is never refused; no block is left over;
+    a step takes the blocks that were drafted for it;
     and the Batcher never goes in circles: between two pauses too many somebody gets a token.
 
 The model is a runner over any kind of layers: a simulated one (`history`), or a small real one.
@@ -13,6 +14,7 @@ The model is a runner over any kind of layers: a simulated one (`history`), or a
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import ge, sub
 from typing import Any
 
 import trio
@@ -20,12 +22,14 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.step import Planned
 from genbatch.actors.runtime.actor import start
-from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.plan import BatchingType, SchedulerOutput
 from genbatch.actors.scheduling.request import Phase
 from genbatch.actors.scheduling.scheduler import PauseOrder, PlainPlan, RequestList, RequestScheduler, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
+from genbatch.nif.kv.reservation import Entries, Reservation, StepDraft
 from genbatch.nif.models.model import Model
 from genbatch.nif.runner import Runner
 from genbatch.proto.errors import GenbatchError, Unavailable
@@ -273,6 +277,41 @@ def watch(batcher: Batcher) -> None:
         paused(sequence, swapped=swapped)
 
     batcher.journal.paused = count  # type: ignore[method-assign]
+    _watch_drafts(batcher)
+
+
+def _watch_drafts(batcher: Batcher) -> None:
+    """Has the Batcher fail if a step takes other blocks than were drafted for it: starts, swaps and beams included."""
+    kv, planner = batcher.ctx.kv, batcher.planner
+    draft, reserve, start_plan = kv.draft, kv.reserve, planner.start
+    drafted: list[tuple[StepDraft, tuple[int, ...]]] = []  # the last one, and what was free then
+    left: list[tuple[tuple[int, ...], bool]] = []  # what the next step leaves, and whether it has to be just that
+
+    def remember() -> StepDraft:
+        drafted[:] = [(draft(), kv.free_blocks)]
+        return drafted[0][0]
+
+    def begin(plan: SchedulerOutput) -> list[list[Planned]]:
+        swaps = batcher.stats.swaps
+        groups = start_plan(plan)
+        left.clear()
+        if len(groups) == 1:
+            made, free = drafted[0]
+            # A swap may take over a block that was to be found again: then that is evaluated, and less is held.
+            is_exact = not swaps
+            left.append((tuple(map(sub, free, made.taken)), is_exact))
+        return groups
+
+    def check(entries: Entries) -> Reservation:
+        reservation = reserve(entries)
+        if left:
+            most, is_exact = left.pop()
+            now = kv.free_blocks
+            assert now == most if is_exact else all(map(ge, now, most)), f"{most} were to be left free, {now} are"
+        return reservation
+
+    kv.draft, kv.reserve = remember, check  # type: ignore[method-assign]
+    planner.start = begin  # type: ignore[method-assign]
 
 
 def check_rest(batcher: Batcher) -> None:

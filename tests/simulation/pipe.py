@@ -118,6 +118,12 @@ class End:
         self._out.cut()
         self._in.cut()
 
+    def reset(self) -> None:
+        """The way that was parted is open again, and whoever is at an end learns that the connection is lost."""
+        for lane in (self._out, self._in):
+            lane.is_parted = False
+            lane.cut()
+
     def part(self) -> None:
         """Loses everything in both directions from now on, and what is under way; neither end can see that."""
         self._out.part()

@@ -4,10 +4,11 @@ import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import trio
 
+from genbatch.nif.models.model import Model
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES, MessageSplitter
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import Choice, Result, Token
@@ -22,9 +23,6 @@ from genbatch.proto.rpc import (
 )
 from tests.simulation.pipe import End
 from tests.simulation.sim_request import WORDS, SimRequest
-
-if TYPE_CHECKING:
-    from tests.simulation.world import World
 
 # What a request may fail with when nothing but load is to blame.
 REFUSALS = {"queue_full", "unavailable", "deadline_exceeded"}
@@ -48,6 +46,35 @@ class Call:
         return sum(map(len, self.tokens.values()))
 
 
+class Service(Protocol):
+    """What a client lives in: one engine's world, or a fleet's."""
+
+    model: Model
+    spread_s: float
+    is_draining: bool
+    gateways_die: bool
+
+    @property
+    def default_deadline_s(self) -> float:
+        """Of requests that name none."""
+
+    @property
+    def num_deaths(self) -> int:
+        """What a request may have been lost by, until now."""
+
+    def connect(self, name: str) -> End:
+        """A client's end of a new connection to the gateway."""
+
+    def draw_request(self, rng: random.Random) -> SimRequest:
+        """What a client asks next."""
+
+    def read_result(self, value: Any) -> Result:
+        """A final's plain data as the type that it is."""
+
+    def trace(self, who: str, what: str) -> None:
+        """Notes an event."""
+
+
 class SimClient:
     """One connection after another to the gateway.
 
@@ -57,13 +84,14 @@ class SimClient:
         rng: draws all it does.
     """
 
-    def __init__(self, world: "World", name: str, rng: random.Random) -> None:
+    def __init__(self, world: Service, name: str, rng: random.Random) -> None:
         self.world = world
         self.name = name
         self.rng = rng
         self._calls: dict[int, Call] = {}
         self._protocol = ClientConnection()
         self._end: End
+        self._asking: trio.Nursery
         self._sending = trio.Lock()
         self._has_vanished = False  # by its own will: what it was sending is lost
 
@@ -81,6 +109,7 @@ class SimClient:
                 if self.rng.random() < 0.2:
                     nursery.start_soon(self._keep_alive)
                 async with trio.open_nursery() as asking:
+                    self._asking = asking
                     for _ in range(share):
                         asking.start_soon(self._ask)
                     if self.rng.random() < 0.3:
@@ -175,7 +204,8 @@ class SimClient:
             async with self._sending:
                 await self._end.send_all(data)
         except trio.BrokenResourceError:
-            assert self._has_vanished, f"{self.name}: the gateway closed a connection that did nothing wrong"
+            is_fine = self._has_vanished or self.world.gateways_die
+            assert is_fine, f"{self.name}: the gateway closed a connection that did nothing wrong"
 
     # What comes back
 
@@ -184,6 +214,10 @@ class SimClient:
         while data := await self._end.receive_some():
             for message in splitter.feed(data):
                 self._take(self._protocol.receive(message))  # raises where order or number are wrong
+        if self.world.gateways_die and not self._has_vanished:
+            self.world.trace(self.name, "has lost its gateway")
+            self._has_vanished = True
+            self._asking.cancel_scope.cancel()
 
     def _take(self, event: object) -> None:
         match event:

@@ -13,8 +13,10 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.slots import Slots
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.request import LlmRequest, split_by_phase
 from genbatch.actors.scheduling.scheduler import RequestList, RequestScheduler, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
@@ -50,6 +52,31 @@ def test_what_fits_alone_is_answered_the_same_in_every_crowd(model: Model, first
         except BaseException as error:
             error.add_note(f"replay: python -m tests.simulation.differential --family history --first {seed} --seeds 1")
             raise
+
+
+def test_the_crowds_that_are_tried_meet_everything_in_every_company(model: Model) -> None:
+    """Each kind of memory and of request under both policies and in lockstep, among the seeds of the test above."""
+    met: set[tuple[str, str]] = set()
+    for seed in range(SEEDS):
+        crowd = Crowd(seed, model)
+        options = crowd.options
+        is_lockstep = options.batching_type is BatchingType.V1
+        company = "V1" if is_lockstep else options.scheduler_policy.value
+        windows = [group.window for group in crowd.open_runner().groups] if crowd.open_runner is not None else []
+        kinds = {
+            "windows": any(windows),
+            "mixed groups": any(windows) and None in windows,
+            "odd blocks": crowd.memory["block_size"] in (3, 5),
+            "configured": bool(options.system_prompts),
+            "noticed": any(one.request.messages is not None for one in crowd.asked),
+            "choices": any(one.request.n > 1 for one in crowd.asked),
+            "beams": any(one.beam_width > 1 for one in crowd.asked),
+            "swaps": options.cpu_offload_space > 0,
+            "scores": any(one.request.prompt_logprobs is not None for one in crowd.asked),
+        }
+        met |= {(kind, company) for kind, is_met in kinds.items() if is_met}
+    everything = {(kind, company) for kind in kinds for company in ("V1", *(one.value for one in SchedulerPolicy))}
+    assert met == everything, everything - met
 
 
 def prompt(size: int, first: int = 0) -> list[int]:
@@ -127,6 +154,11 @@ def serve(
     return answers
 
 
+def test_b18_a_prompt_to_hold_that_has_no_room_beside_what_runs_is_given_up_and_nobody_is_paused(model: Model) -> None:
+    # Found by `make differential`: it was evaluated at once, in blocks that were promised to the running ones.
+    Crowd(687, model).check()
+
+
 # Stood still
 
 
@@ -172,9 +204,20 @@ def test_a_lone_request_beside_a_noticed_prompt_gets_the_whole_pool(
     assert len(answer.token_ids) == 88
 
 
-def test_a_scheduler_that_ignores_memory_serves_everyone(model: Model) -> None:
+def test_a_scheduler_that_ignores_memory_serves_everyone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever came first of those that run is never paused for it: so there is one that comes to its end."""
+    pause, num_pauses = Slots.pause, 0
+
+    def note(slots: Slots, owner: LlmRequest) -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        assert owner.waiting_key > min(one.waiting_key for one in slots.sequences.values())
+        pause(slots, owner)
+
+    monkeypatch.setattr(Slots, "pause", note)
     burst = [asks(40, 60, number) for number in range(6)]
     serve(model, [burst], memory={"num_blocks": [12]}, scheduler=Reckless(), n_parallel=4)
+    assert num_pauses > 0
 
 
 class Broken(RequestScheduler):
@@ -198,6 +241,47 @@ def test_s04_a_users_scheduler_that_fails_is_told_of_once_and_everyone_is_served
     serve(model, [[asks(40, 20, number) for number in range(4)]], memory={"num_blocks": [12]}, scheduler=scheduler())
     [line] = [record.getMessage() for record in caplog.records if "the scheduler" in record.getMessage()]
     assert scheduler.__name__ in line and "fifo plans in its place" in line
+
+
+class Fickle(RequestScheduler):
+    """A user's scheduler that pauses all that run every few plans, as if nothing had been computed for them."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._num_plans = 0
+
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Any) -> Any:
+        self._num_plans += 1
+        decoding, prefilling, pending = split_by_phase(active_requests, inflight_request_ids)
+        if self._num_plans % self._every == 0 and decoding + prefilling:
+            return [], [], decoding + prefilling
+        return prefilling + pending, decoding, []
+
+
+@pytest.mark.parametrize(("every", "beam_width"), [(2, 1), (3, 1), (2, 2)])
+def test_a_scheduler_that_pauses_again_and_again_does_not_keep_a_request_computing_for_ever(
+    model: Model, caplog: pytest.LogCaptureFixture, every: int, beam_width: int
+) -> None:
+    """A prompt of five steps never gets to its first token if each second step takes away what the one before gave."""
+    burst = [asks(40, 6, number) for number in range(2 // beam_width)]
+    answers = serve(
+        model,
+        [burst],
+        memory={"num_blocks": [24], "allow_block_sharing": False},
+        max_batch_tokens=8,
+        n_parallel=2,
+        scheduler=Fickle(every),
+        beam_width=beam_width,
+    )
+    assert [len(answer.token_ids) for answer in answers] == [6] * len(burst)
+    assert "is paused before it gets anywhere" in caplog.text
+
+
+def test_a_scheduler_may_take_turns_among_more_than_have_room(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """Each gets a token in its turn, however often it is paused, so nobody plans in its place."""
+    burst = [asks(4, 12, number) for number in range(3)]
+    serve(model, [burst], memory={"num_blocks": [24]}, max_batch_tokens=64, scheduler=Fickle(2))
+    assert "is paused before it gets anywhere" not in caplog.text
 
 
 # Refused though it fits
@@ -232,6 +316,13 @@ def test_beams_in_mid_search_get_what_a_noticed_prompt_holds(
     search = GenerateRequest(token_ids=prompt(20), max_tokens=24, ignore_eos=True, temperature=0.0)
     memory = {"num_blocks": [num_blocks], "block_size": 4}
     serve(model, [*warm, [search]], memory=memory, n_parallel=4, beam_width=width, scheduler_policy=policy)
+
+
+def test_beams_without_an_end_stop_where_a_step_may_read_no_more(model: Model) -> None:
+    """Of four blocks each of three beams may read one; the token drawn last is read by no step."""
+    memory = {"num_blocks": [20], "block_size": 4}
+    [answer] = serve(model, [[asks(2, None)]], memory=memory, n_parallel=4, beam_width=3, cache_budget=4)
+    assert [2 + len(choice.token_ids) for choice in answer.choices] == [5, 5, 5]
 
 
 @pytest.mark.parametrize("policy", SchedulerPolicy)

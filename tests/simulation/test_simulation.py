@@ -10,7 +10,7 @@ import trio
 
 from genbatch.actors.engine.accepted_requests import AcceptedRequest, AcceptedRequests
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
-from genbatch.nif import decode_run
+from genbatch.nif.context import decode_run
 from genbatch.nif.models.model import Model
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.seeded_loop import run_seeded

@@ -49,9 +49,12 @@ class World:
     Args:
         seed: draws everything.
         model: for the tokenizer and the limits; it is never evaluated.
+        life: of a fleet's replica, which it is: has other faults than the seed's other lives, and the same options.
     """
 
-    def __init__(self, seed: int, model: Model) -> None:
+    gateways_die = False
+
+    def __init__(self, seed: int, model: Model, life: int | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
         self.model = model
@@ -72,6 +75,9 @@ class World:
         self._jump_rate = self.rng.choice((0.0, 0.1))
         self._jumped_s = 0.0
         self._runner_type = self.rng.choice((HistoryRunner, ChoosingHistoryRunner))
+        self._of_fleet = life is not None
+        if life is not None:
+            self.rng = random.Random(f"{seed} {life}")
         self._is_calm = False  # no more faults, so that everything can come to its end
         self._batcher: Batcher | None = None
         self._engine_end: End | None = None
@@ -141,8 +147,12 @@ class World:
         """A client's end of a new connection to the gateway."""
         rng = random.Random(self.rng.random())
         there, here = pair(rng, window=rng.choice((64, 4096)), max_delay_s=rng.choice((0.0, 0.05)))
-        self._nursery.start_soon(self._serve, here, name)
+        self.serve(here, name)
         return there
+
+    def serve(self, end: End, name: str) -> None:
+        """Serves a client at the other end of a pipe."""
+        self._nursery.start_soon(self._serve, end, name)
 
     def simulate(self) -> None:
         """The whole life of the world.
@@ -158,24 +168,33 @@ class World:
 
     async def _run(self) -> None:
         with trio.fail_after(LIVENESS_S):
-            async with trio.open_nursery() as self._nursery:
-                self._link = RemoteBatcher(self._options, self._kill)
-                self._ref = await start(self._nursery, self._link, name="link")
-                self._dispatcher = Dispatcher(self._ref)
-                self._nursery.start_soon(self._run_engines)
-                self._nursery.start_soon(self._harass)
+            async with trio.open_nursery() as nursery:
+                await self.open(nursery)
                 if self.rng.random() < 0.1:
                     self._nursery.start_soon(self._drain)
                 async with trio.open_nursery() as clients:
                     for number in range(self.rng.randint(1, 4)):
                         client = SimClient(self, f"client{number}", random.Random(self.rng.random()))
                         clients.start_soon(client.run, self.rng.randint(1, 8))
-                await self._come_to_rest()
-                self._nursery.cancel_scope.cancel()
+                await self.come_to_rest()
+                nursery.cancel_scope.cancel()
 
-    async def _come_to_rest(self) -> None:
-        """Without faults and callers everything must be given back."""
+    async def open(self, nursery: trio.Nursery) -> None:
+        """Begins to live, and to have faults, in the nursery."""
+        self._nursery = nursery
+        self._link = RemoteBatcher(self._options, self._kill)
+        self._ref = await start(nursery, self._link, name="link")
+        self._dispatcher = Dispatcher(self._ref, of_fleet=self._of_fleet)
+        nursery.start_soon(self._run_engines)
+        nursery.start_soon(self._harass)
+
+    def calm(self) -> None:
+        """No more faults from now on."""
         self._is_calm = True
+
+    async def come_to_rest(self) -> None:
+        """Without faults and callers everything must be given back."""
+        self.calm()
         while not self._is_idle():  # noqa: ASYNC110 - time is simulated, and there is no one event to wait for
             await trio.sleep(0.2)
         await trio.sleep(1.0)

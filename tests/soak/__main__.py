@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trio
 
-from genbatch.clients import ZeroMQClient
+from genbatch import ZeroMQClient
 from genbatch.proto.errors import Unavailable
 from tests.soak.callers import Tally, run_callers
 

@@ -10,7 +10,7 @@ import msgpack
 import trio
 import zmq
 
-from genbatch.clients import RPCClient, ZeroMQClient
+from genbatch import RPCClient, ZeroMQClient
 from genbatch.clients.interface import Client
 from genbatch.proto.errors import GenbatchError
 
@@ -23,7 +23,7 @@ PROMPTS = [f"{words} {number} " for words in ("Once upon a time", "The capital o
 
 _DIES = """
 import sys
-from genbatch.clients import SyncZeroMQClient
+from genbatch import SyncZeroMQClient
 with SyncZeroMQClient(sys.argv[1]) as client, client.stream("I shall not", max_tokens=200, ignore_eos=True) as stream:
     for token in stream:
         print(token.index, flush=True)

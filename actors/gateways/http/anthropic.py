@@ -7,14 +7,27 @@ from typing import Any
 
 import msgspec
 
-from genbatch.actors.gateways.http.bodies import describe, to_json
+from genbatch.actors.gateways.http.bodies import MESSAGES_PATH, describe, to_json
 from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, OpenAIRequest
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage, check_type
 
 # They file or bill a request; no text is another for them.
 _WITHOUT_MEANING = frozenset(("metadata", "service_tier", "cache_control", "container", "betas"))
-_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "deadline": "max_tokens"}
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape of an answer: "json_schema" with its `schema`."""
+
+    type: str
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said of the answer."""
+
+    format: OutputFormat | None = None
 
 
 class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +39,7 @@ class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +66,11 @@ def read_message(body: dict[str, Any]) -> OpenAIRequest:
     for theirs, ours in {"stop_sequences": "stop", "top_p": "top_p", "top_k": "top_k"}.items():
         if getattr(fields, theirs) is not None:
             params[ours] = getattr(fields, theirs)
+    if fields.output_config is not None and fields.output_config.format is not None:
+        params["response_format"] = msgspec.structs.asdict(fields.output_config.format)
+    last = params["messages"][-1] if params["messages"] else {}
+    if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
+        params["continue_final_message"] = True  # an answer that the caller has begun
     choice = dict(fields.tool_choice or {"type": "auto"})
     if choice.pop("disable_parallel_tool_use", False):
         params["parallel_tool_calls"] = False
@@ -72,7 +91,7 @@ def read_message(body: dict[str, Any]) -> OpenAIRequest:
         num_top=None,
         ids_for_text=False,
         echo=False,
-        names={"stop": "stop_sequences"},
+        names={"stop": "stop_sequences", "response_format": "output_config.format"},
         body=body,
     )
 
@@ -98,7 +117,7 @@ def _conversation(fields: CountFields) -> dict[str, Any]:
     if fields.tools:
         params["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
     if fields.thinking is not None:
-        params["chat_template_kwargs"] = {"enable_thinking": fields.thinking.get("type") == "enabled"}
+        params["chat_template_kwargs"] = {"enable_thinking": fields.thinking.get("type") != "disabled"}
     return params
 
 
@@ -191,7 +210,7 @@ class MessageAnswer:
             except ValueError:  # cut short, or no JSON: the caller sees what there is
                 arguments = {"_invalid": call.arguments}
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
-        return self._head(content, result.usage) | {"stop_reason": _STOP_REASONS.get(result.finish_reason, "end_turn")}
+        return self._head(content, result.usage) | _stop(result)
 
     def _head(self, content: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
         return {
@@ -252,15 +271,20 @@ class MessageAnswer:
     def ending(self, results: Sequence[Result]) -> bytes:
         """The events after the last token."""
         result = results[0]
-        delta = {"stop_reason": _STOP_REASONS.get(result.finish_reason, "end_turn"), "stop_sequence": None}
-        ended = _event("message_delta", delta=delta, usage=_usage(result.usage))
+        ended = _event("message_delta", delta=_stop(result), usage=_usage(result.usage))
         return self._begin() + self._stop() + ended + _event("message_stop")
 
     def failure(self, error: GenbatchError) -> bytes:
         """The last event of a stream that failed."""
-        told = describe(error)["error"]
-        assert isinstance(told, dict)
-        return _event("error", error={"type": told["type"], "message": told["message"]})
+        return b"event: error\ndata: " + to_json(describe(error, MESSAGES_PATH)) + b"\n\n"
+
+
+def _stop(result: Result) -> dict[str, Any]:
+    """Why the answer ended."""
+    reason = _STOP_REASONS[result.finish_reason]
+    if reason == "end_turn" and result.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": result.stop_string}
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(usage: Usage | None) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Those that generate are in `generating.py`; those that tell about the service, a
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
@@ -13,12 +14,13 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from genbatch.actors.gateways.http.anthropic import CountFields, MessageFields, read_count, read_message
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
+from genbatch.actors.gateways.http.embedding import EmbeddingEndpoint, EmbeddingFields
 from genbatch.actors.gateways.http.front import Front
 from genbatch.actors.gateways.http.generating import Generating, Messages, Responses
 from genbatch.actors.gateways.http.openai_request import (
@@ -32,8 +34,8 @@ from genbatch.actors.gateways.http.openapi import Endpoint, describe_api, docs_p
 from genbatch.actors.gateways.http.responses import ResponseFields
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.observing.metrics import render
-from genbatch.actors.security.security import Authenticate
-from genbatch.proto.errors import EngineError, GenbatchError
+from genbatch.actors.security.security import Security
+from genbatch.proto.errors import EngineError, Forbidden, GenbatchError
 from genbatch.proto.messages import ModelCard, check_type
 
 # Nothing is loaded from elsewhere, nothing is inline, nobody frames it: text of a model that got out of its element
@@ -91,12 +93,6 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-NO_EMBEDDINGS = (
-    "there are no embeddings: this model was trained to continue text, and its hidden states are no measure of "
-    "what a text means; use a model that was trained for embeddings"
-)
-
-
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What /tokenize takes, after vLLM's."""
 
@@ -106,13 +102,6 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     add_special_tokens: bool | None = None
 
 
-class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What /v1/embeddings would take."""
-
-    input: str | list[str]
-    model: str | None = None
-
-
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What /detokenize takes, after vLLM's."""
 
@@ -120,15 +109,38 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokens: list[int]
 
 
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /v1/load_lora_adapter takes, as vLLM's."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /v1/unload_lora_adapter takes, as vLLM's."""
+
+    lora_name: str
+
+
+@contextmanager
+def _vllm_names() -> Iterator[None]:
+    try:
+        yield
+    except GenbatchError as error:
+        raise renamed(error, {"name": "lora_name", "path": "lora_path"}) from None
+
+
 class ServiceRoutes:
     """The endpoints' functions.
 
     Args:
         calls: who answers.
+        has_operators: whether those without a token are this machine's own users.
     """
 
-    def __init__(self, calls: HTTPCalls) -> None:
+    def __init__(self, calls: HTTPCalls, *, has_operators: bool = False) -> None:
         self._calls = calls
+        self._has_operators = has_operators
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -141,19 +153,18 @@ class ServiceRoutes:
         return JSON(self._card(await self._calls.model(request.path_params["name"])))
 
     def _card(self, card: ModelCard) -> dict[str, Any]:
-        """As OpenAI's, with vLLM's name for the context."""
+        """As OpenAI's, with vLLM's names for the context and for what an adapter adapts."""
         made = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
-        return made | {"max_model_len": card.n_ctx}
-
-    async def embeddings(self, request: Request) -> Response:
-        """None."""
-        raise Refusal(404, "no_embeddings", NO_EMBEDDINGS)
+        made |= {"parent": card.parent, "max_model_len": card.n_ctx}
+        if card.embedding_size is not None:
+            made["embedding_size"] = card.embedding_size
+        return made
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or of messages."""
         body: TokenizeBody = check_type(decode_json(request.state.body), TokenizeBody)
         card = await self._calls.model(body.model)
-        params: dict[str, Any] = {}
+        params: dict[str, Any] = {"model": card.id}
         if body.prompt is not None:
             params["prompt"] = body.prompt
         if body.messages is not None:
@@ -166,18 +177,40 @@ class ServiceRoutes:
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a body of Anthropic's API is."""
         model, params = read_count(decode_json(request.state.body))
-        await self._calls.model(model)
-        return JSON({"input_tokens": len(await self._calls.tokenize(params, request.state.caller))})
+        card = await self._calls.model(model)
+        token_ids = await self._calls.tokenize({**params, "model": card.id}, request.state.caller)
+        return JSON({"input_tokens": len(token_ids)})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body: DetokenizeBody = check_type(decode_json(request.state.body), DetokenizeBody)
-        await self._calls.model(body.model)
+        card = await self._calls.model(body.model)
         try:
-            text = await self._calls.detokenize({"token_ids": body.tokens}, request.state.caller)
+            params = {"token_ids": body.tokens, "model": card.id}
+            text = await self._calls.detokenize(params, request.state.caller)
         except GenbatchError as error:
             raise renamed(error, {"token_ids": "tokens"}) from None
         return JSON({"prompt": text})
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Serves a LoRA adapter, too."""
+        self._check_operator()
+        body: LoadAdapterBody = check_type(decode_json(request.state.body), LoadAdapterBody)
+        with _vllm_names():
+            await self._calls.load_adapter(body.lora_name, body.lora_path, request.state.caller)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Serves it no longer."""
+        self._check_operator()
+        body: UnloadAdapterBody = check_type(decode_json(request.state.body), UnloadAdapterBody)
+        with _vllm_names():
+            await self._calls.unload_adapter(body.lora_name, request.state.caller)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _check_operator(self) -> None:
+        if not self._has_operators:
+            raise Forbidden("adapters are for the operator, at an address of this machine that lets nobody else in")
 
     async def health(self, request: Request) -> Response:
         """200 while new requests are taken and get done, else 503 with the reason in `status`."""
@@ -194,17 +227,28 @@ class ServiceRoutes:
         return Response(content, headers={"content-type": content_type})
 
 
-def make_app(
-    calls: HTTPCalls, open_calls: OpenCalls, *, authenticate: Authenticate | None, only_loopback: bool
-) -> ASGIApp:
+def make_metrics_app(calls: HTTPCalls) -> ASGIApp:
+    """The ASGI application for whoever watches the service: counters and health, for everybody who reaches it."""
+    service = ServiceRoutes(calls)
+    routes = [
+        Route("/metrics", service.metrics, methods=["GET"]),
+        Route("/health", service.health, methods=["GET"]),
+    ]
+    return Front(_routed(routes), authenticate=None, only_loopback=False)
+
+
+def make_app(calls: HTTPCalls, open_calls: OpenCalls, security: Security, *, only_loopback: bool) -> ASGIApp:
     """The ASGI application.
 
     Args:
         calls: who answers.
         open_calls: where running calls are kept.
-        authenticate, only_loopback: see Front.
+        security: who is let in.
+        only_loopback: see Front.
     """
-    service = ServiceRoutes(calls)
+    # At any other address whoever is let in need not be on this machine, though no token was asked for.
+    others = security.http_insecure or security.allowed_hosts or security.allowed_origins
+    service = ServiceRoutes(calls, has_operators=only_loopback and not others)
     endpoints = [
         Endpoint(
             "/v1/chat/completions",
@@ -223,9 +267,26 @@ def make_app(
         Endpoint("/v1/messages/count_tokens", service.count_tokens, "How many tokens that would be.", CountFields),
         Endpoint("/v1/models", service.models, "The models that are served."),
         Endpoint("/v1/models/{name:path}", service.model, "One of them."),
-        Endpoint("/v1/embeddings", service.embeddings, "404, and why.", EmbeddingsBody),
+        Endpoint(
+            "/v1/embeddings",
+            EmbeddingEndpoint(calls, open_calls),
+            "What texts mean, as vectors. OpenAI's.",
+            EmbeddingFields,
+        ),
         Endpoint("/tokenize", service.tokenize, "The token ids of a text or of messages.", TokenizeBody),
         Endpoint("/detokenize", service.detokenize, "The text of token ids.", DetokenizeBody),
+        Endpoint(
+            "/v1/load_lora_adapter",
+            service.load_adapter,
+            "Serves a LoRA adapter, too. For the operator. vLLM's.",
+            LoadAdapterBody,
+        ),
+        Endpoint(
+            "/v1/unload_lora_adapter",
+            service.unload_adapter,
+            "Serves it no longer, once its requests have ended. For the operator. vLLM's.",
+            UnloadAdapterBody,
+        ),
         Endpoint("/health", service.health, "200 while requests get done, else 503 with the reason in status."),
         Endpoint("/stats", service.stats, "The counters as JSON."),
         Endpoint("/metrics", service.metrics, "The counters for Prometheus."),
@@ -235,16 +296,26 @@ def make_app(
         *docs_routes(endpoints),
         *page_routes(),
     ]
+    return Front(
+        _routed(routes),
+        authenticate=security.tokens.tenant if security.tokens else None,
+        only_loopback=only_loopback,
+        hosts=security.allowed_hosts,
+        origins=security.allowed_origins,
+    )
+
+
+def _routed(routes: list[Route]) -> Starlette:
     handlers = {GenbatchError: _refused, HTTPException: _not_routed, Exception: _failed}
     app = Starlette(routes=routes, exception_handlers=handlers)
     # /health/ is no path of ours, and a redirect of a POST loses its body with some clients.
     app.router.redirect_slashes = False
-    return Front(app, authenticate=authenticate, only_loopback=only_loopback)
+    return app
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, GenbatchError)
-    return api_response(error)
+    return api_response(error, request.url.path)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
@@ -253,10 +324,10 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         refusal = Refusal(error.status_code, "method_not_allowed", f"{request.method} is not for {path}")
         refusal.headers.update(error.headers or {})
-        return api_response(refusal)
-    return api_response(Refusal(error.status_code, "not_found", f"there is no {path} here"))
+        return api_response(refusal, path)
+    return api_response(Refusal(error.status_code, "not_found", f"there is no {path} here"), path)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     # Its text may tell a client more than it should know; the server logs it.
-    return api_response(EngineError("the service failed at this request"))
+    return api_response(EngineError("the service failed at this request"), request.url.path)

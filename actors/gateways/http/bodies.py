@@ -97,6 +97,20 @@ STATUSES: dict[str, tuple[int, str]] = {
     "deadline_exceeded": (504, "server_error"),
 }
 FAILED = (500, "server_error")
+# Anthropic's API, and its `type` by HTTP's status.
+MESSAGES_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: INVALID,
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 # Codes for which OpenAI has a name of its own, that programs compare with.
 CODES = {"prompt_too_long": "context_length_exceeded", "unauthenticated": "invalid_api_key"}
 
@@ -113,11 +127,18 @@ class Refusal(GenbatchError):
         self.headers = headers or {}
 
 
-def describe(error: GenbatchError) -> dict[str, object]:
-    """The body: {"error": {message, type, param, code}}."""
-    kind = INVALID if isinstance(error, Refusal) else STATUSES.get(error.code, FAILED)[1]
+def describe(error: GenbatchError, path: str = "") -> dict[str, object]:
+    """The body: {"error": {message, type, param, code}}; with Anthropic's types where `path` is of its API."""
     code = CODES.get(error.code, error.code)
-    return {"error": {"message": _valid(str(error)), "type": kind, "param": _valid(error.field), "code": code}}
+    told = {"message": _valid(str(error)), "param": _valid(error.field), "code": code}
+    if path.startswith(MESSAGES_PATH):
+        return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(_status(error), "api_error"), **told}}
+    kind = INVALID if isinstance(error, Refusal) else STATUSES.get(error.code, FAILED)[1]
+    return {"error": {"type": kind, **told}}
+
+
+def _status(error: GenbatchError) -> int:
+    return error.status if isinstance(error, Refusal) else STATUSES.get(error.code, FAILED)[0]
 
 
 def _valid(text: str | None) -> str | None:
@@ -125,13 +146,13 @@ def _valid(text: str | None) -> str | None:
     return None if text is None else text.encode(errors="backslashreplace").decode()
 
 
-def api_response(error: GenbatchError) -> Response:
-    """The response that tells of `error`.
+def api_response(error: GenbatchError, path: str = "") -> Response:
+    """The response that tells of `error` to whoever asked for `path`.
 
     OpenAI's own clients repeat a request at 408, 409, 429 and from 500 on; they are told not to where no time to
     come again is known, since the same request would fail again, or has cost its deadline already.
     """
-    status = error.status if isinstance(error, Refusal) else STATUSES.get(error.code, FAILED)[0]
+    status = _status(error)
     headers = dict(error.headers) if isinstance(error, Refusal) else {}
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
@@ -140,7 +161,7 @@ def api_response(error: GenbatchError) -> Response:
         headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSON(describe(error), status, headers)
+    return JSON(describe(error, path), status, headers)
 
 
 def renamed(error: GenbatchError, names: dict[str, str]) -> GenbatchError:

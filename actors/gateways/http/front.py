@@ -5,10 +5,12 @@ connection is not pushed out by others, until it is answered. An endpoint finds
 `caller` and `body` in the scope's state, and what it receives after that is only ever that the client has gone.
 """
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import trio
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genbatch.actors.gateways.connection_limit import Seat
@@ -43,12 +45,24 @@ class Front:
         authenticate: the name that goes with a token, or None; None lets everybody in.
         only_loopback: the address is one of this machine's own, so that any other host's name in a request is a trick
             of a web page, whose server has made its name mean this machine.
+        hosts: names that are no such trick; where there are some, no others are taken.
+        origins: whose pages may use the service although it is not theirs.
     """
 
-    def __init__(self, app: ASGIApp, *, authenticate: Authenticate | None, only_loopback: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        authenticate: Authenticate | None,
+        only_loopback: bool,
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+    ) -> None:
         self._app = app
         self._authenticate = authenticate
         self._only_loopback = only_loopback
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it."""
@@ -56,6 +70,12 @@ class Front:
             await receive()  # an attempt to open a web socket; nothing else is known to come
             await send({"type": "websocket.close", "code": 1008})
             return
+        origin = Headers(scope=scope).get("origin")
+        if origin is not None and origin.lower() in self._origins:
+            send = _open_to(origin, send)
+            if scope["method"] == "OPTIONS":
+                await _allow(Headers(scope=scope))(scope, receive, send)
+                return
         try:
             caller = self._caller(scope)
             body = await _read(receive)
@@ -75,11 +95,10 @@ class Front:
         if scope["http_version"] not in ("1.0", "1.1"):
             raise Refusal(505, "http_version", "only HTTP/1.1 is spoken here")
         host = headers.get("host", "")
-        if self._only_loopback and not is_loopback(_without_port(host)):
-            raise Forbidden(f"the service is reached as localhost, 127.0.0.1 or [::1], not as {host[:128]!r}")
+        self._check_host(host, scope["path"])
         origin = headers.get("origin")
-        if origin is not None and _host_of(origin) != host:
-            raise Forbidden(f"pages of {origin[:128]!r} may not use this service")
+        if origin is not None and _host_of(origin) != host and origin.lower() not in self._origins:
+            raise Forbidden(f"pages of {origin[:128]!r} may not use this service (--allowed-origin)")
         client = f"http:{(scope.get('client') or ('',))[0]}"
         if self._authenticate is None or scope["path"] in OPEN_PATHS:
             return HTTPCaller(client)
@@ -90,6 +109,44 @@ class Front:
             reason = "is missing" if token is None else "is not known"
             raise Unauthenticated(f"the token {reason}; send the header Authorization: Bearer TOKEN")
         return HTTPCaller(client, tenant)
+
+    def _check_host(self, host: str, path: str) -> None:
+        """Raises:
+        Forbidden: a page whose server has made its name mean this machine may have sent the request.
+        """
+        name = _without_port(host)
+        if is_loopback(name) or name.lower() in self._hosts:
+            return
+        if self._only_loopback:
+            wanted = "localhost, 127.0.0.1 or [::1]"
+        elif self._hosts and path != "/health":  # probes name the address that they were given
+            wanted = ", ".join(sorted(self._hosts))
+        else:
+            return
+        raise Forbidden(f"the service is reached as {wanted}, not as {host[:128]!r} (--allowed-host)")
+
+
+def _open_to(origin: str, send: Send) -> Send:
+    """Adds to each answer that pages of this origin may read it."""
+    more = [(b"access-control-allow-origin", origin.encode("latin-1", "replace")), (b"vary", b"origin")]
+
+    async def send_open(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return send_open
+
+
+def _allow(headers: Headers) -> Response:
+    """The answer to a browser that asks what a page of an allowed origin may send; it shows no token for that."""
+    wanted = headers.get("access-control-request-headers", "authorization, content-type")
+    allowed = {
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": wanted,
+        "access-control-max-age": "600",
+    }
+    return Response(status_code=204, headers=allowed)
 
 
 def _host_of(origin: str) -> str | None:
@@ -138,7 +195,7 @@ async def _refuse(error: GenbatchError, scope: Scope, receive: Receive, send: Se
     async with background() as nursery:
         # The server's queue of body parts must not fill up, or the answer would wait for it.
         nursery.start_soon(_discard, receive, None)
-        await api_response(error)(scope, receive, send)
+        await api_response(error, scope["path"])(scope, receive, send)
 
 
 async def _discard(receive: Receive, max_bytes: int | None) -> None:

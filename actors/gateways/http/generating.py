@@ -13,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
 from genbatch.actors.gateways.http.bodies import JSON, decode_json, renamed
+from genbatch.actors.gateways.http.fill_in import FillIn
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest, read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response
-from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls, TokenNames
+from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls, OpenCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import Result, Token
@@ -71,7 +72,7 @@ class TokenQueue:
         self._changed.set()
 
 
-Read = Callable[[dict[str, Any]], OpenAIRequest]
+ReadBody = Callable[[dict[str, Any]], OpenAIRequest]
 
 # With more tokens than this waiting for the socket, those of a choice share an event.
 MAX_EVENTS = 16
@@ -83,7 +84,7 @@ _STREAM_HEADERS = [
 ]
 
 
-class Answer(Protocol):
+class HTTPAnswer(Protocol):
     """An answer in the shapes of one API."""
 
     id: str
@@ -103,10 +104,11 @@ class Generating:
         open_calls: where running calls are kept.
     """
 
-    def __init__(self, read: Read, calls: HTTPCalls, open_calls: OpenCalls) -> None:
+    def __init__(self, read: ReadBody, calls: HTTPCalls, open_calls: OpenCalls) -> None:
         self._read = read
         self._calls = calls
         self._open_calls = open_calls
+        self._fill_in = FillIn(self._count_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors before the first byte are raised."""
@@ -114,25 +116,35 @@ class Generating:
         caller: HTTPCaller = state["caller"]
         request = self._asked(decode_json(state["body"]), caller)
         card = await self._calls.model(request.model)
+        for params in request.params:
+            params["model"] = card.id
         answer = self._answer(request, card.id, caller)
         caller = replace(caller, request_id=answer.id)
+        if request.suffix:
+            for params in request.params:
+                params["prompt"] = await self._fill_in.prompt(card.id, params["prompt"], request.suffix)
         if request.stream:
             await self._stream(request, caller, answer, receive, send)
             return
         response: JSON | None = None
         async with background() as nursery:
-            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             with self._open_calls.open():
                 results = await self._results(request, caller, None)
-                response = JSON(await answer.body(results), headers={"x-request-id": answer.id})
+                named = {"x-request-id": answer.id, "request-id": answer.id}  # OpenAI's name of it, Anthropic's
+                response = JSON(await answer.body(results), headers=named)
         if response is not None:
             await response(scope, receive, send)
 
     def _asked(self, body: dict[str, Any], caller: HTTPCaller) -> OpenAIRequest:
         return self._read(body)
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> Answer:
-        return OpenAIAnswer(request, model, TokenNames() if request.ids_for_text else self._calls.texts)
+    async def _count_tokens(self, model: str, text: str) -> int:
+        wanted = {"prompt": text, "add_special_tokens": False, "model": model}
+        return len(await self._calls.tokenize(wanted, OURSELVES))
+
+    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
+        return OpenAIAnswer(request, model, TokenNames() if request.ids_for_text else self._calls.texts(model))
 
     async def _results(
         self, request: OpenAIRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
@@ -165,13 +177,14 @@ class Generating:
         """Makes token ids of prompts: a table of log-probs begins with the first token's name."""
         for params in request.params:
             if "prompt" in params:
-                ids = await self._calls.tokenize({"prompt": params["prompt"]}, caller)
+                wanted = {"prompt": params["prompt"], "model": params["model"]}
+                ids = await self._calls.tokenize(wanted, caller)
                 if ids:  # an empty prompt is refused like any other
                     del params["prompt"]
                     params["token_ids"] = ids
 
     async def _stream(
-        self, request: OpenAIRequest, caller: HTTPCaller, answer: Answer, receive: Receive, send: Send
+        self, request: OpenAIRequest, caller: HTTPCaller, answer: HTTPAnswer, receive: Receive, send: Send
     ) -> None:
         async with background() as nursery:
             queue = TokenQueue(nursery.cancel_scope.cancel)
@@ -183,7 +196,7 @@ class Generating:
                 except GenbatchError as error:
                     queue.fail(error)
 
-            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(produce)
             await _write(queue, answer, send)
 
@@ -191,7 +204,7 @@ class Generating:
 class Messages(Generating):
     """Anthropic's /v1/messages."""
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> Answer:
+    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return MessageAnswer(request, model)
 
 
@@ -205,16 +218,17 @@ class Responses(Generating):
     def _asked(self, body: dict[str, Any], caller: HTTPCaller) -> OpenAIRequest:
         return read_response(body, self._conversations, caller.owner)
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> Answer:
+    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return ResponseAnswer(request, model, self._conversations, caller.owner)
 
 
-async def _write(queue: TokenQueue, answer: Answer, send: Send) -> None:
+async def _write(queue: TokenQueue, answer: HTTPAnswer, send: Send) -> None:
     """Sends the events until the end; an error before the first of them is raised, a later one is the last event."""
     taken = await queue.take()
     if not taken and queue.error is not None:
         raise queue.error
-    headers = [*_STREAM_HEADERS, (b"x-request-id", answer.id.encode())]
+    named = answer.id.encode()
+    headers = [*_STREAM_HEADERS, (b"x-request-id", named), (b"request-id", named)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while taken or not queue.has_ended:
@@ -264,7 +278,7 @@ def _finished(result: Result) -> Result:
     return result
 
 
-async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
+async def cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from genbatch.actors.security.errors import AddressError
 from genbatch.actors.security.security import Security, check_bind, is_loopback
 from genbatch.nif.errors import OptionError
+from genbatch.nif.extras import how_to_install
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
@@ -70,8 +71,15 @@ def check_http(address: str, security: Security) -> HTTPAddress:
         OptionError: the extra is not installed.
     """
     wanted = parse_http_address(address)
-    check_bind("http", address, wanted.host, lacking=security.lacking_for_tokens)
+    check_bind("http", address, wanted.host, lacking=security.lacking_for_http)
+    check_extra("http")
+    return wanted
+
+
+def check_extra(option: str) -> None:
+    """Raises:
+    OptionError: the libraries that HTTP needs are not installed; it says how to get them.
+    """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise OptionError("http", f"needs {', '.join(missing)}; run pip install 'genbatch[http]'")
-    return wanted
+        raise OptionError(option, f"needs {', '.join(missing)}; {how_to_install('http')}")

@@ -21,7 +21,7 @@ from hypercorn.typing import ConnectionState
 
 from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.http.app import make_app
+from genbatch.actors.gateways.http.app import make_app, make_metrics_app
 from genbatch.actors.gateways.http.http_address import HTTPAddress
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.runtime.supervisor import background
@@ -96,25 +96,33 @@ class HTTPGateway:
         dispatcher: what the methods do.
         address: where.
         security: who is let in, and the certificate; nothing of it is needed on a loopback interface.
+        only_metrics: whether there is nothing but counters and health, for everybody who reaches the address.
     """
 
-    def __init__(self, dispatcher: Dispatcher, address: HTTPAddress, security: Security | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        address: HTTPAddress,
+        security: Security | None = None,
+        *,
+        only_metrics: bool = False,
+    ) -> None:
         security = security or Security()
-        check_bind("http", address.url(tls=False), address.host, lacking=security.lacking_for_tokens)
+        if not only_metrics:
+            check_bind("http", address.url(tls=False), address.host, lacking=security.lacking_for_http)
         self._wanted = address
-        self._tls: ssl.SSLContext | None = security.tls
+        self._tls: ssl.SSLContext | None = None if only_metrics else security.tls
         self.address = address.url(tls=self._tls is not None)
         self._open_calls = OpenCalls()
         self._streams: set[BoundedStream] = set()
         self._limit = ConnectionLimit(max_connections())
         self._context = WorkerContext(None)
         self._config = _config()
-        app = make_app(
-            HTTPCalls(dispatcher),
-            self._open_calls,
-            authenticate=security.tokens.tenant if security.tokens else None,
-            only_loopback=address.is_loopback,
-        )
+        calls = HTTPCalls(dispatcher)
+        if only_metrics:
+            app = make_metrics_app(calls)
+        else:
+            app = make_app(calls, self._open_calls, security, only_loopback=address.is_loopback)
         self._app = ASGIWrapper(app)  # type: ignore[arg-type]  # Starlette types its messages more loosely
 
     @property

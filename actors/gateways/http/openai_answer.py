@@ -255,6 +255,7 @@ def _choices(result: Result) -> Sequence[Choice]:
         logprobs=result.logprobs,
         reasoning=result.reasoning,
         tool_calls=result.tool_calls,
+        reasoning_tokens=result.reasoning_tokens,
     )
     return (only,)
 
@@ -262,10 +263,12 @@ def _choices(result: Result) -> Sequence[Choice]:
 def _usage(results: Sequence[Result]) -> dict[str, Any]:
     """What all prompts together took."""
     usages: list[Usage] = [result.usage for result in results]
+    thinking = sum(choice.reasoning_tokens for result in results for choice in _choices(result))
     prompt, completion = sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "completion_tokens_details": {"reasoning_tokens": thinking},
     }

@@ -4,7 +4,7 @@ A parameter of the two generating endpoints, vLLM's additions included, is taken
 refused by name. `null` is the same as not given.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -20,7 +20,7 @@ WITHOUT_MEANING = frozenset(
     )
 )  # fmt: skip
 # What a request must not have, unless it is one of these values, with the reason.
-_NOTHING: tuple[object, ...] = ([], {}, "none", "auto", False)
+_NOTHING: tuple[object, ...] = ([], {}, "", "none", "auto", False)
 REFUSED = {
     "functions": "is the old name of tools",
     "function_call": "is the old name of tool_choice",
@@ -29,7 +29,6 @@ REFUSED = {
     "reasoning_effort": "the effort of reasoning cannot be set",
     "verbosity": "how much is said cannot be set; ask for it in the prompt",
     "web_search_options": "the web cannot be searched",
-    "suffix": "text can only be continued, not filled in",
     "use_beam_search": "beam search is not supported over HTTP",
 }
 
@@ -128,9 +127,10 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CompletionFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/completions takes."""
+    """What /v1/completions takes; with a `suffix` the gap between the two is filled."""
 
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -201,6 +201,8 @@ DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16
 # Prompts of one body; each is a request of its own.
 MAX_PROMPTS = 128
+# Who may speak. A template that knows more of them is reached by the other wires.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SAME_NAME = (
     *("n", "max_tokens", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty"),
@@ -223,6 +225,7 @@ class OpenAIRequest:
         num_top: how many of the likeliest tokens to show with each one; None shows no log-probs.
         ids_for_text: whether log-probs name tokens by their ids.
         echo: whether the prompts come back in front of the answers.
+        suffix: what stands behind the gap to be filled; "" is none.
         names: the caller's names of parameters, by ours, where they differ.
         body: what was asked, where the answer repeats it.
     """
@@ -237,6 +240,7 @@ class OpenAIRequest:
     ids_for_text: bool
     echo: bool
     names: dict[str, str]
+    suffix: str = ""
     body: dict[str, Any] = field(default_factory=dict)
 
 
@@ -324,7 +328,10 @@ def read_completion(body: dict[str, Any]) -> OpenAIRequest:
             params["prompt_logprobs"] = fields.logprobs
     names = {"token_ids": "prompt", "prompt_logprobs": "logprobs"}
     every = [params | prompt for prompt in _prompts(fields.prompt)]
-    return _request("completion", fields, every, fields.logprobs, names, echo=bool(fields.echo))
+    if fields.suffix and (fields.echo or "token_ids" in every[0]):
+        raise InvalidRequest("suffix", "goes with prompts that are text, and without echo")
+    request = _request("completion", fields, every, fields.logprobs, names, echo=bool(fields.echo))
+    return replace(request, suffix=fields.suffix or "")
 
 
 def _request(
@@ -444,6 +451,8 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
         raise InvalidRequest(f"{path}.role", "must be a string")
     if role == "function":
         raise InvalidRequest(f"{path}.role", "is the old name of tool")
+    if role not in ROLES:
+        raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {role!r:.40}")
     if "tool_calls" not in said and "content" not in message:
         raise InvalidRequest(f"{path}.content", "is missing")
     # OpenAI's newer name for what templates call the system.

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
-from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, OpenAIRequest
+from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, REFUSED, ROLES, OpenAIRequest
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, check_type
 
@@ -23,7 +23,7 @@ MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 256, 16 * 2**20
 _WITHOUT_MEANING = frozenset(
     (
         *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("include", "stream_options"),
+        "stream_options",
     )
 )
 
@@ -39,17 +39,17 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TextFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said of the text."""
+    """What is said of the text; `verbosity` is refused."""
 
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: str | None = None
 
 
 class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said of thinking; only what asks for nothing is taken."""
+    """What is said of thinking; `effort` is refused, but for "none"."""
 
-    effort: None = None
-    summary: None = None
+    effort: str | None = None
+    summary: str | None = None
 
 
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +58,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
+    include: list[str] | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -117,10 +118,7 @@ def read_response(body: dict[str, Any], conversations: Conversations, owner: str
     """
     wanted = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_MEANING}
     fields: ResponseFields = check_type(wanted, ResponseFields)
-    if fields.background:
-        raise InvalidRequest("background", "responses are answered while their client waits")
-    if fields.truncation not in (None, "disabled"):
-        raise InvalidRequest("truncation", 'only "disabled" is possible: a conversation is never cut')
+    _refuse(fields)
     before = conversations.find(owner, fields.previous_response_id) if fields.previous_response_id else []
     items: list[dict[str, Any]] = [{"role": "user", "content": fields.input}]
     if not isinstance(fields.input, str):
@@ -134,7 +132,7 @@ def read_response(body: dict[str, Any], conversations: Conversations, owner: str
         if getattr(fields, theirs) is not None:
             params[ours] = getattr(fields, theirs)
     if fields.tools:
-        params["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+        params["tools"] = [_without_type(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
         if fields.parallel_tool_calls is not None:
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
@@ -160,8 +158,17 @@ def read_response(body: dict[str, Any], conversations: Conversations, owner: str
     )
 
 
-def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    return _without_type(tool, path)
+def _refuse(fields: ResponseFields) -> None:
+    if fields.background:
+        raise InvalidRequest("background", "responses are answered while their client waits")
+    if fields.truncation not in (None, "disabled"):
+        raise InvalidRequest("truncation", 'only "disabled" is possible: a conversation is never cut')
+    if "message.output_text.logprobs" in (fields.include or ()):
+        raise InvalidRequest("include", "log-probs are told by /v1/chat/completions")
+    if fields.text is not None and fields.text.verbosity is not None:
+        raise InvalidRequest("text.verbosity", REFUSED["verbosity"])
+    if fields.reasoning is not None and fields.reasoning.effort not in (None, "none"):
+        raise InvalidRequest("reasoning.effort", REFUSED["reasoning_effort"])
 
 
 def _without_type(function: dict[str, Any], path: str) -> dict[str, Any]:
@@ -174,15 +181,19 @@ def _without_type(function: dict[str, Any], path: str) -> dict[str, Any]:
 def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The turns in a list of input items; raises as `read_response`."""
     turns: list[dict[str, Any]] = []
+    thought: dict[str, str] = {}  # of the answer that follows
     for index, item in enumerate(items):
         path = f"input[{index}]"
         kind = item.get("type", "message")
         if kind == "message":
-            role = item.get("role")
-            if not isinstance(role, str):
-                raise InvalidRequest(f"{path}.role", "must be a string")
+            role = _string(item, "role", path)
+            if role not in ROLES or role == "tool":
+                raise InvalidRequest(f"{path}.role", f"must be system, developer, user or assistant, not {role!r:.40}")
             content = _content(item.get("content"), f"{path}.content")
             turns.append({"role": "system" if role == "developer" else role, "content": content})
+            if role == "assistant":
+                turns[-1] |= thought
+                thought = {}
         elif kind == "function_call":
             call = {
                 "id": _string(item, "call_id", path),
@@ -190,12 +201,16 @@ def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "arguments": _string(item, "arguments", path),
             }
             if not turns or turns[-1]["role"] != "assistant":
-                turns.append({"role": "assistant", "content": ""})
+                turns.append({"role": "assistant", "content": "", **thought})
+                thought = {}
             turns[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             content = _content(item.get("output"), f"{path}.output")
             turns.append({"role": "tool", "content": content, "tool_call_id": _string(item, "call_id", path)})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            # Some templates show the thinking of the turns since the last question.
+            thought = {"reasoning_content": _thinking(item, path)} if item.get("content") else {}
+        else:
             raise InvalidRequest(
                 f"{path}.type", f"{kind!r:.40} is not supported: send messages, calls and their outputs"
             )
@@ -207,6 +222,11 @@ def _string(item: dict[str, Any], name: str, path: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{path}.{name}", "must be a string")
     return value
+
+
+def _thinking(item: dict[str, Any], path: str) -> str:
+    parts = item["content"] if isinstance(item["content"], list) else []
+    return "".join(_string(part, "text", path) for part in parts if isinstance(part, dict))
 
 
 def _content(content: object, path: str) -> str:
@@ -252,18 +272,16 @@ class ResponseAnswer:
 
     def _whole(self, result: Result, items: list[dict[str, Any]]) -> dict[str, Any]:
         self._remember(items)
-        is_cut = result.finish_reason in ("length", "deadline")
-        reason = "max_output_tokens" if result.finish_reason == "length" else "deadline"
+        status = _ended(result)
         usage = result.usage
         counts = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": result.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
-        details = {"reason": reason} if is_cut else None
-        status = "incomplete" if is_cut else "completed"
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._head(status) | {"incomplete_details": details, "output": items, "usage": counts}
 
     def _head(self, status: str) -> dict[str, Any]:
@@ -296,7 +314,9 @@ class ResponseAnswer:
 
     def _remember(self, items: list[dict[str, Any]]) -> None:
         if self._request.body.get("store") is not False:
-            asked = [*self._request.body["asked"], *read_items(items)]
+            # A call that was cut short could not be gone on with.
+            kept = [item for item in items if (item["type"], item["status"]) != ("function_call", "incomplete")]
+            asked = [*self._request.body["asked"], *read_items(kept)]
             self._conversations.remember(self._owner, self.id, asked)
 
     # Streamed
@@ -345,7 +365,7 @@ class ResponseAnswer:
         shown = dict(item, content=[]) if item["type"] == "message" else item
         return closed + self._event("response.output_item.added", output_index=index, item=shown)
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         """Ends the item that is open."""
         if not self._is_open:
             return b""
@@ -364,7 +384,7 @@ class ResponseAnswer:
             if kind == "output_text":
                 part = item["content"][0]
                 parts.append(self._event("response.content_part.done", **self._place(), content_index=0, part=part))
-        item["status"] = "completed"
+        item["status"] = status
         index = len(self._items) - 1
         parts.append(self._event("response.output_item.done", output_index=index, item=item))
         return b"".join(parts)
@@ -377,7 +397,7 @@ class ResponseAnswer:
 
     def ending(self, results: Sequence[Result]) -> bytes:
         """The events after the last token."""
-        parts = [self._begin(), self._close()]
+        parts = [self._begin(), self._close(_ended(results[0]))]
         whole = self._whole(results[0], self._items)
         parts.append(self._event(f"response.{whole['status']}", response=whole))
         return b"".join(parts)
@@ -402,7 +422,13 @@ def output_items(result: Result) -> list[dict[str, Any]]:
     items += [_function_call(call.id, call.name, call.arguments, "completed") for call in result.tool_calls]
     for item in items:
         item["status"] = "completed"
+    items[-1]["status"] = _ended(result)
     return items
+
+
+def _ended(result: Result) -> str:
+    """The status of an answer, and of its last item."""
+    return "incomplete" if result.finish_reason == "length" else "completed"
 
 
 def _message(text: str) -> dict[str, Any]:

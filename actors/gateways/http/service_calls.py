@@ -3,13 +3,14 @@
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.proto.errors import ModelNotFound, Unavailable
-from genbatch.proto.messages import Health, ModelCard, Models, Result, Text, Token, TokenIds
+from genbatch.proto.messages import Embeddings, Health, ModelCard, Models, Result, Text, Token, TokenIds
 
 TextOf = Callable[[int], Awaitable[str]]
 
@@ -82,8 +83,13 @@ class HTTPCalls:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._models: tuple[ModelCard, ...] = ()
-        self.texts = TokenTexts(self._token_text)
+        self._texts: dict[str, TokenTexts] = {}
+
+    def texts(self, model: str) -> TokenTexts:
+        """What tokens of a model look like."""
+        if model not in self._texts:
+            self._texts[model] = TokenTexts(partial(self._token_text, model))
+        return self._texts[model]
 
     async def generate(
         self, params: dict[str, Any], caller: HTTPCaller, on_token: Callable[[Token], None] | None
@@ -92,6 +98,12 @@ class HTTPCalls:
         result = await self._call("generate" if on_token is None else "stream", params, caller, on_token)
         assert isinstance(result, Result)
         return result
+
+    async def embed(self, params: dict[str, Any], caller: HTTPCaller) -> Embeddings:
+        """A vector for each text."""
+        answer = await self._call("embed", params, caller)
+        assert isinstance(answer, Embeddings)
+        return answer
 
     async def tokenize(self, params: dict[str, Any], caller: HTTPCaller) -> list[int]:
         """The token ids of a text or of messages."""
@@ -119,12 +131,18 @@ class HTTPCalls:
         raise ModelNotFound(f"the model {str(name)[:128]!r} is not served here; there is {served}", field="model")
 
     async def models(self) -> tuple[ModelCard, ...]:
-        """What is served; asked for once, since a service has its models for life."""
-        if not self._models:
-            answer = await self._call("models", {}, _OURSELVES)
-            assert isinstance(answer, Models)
-            self._models = answer.models
-        return self._models
+        """What is served; asked for each time, since the operator may load and unload adapters."""
+        answer = await self._call("models", {}, OURSELVES)
+        assert isinstance(answer, Models)
+        return answer.models
+
+    async def load_adapter(self, name: str, path: str, caller: HTTPCaller) -> None:
+        """Has an adapter served, too."""
+        await self._call("load_adapter", {"name": name, "path": path}, caller)
+
+    async def unload_adapter(self, name: str, caller: HTTPCaller) -> None:
+        """Has an adapter served no longer; returns when its requests have ended."""
+        await self._call("unload_adapter", {"name": name}, caller)
 
     async def stats(self, caller: HTTPCaller) -> dict[str, Any]:
         """The counters."""
@@ -135,13 +153,13 @@ class HTTPCalls:
     async def health(self) -> Health:
         """How the service is; "down" if it does not say so in time."""
         with trio.move_on_after(HEALTH_TIMEOUT_S):
-            answer = await self._call("health", {}, _OURSELVES)
+            answer = await self._call("health", {}, OURSELVES)
             assert isinstance(answer, Health)
             return answer
         return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
 
-    async def _token_text(self, token_id: int) -> str:
-        return await self.detokenize({"token_ids": [token_id]}, _OURSELVES)
+    async def _token_text(self, model: str, token_id: int) -> str:
+        return await self.detokenize({"token_ids": [token_id], "model": model}, OURSELVES)
 
     async def _call(
         self,
@@ -160,7 +178,7 @@ class HTTPCalls:
         )
 
 
-_OURSELVES = HTTPCaller("")  # not bounded as clients are
+OURSELVES = HTTPCaller("")  # not bounded as clients are
 
 
 class OpenCalls:

@@ -10,19 +10,25 @@ import torch
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batcher.arrivals import Prompt
 from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.intake import Prompt
 from genbatch.actors.batcher.messages import Generate, GetStats
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import Sequence
+from genbatch.actors.batcher.slots import Slots
 from genbatch.actors.runtime.actor import ActorRef, start
+from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.scheduling.plan import BatchingType
-from genbatch.actors.scheduling.request import Phase
+from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
+from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Runner
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, PromptTooLong, QueueFull, Unavailable
 from genbatch.proto.messages import GenerateRequest, Message, Result, Token
 
@@ -60,13 +66,15 @@ class Bench:
 
 
 @asynccontextmanager
-async def batcher(model: Model, *, n_ctx: int = 512, **options: Any) -> AsyncIterator[Bench]:
+async def batcher(
+    model: Model, *, n_ctx: int = 512, new_runner: Callable[[Model], Runner] = TorchRunner, **options: Any
+) -> AsyncIterator[Bench]:
     chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, **options})
 
     def open_context() -> Context:
         return Context(
             model,
-            TorchRunner(model),
+            new_runner(model),
             n_ctx=n_ctx,
             n_parallel=chosen.n_parallel,
             n_held=chosen.max_held_prompts,
@@ -237,7 +245,10 @@ async def test_a06_callers_that_leave_while_waiting_never_run(tiny_model: TinyMo
 
 
 @pytest.mark.trio
-async def test_a06_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(tiny_model: TinyModel) -> None:
+async def test_a06_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "least_tokens", lambda self, text: 0)  # else it is refused before
     async with batcher(tiny_model("llama")) as bench:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: bench.generate(prompt="long " * 20_000))
@@ -300,6 +311,27 @@ async def test_a08_requests_that_share_a_first_message_prefill_it_once(tiny_mode
     begun = (prefix - 1) // 4 * 4
     lengths = [result.usage.prompt_tokens for result in together]
     assert stats.prefilled_tokens <= lengths[0] + (prefix - begun) + sum(length - prefix for length in lengths)
+
+
+@pytest.mark.trio
+async def test_a_prompt_whose_scores_are_wanted_shares_nothing(tiny_model: TinyModel) -> None:
+    """Each of its positions is evaluated, whatever is held of it."""
+    system = Message(role="system", content="You answer in one short sentence, and you are always polite.")
+    scored = {"messages": [system, Message(role="user", content="Where?")], "prompt_logprobs": 0}
+    async with batcher(tiny_model("llama"), batch_size=1) as bench:
+        alone = await bench.generate(**scored)
+        for question in ("one", "two", "three"):
+            shared = await bench.generate(messages=[system, Message(role="user", content=question)])
+        assert shared.usage.cached_tokens > 0
+        result = await bench.generate(**scored)
+    assert (result.usage.cached_tokens, result.token_ids) == (0, alone.token_ids)
+    assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == result.usage.prompt_tokens
+    assert [one and one.token_id for one in result.prompt_logprobs] == [
+        one and one.token_id for one in alone.prompt_logprobs or ()
+    ]
+    assert [one.logprob for one in result.prompt_logprobs[1:] if one] == pytest.approx(
+        [one.logprob for one in (alone.prompt_logprobs or ())[1:] if one], abs=1e-4
+    )
 
 
 @pytest.mark.trio
@@ -548,6 +580,27 @@ async def test_h16_a_paused_sequence_whose_kv_was_kept_goes_on_without_prefill(
     for prompt, result in zip(prompts, results, strict=True):
         expected = oracle("llama").generate(prompt, 30)
         assert result.token_ids[: len(expected)] == expected
+
+
+@pytest.mark.trio
+async def test_h16_a_choice_whose_kv_was_kept_comes_back_without_the_one_whose_prompt_it_shared(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[tuple[int, bool]] = []
+    pause = Slots.pause
+
+    def note(slots: Slots, owner: LlmRequest) -> None:
+        pause(slots, owner)
+        assert isinstance(owner, Sequence)
+        paused.append((owner.choice, owner.donor is None and not owner.waits_for_donor))
+
+    monkeypatch.setattr(Slots, "pause", note)
+    together: dict[str, Any] = {"batch_size": 4, "batch_timeout": 1e6, "cpu_offload_space": 0.01}
+    async with batcher(tiny_model("llama"), n_ctx=64, **together) as bench:
+        asked = {"max_tokens": 30, "ignore_eos": True, "n": 2}
+        results = await gather(bench, [{"token_ids": prompt_of(9, seed), **asked} for seed in (1, 2)])
+    assert (1, True) in paused and all(is_free for _, is_free in paused), paused
+    assert all(one.choices[0].token_ids == one.choices[1].token_ids for one in results)
 
 
 @pytest.mark.trio
@@ -827,6 +880,27 @@ async def test_a_request_of_several_answers_fails_once_and_alone(tiny_model: Tin
         assert len(result.token_ids) == 8
         assert bench.actor.stats.finished == {"error": 1, "length": 1}
     assert failures == 1
+
+
+@pytest.mark.trio
+async def test_an_idle_batcher_notices_a_block_that_nobody_holds_without_going_through_all(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a million positions going through them takes as long as several steps."""
+    monkeypatch.setattr(KVCache, "check_integrity", lambda _kv: pytest.fail("every block is looked at"))
+    model = tiny_model("llama")
+    with pytest.RaisesGroup(pytest.RaisesExc(AssertionError, match="blocks are used with nobody there")):
+        async with trio.open_nursery() as nursery:
+            actor = Batcher(lambda: Context(model, TorchRunner(model), n_ctx=256, n_parallel=8, n_held=4))
+            bench = Bench(actor, await start(nursery, actor))
+            system = Message(role="system", content="You answer in one short sentence, and you are always polite.")
+            for question in ("one", "two", "three"):
+                await bench.generate(messages=[system, Message(role="user", content=question)])
+            assert len(actor.held) == 1 and actor.ctx.kv.counts().used > 0, "what is held belongs there"
+            actor.ctx.kv.reserve([(7, [5, 6], 0)]).commit()
+            with pytest.raises(ActorDown):
+                await bench.generate(prompt="a")
+                await bench.generate(prompt="a")
 
 
 @pytest.mark.trio

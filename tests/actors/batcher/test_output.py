@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from genbatch.actors.batcher.requests import Output
+from genbatch.actors.batcher.requests import Output, Reading
 from genbatch.nif.sampling.sampler import Sampled
+from genbatch.nif.text.tools import HERMES, AnswerReader
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -35,7 +36,8 @@ def run(tokenizer: Tokenizer, text: str, *, stop: Sequence[str] = (), max_tokens
     [
         ("hello world", ["o w"], "hell", "stop"),
         ("hello world", ["xyz"], "hello world", "length"),
-        ("abcd", ["bcde", "bc"], "a", "stop"),  # the longer one stays possible until the end
+        ("abcd", ["bcde", "bc"], "a", "stop"),  # of two that begin together, the one that is complete first
+        ("zabc", ["abcd", "bc"], "za", "stop"),  # the one that began first stays possible until the end
         ("häuser", ["us"], "hä", "stop"),
         ("ab", ["b"], "a", "stop"),  # completed by the very last token
     ],
@@ -102,3 +104,21 @@ def test_what_is_held_back_is_text_once_the_output_is_cut_short(bytewise: Tokeni
 
 def test_an_output_cut_before_its_first_token_is_its_echo(bytewise: Tokenizer) -> None:
     assert run(bytewise, "", echo="asked").choice("deadline").text == "asked"
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_an_answer_with_one_call_at_most_ends_where_a_second_one_begins(bytewise: Tokenizer, several: bool) -> None:
+    written = f"See. {CALL}\n{CALL} on"
+    reading = Reading(lambda: AnswerReader(HERMES), frozenset(), several)
+    output = Output(bytewise, [], stop=(), stop_ids=frozenset(), max_tokens=len(written), reading=reading)
+    for token_id in bytewise.encode(written).ids:
+        output.push(Sampled(token_id))
+        if output.finish_reason:
+            break
+    choice = output.choice("cancelled")
+    assert choice.text == ("See.on" if several else "See.")  # white space beside calls is nobody's
+    assert [call.arguments for call in choice.tool_calls] == ['{"a": 1}'] * (2 if several else 1)
+    assert choice.finish_reason == ("length" if several else "tool_calls")

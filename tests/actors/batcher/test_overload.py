@@ -17,8 +17,9 @@ from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from genbatch.proto.messages import GenerateRequest, Result
+from genbatch.proto.messages import GenerateRequest, Payer, Result
 
 TinyModel = Callable[[str], Model]
 
@@ -76,6 +77,15 @@ async def test_the_tenant_is_charged_and_not_the_connection(served: Callable[...
     asked = [{"name": f"a{number}", "client": f"c{number}", "tenant": "a"} for number in range(3)]
     asked.append({"name": "b0", "client": "c9", "tenant": "b"})
     assert await ask_all(await served(max_client_open=9, batch_size=len(asked)), asked) == ["a0", "b0", "a1", "a2"]
+
+
+@pytest.mark.trio
+async def test_what_a_client_had_of_a_fleets_other_replicas_counts_here(served: Callable[..., Any]) -> None:
+    asked: list[dict[str, Any]] = [{"name": name, "client": name[0]} for name in ("b0", "a0", "a1", "b1")]
+    options: dict[str, Any] = {"max_client_open": 9, "batch_size": len(asked)}
+    assert await ask_all(await served(**options), asked) == ["b0", "a0", "a1", "b1"]
+    asked[1]["payer"] = Payer(name="a", served=500.0)
+    assert await ask_all(await served(**options), asked) == ["b0", "b1", "a0", "a1"]
 
 
 @pytest.mark.trio
@@ -178,8 +188,11 @@ async def test_a_clients_share_of_the_queue_counts_all_its_waiting_sequences(ser
 
 
 @pytest.mark.trio
-async def test_what_is_with_the_tokenizer_counts_in_sequences(served: Callable[..., Any]) -> None:
+async def test_what_is_with_the_tokenizer_counts_in_sequences(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight answers are eight that wait, be their prompt long or short."""
+    monkeypatch.setattr(Tokenizer, "least_tokens", lambda self, text: 0)  # else the long one is refused before
     bench = await served(max_queue=10)
     prompts = {"short": "a b", "long": "a " * INLINE_PROMPT_CHARS}
     async with trio.open_nursery() as nursery:
@@ -202,9 +215,10 @@ async def test_what_is_with_the_tokenizer_counts_in_sequences(served: Callable[.
 @pytest.mark.trio
 @pytest.mark.parametrize("away", ["in the window", "at the tokenizer"])
 async def test_an_idle_batchers_request_waits_no_longer_than_its_deadline(
-    served: Callable[..., Any], mock_clock: MockClock, away: str
+    served: Callable[..., Any], mock_clock: MockClock, away: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no step that would look for it."""
+    monkeypatch.setattr(Tokenizer, "least_tokens", lambda self, text: 0)  # else the long one is refused before
     bench = await served()
     gate = threading.Event()
     bench.actor._tokenizing.submit(gate.wait, on_done=lambda _: None)

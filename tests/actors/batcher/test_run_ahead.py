@@ -19,7 +19,7 @@ from genbatch.actors.batcher.stepper import EngineFault, RunAhead
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.scheduling.request import RequestList, split_by_phase
-from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput
+from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
@@ -98,6 +98,25 @@ async def gather(bench: Bench, requests: list[dict[str, Any]]) -> tuple[list[Res
         for index, params in enumerate(requests):
             nursery.start_soon(one, index, params)
     return [results[index] for index in range(len(requests))], streams
+
+
+@pytest.mark.trio
+async def test_while_somebody_waits_and_a_slot_is_free_each_step_has_a_plan(tiny_model: TinyModel) -> None:
+    """Whose turn it is may change with every token; without anybody who waits, plans are made for many steps."""
+    policy = SchedulerPolicy.GUARANTEED_NO_EVICT
+    options: dict[str, Any] = {"batch_size": 2, "batch_timeout": 1e6, "scheduler_policy": policy}
+    async with batcher(tiny_model("llama"), n_ctx=64, n_parallel=2, **options) as bench:
+        planner = bench.actor.planner
+        plan, waiting = planner.plan, []
+
+        def count(inflight: Set[int]) -> SchedulerOutput:
+            waiting.append(len(bench.actor.slots.pending))
+            return plan(inflight)
+
+        planner.plan = count  # type: ignore[method-assign]
+        # Twelve of sixteen blocks each, so the second waits for the end of the first.
+        await gather(bench, [{"token_ids": prompt_of(8, seed), "max_tokens": 40} for seed in (1, 2)])
+    assert waiting.count(1) >= 39 and waiting.count(0) < 10, waiting
 
 
 REQUESTS = st.lists(

@@ -223,7 +223,7 @@ async def test_what_fails_after_the_forward_leaves_no_trace_and_is_tried_again(
 ) -> None:
     """The halves evaluate the same positions anew: nothing of the step counts before all of it is done."""
     from genbatch.actors.batcher import step
-    from genbatch.nif import context
+    from genbatch.nif.context import context
 
     module, name = (context, "choose") if where == "choosing" else (step, "token_logprobs")
     whole, failures = getattr(module, name), 2

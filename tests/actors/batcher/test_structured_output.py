@@ -18,7 +18,7 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
-from genbatch.nif.engine import choose_runner
+from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.grammar_constraint import GrammarConstraint

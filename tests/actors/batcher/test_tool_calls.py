@@ -11,10 +11,11 @@ import pytest
 import torch
 import trio
 
-from genbatch.clients import ZeroMQClient, open_batcher
+from genbatch import Client, RPCClient, ZeroMQClient, open_batcher
 from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.validation import RequestLimits
 from tests.actors.gateways.scripted_batcher import PATIENCE_S
-from tests.tool_models import tool_model
+from tests.tool_models import TEMPLATE, tool_model
 
 USER = {"role": "user", "content": "Well?"}
 WEATHER: dict[str, Any] = {
@@ -88,13 +89,26 @@ async def test_a_stream_has_the_same_calls_in_pieces_and_text_without_tools_is_a
 
 @pytest.mark.trio
 async def test_the_same_over_the_wire_from_the_engines_process(model: Path, tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/zeromq.sock"
-    async with running(model, engine="process", bind=address), ZeroMQClient(address) as client:
-        params: Any = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    zeromq, rpc = f"ipc://{tmp_path}/zeromq.sock", f"unix://{tmp_path}/rpc.sock"
+    async with (
+        running(model, engine="process", bind=zeromq, rpc_bind=rpc),
+        ZeroMQClient(zeromq) as over_zeromq,
+        RPCClient(rpc) as over_rpc,
+    ):
+        called = [await call_and_answer(client) for client in (over_zeromq, over_rpc)]
+        assert called[0] == called[1]
+
+
+async def call_and_answer(client: Client) -> list[str]:
+    """Has the model ask for each of two tools and tells what they said; returns the arguments."""
+    found = []
+    for tool in (WEATHER, KEYWORD):
+        params: Any = {"tools": [WEATHER, KEYWORD], "tool_choice": {"name": tool["name"]}, "max_tokens": 200}
         async with client.stream(messages=[USER], **params) as stream:
             pieces = [piece async for token in stream for piece in token.tool_calls]
         (call,) = stream.result.tool_calls
-        check(call, WEATHER)
+        check(call, tool)
+        assert (stream.result.finish_reason, pieces[0].id, pieces[0].name) == ("tool_calls", call.id, call.name)
         assert "".join(piece.arguments for piece in pieces) == call.arguments
         asked = {
             "role": "assistant",
@@ -104,6 +118,11 @@ async def test_the_same_over_the_wire_from_the_engines_process(model: Path, tmp_
         answered = {"role": "tool", "content": "sunny", "tool_call_id": call.id}
         result = await client.generate(messages=[USER, asked, answered], tools=[WEATHER], max_tokens=4)
         assert result.usage.completion_tokens == 4
+        found.append(call.arguments)
+    result = await client.generate("go", max_tokens=20, ignore_eos=True)
+    ended = await client.generate("go", max_tokens=20, ignore_eos=True, stop=["never said", result.text[5:7]])
+    assert (ended.finish_reason, ended.stop_string) == ("stop", result.text[5:7])
+    return found
 
 
 @pytest.mark.trio
@@ -136,3 +155,86 @@ async def test_what_cannot_be_offered_is_refused_by_name(model: Path, params: di
         with pytest.raises(InvalidRequest) as caught:
             await batcher.generate(messages=[USER], max_tokens=2, **params)
         assert caught.value.field == field
+
+
+@pytest.mark.trio
+async def test_schemas_of_tools_are_bounded_as_other_grammars_are(model: Path) -> None:
+    large = {"type": "object", "properties": {"x": {"enum": ["x" * 1000]}}, "required": ["x"]}
+    tools: Any = [{"name": f"f{number}", "parameters": large} for number in range(4)]
+    async with running(model, limits=RequestLimits(max_grammar_bytes=4000)) as batcher:
+        with pytest.raises(InvalidRequest, match="4000 are allowed") as caught:
+            await batcher.generate(messages=[USER], tools=tools, tool_choice="required", max_tokens=2)
+        assert caught.value.field == "tools"
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    return schema
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},  # no value of it ever ends
+    {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+$"}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": {"type": "string", "minLength": 10**9}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": {"type": "array", "minItems": 10**9}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    {"type": "object", "properties": {f"p{number}": {} for number in range(500)}, "required": ["p499"]},
+    {
+        "type": "object",
+        "properties": {"</tool_call>\n<tool_call>": {"const": '"}}</tool_call>'}, "": {"const": "\u0000"}},
+    },
+    {"type": "object", "allOf": [{"$ref": "https://elsewhere.example/schema"}]},
+    {"type": "object", "$defs": {"a": {"$ref": "#/$defs/a"}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+    nested(60),
+]
+
+
+@pytest.mark.trio
+async def test_a_hostile_schema_ends_in_a_call_that_validates_or_is_refused_by_name(model: Path) -> None:
+    async with running(model) as batcher:
+        before = await batcher.generate(messages=[USER], max_tokens=8)
+        for number, schema in enumerate(HOSTILE):
+            tool: Any = {"name": "f", "parameters": schema}
+            try:
+                result = await batcher.generate(
+                    messages=[USER], tools=[tool], tool_choice={"name": "f"}, max_tokens=60, seed=1, temperature=1.0
+                )
+            except InvalidRequest as error:
+                assert error.field == "tools", (number, error)
+                continue
+            assert result.finish_reason in ("tool_calls", "length"), (number, result)
+            if result.finish_reason == "tool_calls":
+                check(result.tool_calls[0], tool)
+        after = await batcher.generate(messages=[USER], max_tokens=8)
+        assert after.token_ids == before.token_ids
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|start|>assistant\n",
+    "fields": {"thinking": {"open": "<think>", "close": "</think>"}, "content": {}},
+}
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("brings_a_template", [False, True])
+async def test_thinking_is_told_apart_and_counted_by_the_table_and_by_the_tokenizers_own_template(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path, brings_a_template: bool
+) -> None:
+    thinks = "" if brings_a_template else "{# <think></think> #}"
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", TEMPLATE + thinks)
+    if brings_a_template:
+        config = model / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"response_template": RESPONSE_TEMPLATE}))
+    asked: Any = {"messages": [USER], "max_tokens": 60, "regex": "<think>hm, so</think>\n*Yes\\."}
+    async with running(model) as batcher:
+        result = await batcher.generate(reasoning=True, **asked)
+        assert (result.reasoning, result.text, result.finish_reason) == ("hm, so", "Yes.", "stop")
+        assert 0 < result.reasoning_tokens < len(result.token_ids)
+        async with batcher.stream(reasoning=True, **asked) as stream:
+            tokens = [token async for token in stream]
+        assert "".join(token.reasoning for token in tokens) == "hm, so"
+        assert "".join(token.text for token in tokens) == "Yes."
+        plain = await batcher.generate(**asked)
+        assert plain.text.startswith("<think>hm, so</think>") and plain.reasoning_tokens == 0

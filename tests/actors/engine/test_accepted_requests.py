@@ -49,6 +49,18 @@ def test_what_arrives_before_an_engine_waits_for_it_within_a_bound() -> None:
     accepted.accept(ask("d"), 0.0)  # an engine has bounds of its own
 
 
+def test_while_no_engine_is_there_sequences_are_counted_and_not_requests() -> None:
+    accepted = AcceptedRequests(8)
+    several = accepted.accept(ask("a", n=5), 0.0)
+    with pytest.raises(Unavailable):
+        accepted.accept(ask("b", n=4), 0.0)
+    accepted.accept(ask("b", n=3), 0.0)
+    with pytest.raises(Unavailable):
+        accepted.accept(ask("c"), 0.0)
+    accepted.drop(several)
+    accepted.accept(ask("c", n=5), 0.0)
+
+
 def test_a_request_ends_once_whatever_the_engine_says_again() -> None:
     accepted = AcceptedRequests(8)
     entry, epoch = accepted.accept(ask(), 0.0), up(accepted)

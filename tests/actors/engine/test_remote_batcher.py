@@ -10,7 +10,17 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.messages import (
+    Detokenize,
+    Drain,
+    Embed,
+    Embedded,
+    Generate,
+    GetHealth,
+    GetModels,
+    GetStats,
+    Tokenize,
+)
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import Join
@@ -31,6 +41,7 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    EmbedRequest,
     GenerateRequest,
     Health,
     ModelCard,
@@ -82,6 +93,7 @@ class Scripted(GenServer):
 
     def __init__(self) -> None:
         self.work: dict[str, Work] = {}  # by prompt
+        self.texts: list[tuple[Embed, From[Any]]] = []
         self.left: list[str] = []  # prompts whose caller went away
         self.health: Health | None = Health(
             status="ready", steps=3, requests_running=1, requests_waiting=0, stalled_s=0.0
@@ -98,6 +110,9 @@ class Scripted(GenServer):
                 else:
                     self.work[prompt] = Work(request, from_, {})
                     self._monitors[self.monitor(from_)] = prompt
+                return NOREPLY
+            case Embed():
+                self.texts.append((request, from_))
                 return NOREPLY
             case GetHealth():
                 return NOREPLY if self.health is None else self.health
@@ -368,6 +383,36 @@ async def test_a_callers_own_fault_ends_its_request_only(bench: Bench, mock_cloc
     await until(lambda: ends and bench.tokens["good"])
     assert isinstance(ends[0], EngineError) and "ZeroDivisionError" in str(ends[0])
     await until(lambda: bench.engine.left == ["bad"])
+
+
+@pytest.mark.trio
+async def test_embeddings_cross_and_are_asked_again_of_a_new_engine(bench: Bench, mock_clock: MockClock) -> None:
+    ends: list[Any] = []
+    wanted = Embed(EmbedRequest(input=["a", "b"]), "somebody", request_id="r")
+
+    async def ask(call: Embed) -> None:
+        try:
+            ends.append(await bench.ref.call(call, timeout=None))
+        except GenbatchError as error:
+            ends.append(error)
+
+    bench.nursery.start_soon(ask, wanted)
+    await bench.engine_comes()
+    await until(lambda: bench.engine.texts)
+    bench.nursery.start_soon(ask, Embed(EmbedRequest(input="")))
+    await until(lambda: ends)
+    assert isinstance(ends.pop(), InvalidRequest)
+    await bench.engine_dies()
+    await bench.engine_comes()
+    await until(lambda: bench.engine.texts)
+    call, from_ = bench.engine.texts[-1]
+    defaulted = msgspec.structs.replace(wanted.request, deadline_s=call.request.deadline_s)
+    assert (call.request, call.client, call.request_id) == (defaulted, "somebody", "r")
+    reply(from_, Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2))
+    await until(lambda: ends)
+    assert ends == [Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2)]
+    assert (await bench.ref.call(GetStats()))["requests_replayed"] == 1
+    bench.link.accepted.check_integrity()
 
 
 # The engine dies

@@ -7,8 +7,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batcher.messages import Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
-from genbatch.actors.fleet.fleet import Fleet, FleetLimits, Phase
+from genbatch.actors.batcher.messages import Drain, Embed, Embedded, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
 from genbatch.actors.fleet.routing import build_router
 from genbatch.proto.errors import (
     Cancelled,
@@ -23,6 +23,7 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    EmbedRequest,
     GenerateRequest,
     Health,
     ModelCard,
@@ -59,6 +60,14 @@ class Scripted:
         if isinstance(end, GenbatchError):
             raise end
         return end
+
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        send, receive = trio.open_memory_channel[Result | GenbatchError](1)
+        self.ends.append(send)
+        end = await receive.receive()
+        if isinstance(end, GenbatchError):
+            raise end
+        return Embedded(vectors=[self.name.encode()] * len(request.texts), prompt_tokens=1)
 
     def place(self, prompt: str) -> int:
         return [request.prompt for request in self.asked].index(prompt)
@@ -160,7 +169,7 @@ async def test_a_death_replays_what_was_not_shown_and_ends_what_was(nursery: tri
     one.die()
     await wait_all_tasks_blocked()
     assert isinstance(shown.end, EngineLost) and shown.end.tokens_delivered == 5
-    assert len(two.asked) == 2 and fleet.replicas[0].phase is Phase.SUSPECT
+    assert len(two.asked) == 2 and fleet.replicas[0].phase is ReplicaPhase.SUSPECT
     two.end(place=0)
     two.end(place=1)
     await wait_all_tasks_blocked()
@@ -191,6 +200,48 @@ async def test_a_request_is_replayed_once_and_what_a_replica_decides_is_final(nu
         await wait_all_tasks_blocked()
         assert refused.end is error
     fleet.check_integrity()
+
+
+@pytest.mark.trio
+async def test_texts_are_embedded_by_another_replica_where_theirs_is_lost(nursery: trio.Nursery) -> None:
+    fleet, replicas = fleet_of("one", "two", "three")
+    ends: list[Any] = []
+
+    async def ask(deadline_s: float | None = None) -> None:
+        try:
+            ends.append(await fleet.call(Embed(EmbedRequest(input=["a", "b"], deadline_s=deadline_s), "c")))
+        except GenbatchError as error:
+            ends.append(error)
+
+    def had() -> Scripted:
+        [found] = [replica for replica in replicas if replica.ends]
+        return found
+
+    nursery.start_soon(ask)
+    await wait_all_tasks_blocked()
+    lost = had()
+    lost.die()
+    lost.ends.clear()
+    await wait_all_tasks_blocked()
+    saved = had()
+    assert saved is not lost
+    saved.end()
+    saved.ends.clear()
+    await wait_all_tasks_blocked()
+    assert ends == [Embedded(vectors=[saved.name.encode()] * 2, prompt_tokens=1)]
+    assert (fleet.counts["replayed"], fleet.counts["lost"]) == (1, 0)
+    nursery.start_soon(ask)
+    for _ in range(2):
+        await wait_all_tasks_blocked()
+        lost = had()
+        lost.die()
+        lost.ends.clear()
+    await wait_all_tasks_blocked()
+    assert isinstance(ends[1], EngineLost)
+    await ask(deadline_s=0.0)
+    assert isinstance(ends[2], InvalidRequest)
+    fleet.check_integrity()
+    assert fleet.counts["finals"] == 2
 
 
 @pytest.mark.trio

@@ -7,7 +7,7 @@ import trio.testing
 from genbatch.actors.gateways.dispatcher import MAX_TEXT_BYTES, MAX_TEXT_CALLS, MAX_TEXTS_BYTES, Dispatcher
 from genbatch.actors.runtime.actor import NOREPLY, GenServer, start
 from genbatch.actors.runtime.supervisor import Registry
-from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable, UnknownMethod
+from genbatch.proto.errors import EngineError, Forbidden, InvalidRequest, QueueFull, Unavailable, UnknownMethod
 from genbatch.proto.messages import Result, Token
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
 
@@ -46,7 +46,7 @@ async def test_stats_are_the_batchers(nursery: trio.Nursery) -> None:
 
 async def test_an_unknown_method_is_named_beside_those_there_are(nursery: trio.Nursery) -> None:
     dispatcher = Dispatcher(await start(nursery, ScriptedBatcher()))
-    with pytest.raises(UnknownMethod, match=r"'generat'.*generate, stream, .*stats, drain"):
+    with pytest.raises(UnknownMethod, match=r"'generat'.*generate, stream, .*stats, .*drain"):
         await call(dispatcher, "generat", {})
 
 
@@ -66,6 +66,23 @@ async def test_a_key_has_one_share_however_many_connections_it_has(nursery: trio
     for client in ("zeromq:1", "rpc:2"):
         await dispatcher.call("generate", {"prompt": "a"}, client=client, on_token=None, tenant="alice")
     assert [message.client for message in batcher.requests] == ["tenant:alice"] * 2
+
+
+async def test_only_a_fleets_gateways_say_whom_they_ask_for_and_may_drain_with_a_key(nursery: trio.Nursery) -> None:
+    batcher = ScriptedBatcher()
+    ref = await start(nursery, batcher)
+    params = {"prompt": "a", "tenant": "alice", "payer": {"name": "g/c1", "served": 2.5}}
+    with pytest.raises(InvalidRequest) as refused:
+        await call(Dispatcher(ref), "generate", dict(params) | {"tenant": ""})
+    assert refused.value.field == "payer" and not batcher.requests
+    ours = Dispatcher(ref, of_fleet=True)
+    await ours.call("generate", params, client="zeromq:1", on_token=None, tenant="gateway-1")
+    [message] = batcher.requests
+    assert (message.client, message.request.tenant) == ("g/c1", "alice")
+    assert (await call(ours, "hello", {})) and ours.max_calls > Dispatcher(ref).max_calls
+    with pytest.raises(Forbidden):
+        await Dispatcher(ref).call("drain", {}, client="c", on_token=None, tenant="alice")
+    await ours.call("drain", {}, client="zeromq:1", on_token=None, tenant="gateway-1")
 
 
 async def test_a_typed_error_passes_and_any_other_is_hidden(nursery: trio.Nursery) -> None:

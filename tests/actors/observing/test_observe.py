@@ -1,8 +1,10 @@
 """The log of a service: JSON for machines, text for people, a request's id in its lines, and no prompt in any."""
 
+import io
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -107,3 +109,18 @@ def test_logging_that_is_started_twice_says_everything_once(capsys: pytest.Captu
     telemetry_of("text")
     log_event("once")
     assert len(written(capsys)) == 1
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_on_a_terminal_a_line_takes_the_place_of_a_bar(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    start_logging("text", "info")
+    screen.write("Loading the model ━━━━")  # by another process, which draws it again
+    logging.getLogger("genbatch").warning("runs in torch")
+    assert ("━━━━\r\x1b[2K2" in screen.getvalue()) == is_terminal
+    assert screen.getvalue().endswith(" runs in torch\n")

@@ -13,9 +13,11 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.flight import Flight, unrecorded
 from genbatch.actors.batcher.messages import Drain, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.recording import records
+from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.recording.records import Record, RecordError, RecordReader, RecordWriter
 from genbatch.actors.recording.replay import Report, replay
 from genbatch.actors.runtime.actor import ActorRef, start
@@ -88,7 +90,10 @@ class Load:
         )
         async with trio.open_nursery() as nursery:
             self.batcher = Batcher(
-                lambda: self._open_context(options), options, open_worker=lambda _: self._open_worker(nursery)
+                lambda: self._open_context(options),
+                options,
+                open_worker=lambda _: self._open_worker(nursery),
+                open_flight=open_flight,
             )
             self.ref = await start(nursery, self.batcher, name="batcher")
             async with trio.open_nursery() as callers:
@@ -287,6 +292,14 @@ def test_the_file_is_for_its_owner_and_is_never_written_over(tiny_model: TinyMod
     assert played(made)[0].difference is None
 
 
+def test_a_link_that_was_put_where_a_record_is_to_be_leads_nowhere(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "load.flight"
+    path.symlink_to(tmp_path / "theirs")
+    Load(tiny_model("llama"), 3, path, num_requests=2).run()
+    assert not (tmp_path / "theirs").exists()
+    assert played(tmp_path / "load.flight.1")[0].difference is None
+
+
 def test_a_recording_ends_at_its_limit_and_the_service_goes_on(tiny_model: TinyModel, tmp_path: Path) -> None:
     path = tmp_path / "load.flight"
     batcher = Load(tiny_model("llama"), 3, path, {"record_limit": 0}, num_requests=2).run()
@@ -303,3 +316,9 @@ def test_what_cannot_be_recorded_is_told_at_the_start(tiny_model: TinyModel, tmp
     other.write_text("something else")
     with pytest.raises(RecordError, match="is no flight record"):
         replay(other)
+
+
+def test_a_batcher_that_was_given_no_recorder_refuses_to_record() -> None:
+    with pytest.raises(OptionError, match=r"^record: "):
+        unrecorded(BatcherOptions(record="the.flight"))
+    assert type(unrecorded(BatcherOptions())) is Flight

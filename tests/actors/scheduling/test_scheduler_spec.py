@@ -18,7 +18,7 @@ from genbatch.actors.scheduling.scheduler import (
     SchedulerPolicy,
     SimpleScheduler,
 )
-from genbatch.actors.scheduling.spec import SchedulerOptions, build_scheduler
+from genbatch.actors.scheduling.spec import SchedulerOptions, build_scheduler, check_scheduler
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, request
 
 
@@ -155,3 +155,45 @@ def test_b15_v1_gives_a_lockstep_scheduler_that_reserves_whatever_the_policy() -
 def test_an_option_out_of_range_or_unread_is_refused_by_name(field: str, options: dict) -> None:
     with pytest.raises(SchedulerError, match=rf"^{field}: "):
         SchedulerOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("names", "micro_batch"),
+    [
+        ("users_schedulers:Cautious,users_schedulers:Reversed", Reversed),
+        ("users_schedulers:Reversed, users_schedulers:Cautious", Reversed),
+        ("users_schedulers:Cautious,prefill_first", PrefillFirstScheduler),
+    ],
+)
+def test_s07_both_halves_are_named_with_a_comma(names: str, micro_batch: type) -> None:
+    scheduler = build_scheduler(SchedulerOptions(scheduler=names), RealBlocks(8, 4))
+    assert isinstance(scheduler, SimpleScheduler)
+    assert type(scheduler.capacity_scheduler) is Cautious
+    assert type(scheduler.micro_batch_scheduler) is micro_batch
+    assert len(run(scheduler=names).finished) == 5
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "fifo,prefill_first",
+        "users_schedulers:Cautious,users_schedulers:Cautious",
+        "users_schedulers:Whole,fifo",
+        "users_schedulers:Cautious,fifo,users_schedulers:Reversed",
+    ],
+)
+def test_s07_two_names_that_are_not_the_two_halves_are_refused(names: str) -> None:
+    with pytest.raises(SchedulerError, match="a CapacityScheduler and a MicroBatchScheduler"):
+        check_scheduler(names)
+
+
+def test_s04_an_object_is_told_of_the_kv_cache_before_it_plans() -> None:
+    class Told(Whole):
+        def open(self, kv_cache_manager) -> None:
+            self.blocks = kv_cache_manager.get_max_resource_count()
+
+        def schedule_request(self, active_requests, inflight_request_ids):
+            assert self.blocks
+            return super().schedule_request(active_requests, inflight_request_ids)
+
+    assert len(run(scheduler=Told(0, None)).finished) == 5

@@ -60,18 +60,26 @@ class RunningService:
         return self._child("engine_process")
 
     @property
+    def engines(self) -> list[int]:
+        """Those of all engines, in the order in which they were started."""
+        return sorted(self._children("engine_process"))
+
+    @property
     def gateway(self) -> int | None:
         """The gateway's."""
         return self._child("gateway_process")
 
     def _child(self, module: str) -> int | None:
+        named = self._children(module)
+        return named[0] if named else None
+
+    def _children(self, module: str) -> list[int]:
         pid = self.process.pid
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            named = [int(child) for child in children if module in Path(f"/proc/{child}/cmdline").read_text()]
+            return [int(child) for child in children if module in Path(f"/proc/{child}/cmdline").read_text()]
         except OSError:  # one has just ended
-            return None
-        return named[0] if named else None
+            return []
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import trio
 
-from genbatch.clients import ZeroMQClient, remote
-from genbatch.proto.errors import EngineLost, GenbatchError, Unavailable
+from genbatch import ZeroMQClient
+from genbatch.clients import remote
+from genbatch.proto.errors import EngineLost, GenbatchError, ModelNotFound, Unavailable
 from genbatch.proto.messages import Result
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
+from tests.lora_adapters import change_config, make_adapter
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
 
@@ -145,6 +147,47 @@ async def test_a_gateway_that_is_killed_comes_back_to_the_same_engine(service: R
         assert stats["steps"] > steps
         assert stats["requests_running"] == 0 and stats["kv_blocks_used"] == 0  # what the dead one had asked for
         assert stats["finished"]["cancelled"] == 1
+
+
+@pytest.mark.trio
+async def test_adapters_outlive_engines_and_gateways(
+    service: RunningService, tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base, prompt = tiny_model_dir("llama"), [5, 6, 7, 8]
+    dirs = {name: make_adapter(base, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two", "three"))}
+
+    async def say(name: str | None) -> list[int]:
+        return (await client.generate(prompt, model=name, max_tokens=6, ignore_eos=True)).token_ids
+
+    async with connect(service) as client:
+        plain = await say(None)
+        for name, path in dirs.items():
+            await client.load_adapter(name, str(path))
+        said = {name: await say(name) for name in dirs}
+        assert len({*map(tuple, [plain, *said.values()])}) == 4
+        await client.unload_adapter("two")
+        old = kill(service.engine)
+        assert await say("one") == said["one"] and await say(None) == plain
+        assert service.engine != old
+        names = [card.id for card in await client.models()]
+        assert names[1:] == ["one", "three"]
+        with pytest.raises(ModelNotFound):
+            await say("two")
+        kill(service.gateway)
+        while True:  # the connection was lost with it
+            try:
+                assert [card.id for card in await client.models()] == names
+                break
+            except Unavailable:
+                continue
+        change_config(dirs["one"], lora_alpha=1)
+        kill(service.engine)
+        assert await say("three") == said["three"]
+        with pytest.raises(ModelNotFound):
+            await say("one")
+        assert "is not what it was when the adapter was loaded" in service.log
+        assert [card.id for card in await client.models()] == [names[0], "three"]
+        await client.unload_adapter("three")
 
 
 @pytest.mark.trio

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch.clients import ZeroMQClient, remote
+from genbatch import ZeroMQClient
+from genbatch.clients import remote
 from genbatch.proto.errors import EngineLost
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
 

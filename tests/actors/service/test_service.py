@@ -10,11 +10,11 @@ import pytest
 import torch
 import trio
 
+from genbatch import SyncZeroMQClient, ZeroMQClient
 from genbatch.actors.batcher.messages import GetStats
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
-from genbatch.clients import SyncZeroMQClient, ZeroMQClient
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import Result
@@ -43,7 +43,7 @@ def serve(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Any:
 # No goodbye of any kind: the process ends between two tokens, with thousands to come.
 DIES_IN_MID_STREAM = """
 import os, sys, trio
-from genbatch.clients import ZeroMQClient
+from genbatch import ZeroMQClient
 
 async def main():
     async with ZeroMQClient(sys.argv[1]) as client:

@@ -9,7 +9,7 @@ from typing import Any
 
 import trio
 
-from genbatch.clients import open_batcher
+from genbatch import open_batcher
 from genbatch.clients.bench.runs import LoadRun, decode_rate, prefill_rate, run_load
 from genbatch.clients.bench.workloads import LoadRequest, ScriptedLoad
 from genbatch.clients.in_process import BatcherClient

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import trio
 
-from genbatch.clients import ZeroMQClient
+from genbatch import ZeroMQClient
 from genbatch.proto.errors import Unavailable
 from tests.benchmarks.compare.engine_process import EngineFailed
 from tests.benchmarks.compare.process_group import ProcessGroup

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from genbatch.clients import ZeroMQClient
+from genbatch import ZeroMQClient
 from genbatch.clients.bench.runs import disturbance, run_load, summary
 from genbatch.clients.bench.workloads import LoadOptions, ScriptedLoad, arrival_times, chat, fixed_batch, shared_prompt
 from tests.benchmarks.compare.engine_process import EngineProcess

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from genbatch.clients.cli.batch import BatchFile
+from genbatch.proto.errors import InvalidRequest
 
 LINES = [
     '{"id": "a", "token_ids": [5, 6, 7], "max_tokens": 4}',
@@ -31,7 +32,15 @@ def run(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Any:
         command = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()", "batch", str(source)]
         model = ["--model", str(tiny_model_dir("llama")), "--dtype", "float32", "--n-gpu-layers", "0"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, *model], check=True, capture_output=True, env=environment, timeout=600)
+        done = subprocess.run(
+            [*command, *model], capture_output=True, text=True, env=environment, timeout=600, check=False
+        )
+        assert done.returncode == 1
+        told = done.stderr
+        assert f"2 of 5 requests are answered, in {tmp_path}/in.results.jsonl" in told
+        assert f"3 of {source} failed:" in told
+        for place, reason in ((2, "max_tokens"), (3, "not JSON"), (6, "colour")):
+            assert any(line.startswith(f"  line {place}: ") and reason in line for line in told.splitlines()), told
         return [json.loads(line) for line in (tmp_path / "in.results.jsonl").read_text().splitlines()]
 
     return command
@@ -64,4 +73,18 @@ def test_a_refusal_that_passes_with_time_is_tried_again(tmp_path: Path) -> None:
         '{"line": 0, "id": null, "error": {"code": "queue_full", "message": "", "retry_after_ms": 5}}\n'
         '{"line": 1, "id": null, "error": {"code": "invalid_request", "message": ""}}\n'
     )
-    assert [number for number, _ in BatchFile(source, target).todo()] == [0]
+    file = BatchFile(source, target)
+    assert [number for number, _ in file.todo()] == [0]
+    assert list(file.failed) == [1]
+
+
+def test_many_failed_lines_are_counted_and_none_is_no_failure(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n" + "no\n" * 13)
+    file = BatchFile(source, tmp_path / "out.jsonl")
+    assert file.summary() == f"0 of 13 requests are answered, in {tmp_path}/out.jsonl"
+    for number in range(13):
+        file.write(number, None, InvalidRequest(None, "not JSON"))
+    told = file.summary().splitlines()
+    assert told[2] == "  line 2: not JSON" and len(told) == 13
+    assert told[-1] == f"  and 3 more, each with its error in {tmp_path}/out.jsonl"

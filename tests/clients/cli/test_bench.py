@@ -11,7 +11,7 @@ import torch
 import trio
 from typer.testing import CliRunner
 
-from genbatch.clients import open_batcher
+from genbatch import open_batcher
 from genbatch.clients.cli.main import app
 
 VOCAB = 320

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from genbatch.clients.cli.chat import Conversation, ConversationStore, Session, 
 from genbatch.clients.in_process import open_batcher
 from genbatch.clients.interface import MessageLike
 from genbatch.proto.errors import InvalidRequest, PromptTooLong, Unavailable
-from genbatch.proto.messages import Message, Token
+from genbatch.proto.messages import FinishReason, Message, Result, Token, Usage
 
 
 class ScriptedClient:
@@ -34,11 +35,12 @@ class ScriptedClient:
         self.seen: list[list[Message]] = []
 
     @asynccontextmanager
-    async def stream(self, *, messages: list[Message], **parameters: Any) -> AsyncIterator[AsyncIterator[Token]]:
+    async def stream(self, *, messages: list[Message], **parameters: Any) -> AsyncIterator["ScriptedStream"]:
         self.seen.append(messages)
-        if messages[-1].content == "too long":
+        asked = messages[-1].content
+        if asked == "too long":
             raise PromptTooLong("there is no room")
-        yield self._tokens(endless=messages[-1].content == "never end")
+        yield ScriptedStream(self._tokens(endless=asked == "never end"), "length" if asked == "much" else "stop")
 
     async def _tokens(self, endless: bool) -> AsyncIterator[Token]:
         yield Token(text="one", token_id=1, index=0)
@@ -46,6 +48,26 @@ class ScriptedClient:
             signal.raise_signal(signal.SIGINT)
             await trio.sleep_forever()
         yield Token(text=" two", token_id=2, index=1)
+
+
+@dataclass
+class ScriptedStream:
+    """Its tokens, and then why it ended."""
+
+    tokens: AsyncIterator[Token]
+    reason: FinishReason
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return self.tokens
+
+    @property
+    def result(self) -> Result:
+        return Result(
+            text="one two",
+            token_ids=[1, 2],
+            finish_reason=self.reason,
+            usage=Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=0),
+        )
 
 
 async def talk(monkeypatch: pytest.MonkeyPatch, entered: str, system: str | None = None) -> ScriptedClient:
@@ -91,8 +113,17 @@ async def test_a_refused_turn_is_told_and_forgotten(
     client = await talk(monkeypatch, "too long\nhello\n")
     assert client.seen[1] == [turn("user", "hello")]
     captured = capsys.readouterr()
-    assert captured.err == "error: there is no room\n"
+    assert captured.err == "error: there is no room; /new starts a new conversation\n"
     assert captured.out == "one two\n"
+
+
+@pytest.mark.trio
+async def test_an_answer_that_is_cut_short_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = await talk(monkeypatch, "much\nhello\n")
+    assert capsys.readouterr().out == "one two [cut short: --max-tokens allows more]\none two\n"
+    assert client.seen[1][1] == turn("assistant", "one two")  # which is no part of the conversation
 
 
 @pytest.mark.trio

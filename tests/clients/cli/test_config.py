@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
-from genbatch.clients.cli.option_fields import FLAG_GROUPS, LIMITS, Option, option_of_flag, options
-from genbatch.clients.cli.option_table import markdown_table
+from genbatch.clients.cli.option_fields import LIMITS, SECTIONS, Option, markdown_table, options
+from genbatch.clients.cli.option_flags import ServiceFlags
 from genbatch.clients.cli.settings import read_settings
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
@@ -172,9 +173,31 @@ def test_every_field_of_the_options_classes_is_an_option_with_a_text() -> None:
     assert all(option.text and not option.text.lower().startswith("see ") for option in options().values())
 
 
-def test_every_option_has_a_flag_and_every_flag_an_option() -> None:
-    set_by_flags = {option_of_flag(field.name)[0] for group in FLAG_GROUPS for field in fields(group)}  # type: ignore[arg-type]
-    assert set_by_flags == {name.partition(".")[0] for name in options()} - {"model"}
+@pytest.mark.parametrize("name", [name for name, option in options().items() if option.owner is not RequestLimits])
+def test_every_option_has_a_flag_whose_help_is_the_options_text(name: str) -> None:
+    if name == "model":  # the command's argument
+        return
+    flags = {parameter.name: parameter for parameter in ServiceFlags.parameters()}
+    shown = flags[f"no_{name}"] if options()[name].default is True else flags[name]
+    told = shown.annotation.__metadata__[0]
+    text = options()[name].text.removesuffix(".")
+    assert not told.hidden and told.rich_help_panel
+    assert text[1:] in told.help.replace("\\[", "[")
+    assert shown.kind is Parameter.KEYWORD_ONLY
+
+
+def test_a_flag_turns_on_what_the_file_turns_off_and_not_both(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.toml", "fair_share = false\nbatch_invariant = true\nuse_cuda_graph = true\n")
+    said = shown("--config", file, "--fair-share", "--no-batch-invariant", "--no-cuda-graph")
+    assert said["fair_share"] == {"value": True, "from": "flag"}
+    assert said["batch_invariant"] == {"value": False, "from": "flag"}
+    assert said["use_cuda_graph"] == {"value": False, "from": "flag"}
+    assert "fair_share: is turned on and off at once" in run("--fair-share", "--no-fair-share", code=2).stderr
+
+
+def test_every_limit_of_requests_is_named_in_the_help_of_its_flag() -> None:
+    (told,) = [flag.annotation.__metadata__[0].help for flag in ServiceFlags.parameters() if flag.name == "limit"]
+    assert all(name in told for name in RequestLimits.__struct_fields__) and RequestLimits in SECTIONS
 
 
 def test_the_page_of_options_has_the_table_that_the_command_prints() -> None:

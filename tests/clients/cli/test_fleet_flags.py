@@ -29,7 +29,7 @@ def test_flags_that_make_no_fleet_are_refused(arguments: tuple[str, ...], said: 
 
 def test_without_ray_replicas_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert "pip install 'genbatch[ray]'" in refusal("--replicas", "2")
+    assert "-m pip install 'ray>=" in refusal("--replicas", "2")
 
 
 def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,10 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         n_gpu_layers=0,
         runner="torch",
         quantize="int8",
+        pooling="mean",
+        lora=("one=some/dir", "two=other"),
+        max_loras=4,
+        max_lora_rank=16,
         n_threads=3,
         tensor_parallel=2,
         use_cuda_graph=True,
@@ -127,6 +131,10 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         bind="ipc:///tmp/x",
         rpc_bind="unix:///tmp/y",
         http="127.0.0.1:9",
+        metrics="127.0.0.1:10",
+        http_insecure=True,
+        allowed_hosts=("gate",),
+        allowed_origins=("https://chat.example",),
         engine="process",
         keys="the/keys",
         tokens="the/tokens",
@@ -146,6 +154,9 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "bind": "ipc:///tmp/x",
         "rpc-bind": "unix:///tmp/y",
         "http": "127.0.0.1:9",
+        "metrics": "127.0.0.1:10",
+        "allowed-host": "gate",
+        "allowed-origin": "https://chat.example",
         "engine": "process",
         "keys": "the/keys",
         "tokens": "the/tokens",
@@ -162,6 +173,9 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "n-gpu-layers": 0,
         "runner": "torch",
         "quantize": "int8",
+        "pooling": "mean",
+        "max-loras": 4,
+        "max-lora-rank": 16,
         "n-threads": 3,
         "tensor-parallel": 2,
         "q-padding-interval-size": 4,
@@ -196,6 +210,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     }
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]
+    given += ["--http-insecure", "--lora=one=some/dir", "--lora=two=other"]
     given += ["--no-async-batching", "--otel", "--batch-invariant"]
     given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)
@@ -230,7 +245,7 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["serve", "--n-ctx", "0"], "n_ctx", 2),
+        (["serve", "--n-ctx", "-1"], "n_ctx", 2),
         (["serve", "--batch-size", "-1"], "batch_size", 2),
         (["serve", "--margin", "2"], "margin", 2),
         (["serve", "--limit", "max_n"], "limit", 2),
@@ -244,7 +259,7 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (["generate", "x", "--model", "/no/such/model"], "/no/such/model", 2),
         (["generate", "x", "--raw", "--system", "y"], "system", 2),
         (["generate", "x", "--connect", "ipc:///tmp/x", "--n-ctx", "9"], "n_ctx", 2),
-        (["stats", "--connect", "ipc:///tmp/x", "--model", "other"], "model", 2),
+        (["generate", "x", "--connect", "ipc:///tmp/x", "--dtype", "float32"], "dtype", 2),
         (["stats", "--connect", "nowhere"], "nowhere", 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -285,13 +300,6 @@ def test_generate_puts_the_system_prompt_in_front(tiny: list[str]) -> None:
         for flags in ([], ["--system", "Be brief."])
     )
     assert longer > plain
-
-
-def test_stats_are_a_table_or_json(tiny: list[str]) -> None:
-    counted = json.loads(run("stats", "--json", *tiny).stdout)
-    assert counted["accepted"] == 0
-    table = run("stats", *tiny).stdout
-    assert counted["model"] in table and "KV cache" in table
 
 
 def test_the_demo_answers_eight_prompts_over_zeromq_and_shares_the_system_prompt(

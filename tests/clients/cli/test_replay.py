@@ -5,8 +5,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from genbatch import SyncZeroMQClient
 from genbatch.actors.recording.records import RecordReader
-from genbatch.clients import SyncZeroMQClient
 from genbatch.clients.cli.main import app
 from tests.actors.service.running_service import TIMEOUT_S, RunningService
 

@@ -19,10 +19,13 @@ def test_a_schema_a_grammar_and_a_regex_come_from_their_flags(tmp_path: Path) ->
         return grammar_of(generate_request("x", **flags.parameters()))
 
     assert asked(SamplingFlags()) is None
-    assert asked(SamplingFlags(json_schema=schema)) == Grammar(
-        "json_schema", '{"const": "é"}', "response_format.schema"
-    )
-    assert asked(SamplingFlags(grammar=grammar)) == Grammar("grammar", 'root ::= "yes"', "grammar")
+    # The file, or what would stand in it.
+    for given in (str(schema), '{"const": "é"}'):
+        assert asked(SamplingFlags(json_schema=given)) == Grammar(
+            "json_schema", '{"const": "é"}', "response_format.schema"
+        )
+    for given in (str(grammar), 'root ::= "yes"'):
+        assert asked(SamplingFlags(grammar=given)) == Grammar("grammar", 'root ::= "yes"', "grammar")
     assert asked(SamplingFlags(regex="[0-9]+")) == Grammar("regex", "[0-9]+", "regex")
 
 
@@ -30,4 +33,9 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     schema = tmp_path / "person.json"
     schema.write_bytes(b"\xff\xfe")
     with pytest.raises(typer.BadParameter, match="UTF-8"):
-        SamplingFlags(json_schema=schema).parameters()
+        SamplingFlags(json_schema=str(schema)).parameters()
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match=r"nowhere\.gbnf cannot be read: No such file"):
+        SamplingFlags(grammar="nowhere.gbnf").parameters()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genbatch.clients import SyncRPCClient, SyncZeroMQClient
+from genbatch import SyncRPCClient, SyncZeroMQClient
 from genbatch.proto.errors import Unavailable
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from genbatch.clients import open_batcher
+from genbatch import open_batcher
 from genbatch.clients.fleet.connection import ReplicaConnection
+from genbatch.clients.transports import ZeroMQTransport
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, Token, TokenizeRequest
 
@@ -16,7 +17,7 @@ from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message,
 async def test_every_call_of_a_fleet_reaches_a_service(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     torch.set_num_threads(1)
     address = f"ipc://{tmp_path}/replica.sock"
-    connection = ReplicaConnection(address)
+    connection = ReplicaConnection(ZeroMQTransport(address))
     async with open_batcher(
         str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, batch_timeout=0.0, bind=address
     ) as batcher:
@@ -38,7 +39,7 @@ async def test_every_call_of_a_fleet_reaches_a_service(tiny_model_dir: Callable[
 
             ids = await connection.tokenize(TokenizeRequest(prompt="Hello"))
             assert (await connection.detokenize(DetokenizeRequest(token_ids=ids.token_ids))).text == "Hello"
-            assert (await connection.card()).n_ctx and (await connection.health()).status == "ready"
+            assert (await connection.cards())[0].n_ctx and (await connection.health()).status == "ready"
             assert (await connection.stats())["steps"] > 0
             with pytest.raises(InvalidRequest, match="max_tokens"):
                 await connection.generate(GenerateRequest(prompt="a", max_tokens=0), None)

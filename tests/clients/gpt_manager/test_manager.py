@@ -16,7 +16,7 @@ from genbatch.clients.gpt_manager.manager import GptManager
 from genbatch.clients.gpt_manager.params import BuildConfig, TrtGptModelType
 from genbatch.clients.gpt_manager.requests import InferenceRequest
 from genbatch.nif.context import Context
-from genbatch.nif.engine import Engine
+from genbatch.nif.context.engine import Engine
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.models.model import Model
 from tests.clients.gpt_manager.batch_client import BatchClient, Response, inference_request, manager

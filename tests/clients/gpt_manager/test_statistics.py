@@ -123,7 +123,7 @@ def test_b19_b20_the_cache_is_the_smaller_of_max_tokens_and_the_memory_fraction(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 8 * 2**20
-    monkeypatch.setattr("genbatch.nif.engine.free_host_memory", lambda: free)
+    monkeypatch.setattr("genbatch.nif.context.engine.free_host_memory", lambda: free)
     requests = {1: (prompt_of(5, 1), 2)}
 
     def blocks(**cache: Any) -> int:

@@ -72,6 +72,12 @@ def test_a_beginning_that_is_there_is_not_computed_again() -> None:
     assert other.cached_tokens == 0
 
 
+def test_a_turns_answer_is_there_for_the_next() -> None:
+    first = TraceRequest(at=0.0, prompt=128, output=64, blocks=(1, 2), answered=(3,))
+    run = run_fleet(trace(first, asked(9.0, 200, 1, (1, 2, 3))), SIMPLE, fleet())
+    assert run.cached_tokens == 3 * 64
+
+
 def test_what_is_given_away_first_was_used_longest_ago() -> None:
     one, two, three = range(8), range(10, 18), range(20, 28)
     order = [one, two, one, three, one]  # a pool of 1,200 positions holds two of these and a little

@@ -253,6 +253,13 @@ def test_tiles_hold_the_whole_group():
             assert tile.rows & (tile.rows - 1) == tile.keys & (tile.keys - 1) == 0
 
 
+def test_chunks_in_order_have_the_decodes_tile_so_that_they_round_alike():
+    for head_size in (16, 64, 128, 256):
+        decode = tile_shape(4, head_size, 2, decode=True)
+        chunk = tile_shape(4, head_size, 2, decode=False, in_order=True)
+        assert (chunk.rows, chunk.keys, chunk.num_warps) == (decode.rows, decode.keys, decode.num_warps)
+
+
 @given(st.integers(1, 2**20))
 def test_shares_are_whole_tiles_and_a_sequence_has_few(longest):
     share = share_size(longest)

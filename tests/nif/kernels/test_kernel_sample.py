@@ -72,6 +72,46 @@ def test_a_vocabulary_in_several_chunks_draws_as_the_host_does(device, monkeypat
     assert_same(device_sampler.sample(logits, states, [4, 5, 6]), sampler.sample(logits.cpu(), states, [4, 5, 6]))
 
 
+@pytest.mark.parametrize("room", [2, 2048])
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.8, "min_p": 0.05}],
+    ids="+".join,
+)
+def test_a_search_of_candidates_and_one_of_the_whole_row_give_the_hosts_tokens(device, monkeypatch, limits, room):
+    monkeypatch.setattr(sample_kernel, "_CHUNK", 16)  # four chunks in two pieces
+    monkeypatch.setattr(sample_kernel, "_ROOM", room)
+    logits = logits_of(4, 17, device)
+    states = [
+        SamplerState(SamplingParams(seed=seed, temperature=temperature, **limits), [])
+        for seed, temperature in enumerate((0.3, 1.0, 4.0, 0.0))
+    ]
+    assert_same(device_sampler.sample(logits, states, [3] * 4), sampler.sample(logits.cpu(), states, [3] * 4))
+
+
+def test_only_the_tokens_that_may_be_kept_are_gathered(device, monkeypatch):
+    monkeypatch.setattr(sample_kernel, "_CHUNK", 16)
+    kept = {}
+    launch = sample_kernel._gather_kernel
+
+    class Spy:
+        def __getitem__(self, grid):
+            def run(near, ids, *arguments, **options):
+                near.fill_(float("nan"))
+                launch[grid](near, ids, *arguments, **options)
+                kept["logits"] = near.clone()
+
+            return run
+
+    monkeypatch.setattr(sample_kernel, "_gather_kernel", Spy())
+    logits = torch.zeros((2, 100), device=device)
+    logits[0, 70:73] = 30.0  # beside them the others weigh nothing
+    params = torch.tensor([[1.0, 0, 0.9, 0, 0.5], [0.0, 0, 1.0, 0, 0.5]], dtype=torch.float64, device=device)
+    assert sample_kernel.draw_tokens(logits, params).tolist() == [71, 0]
+    assert kept["logits"][0, :3].tolist() == [30.0] * 3 and kept["logits"][0, 3:].isnan().all()
+    assert kept["logits"][1].isnan().all()  # a greedy row has none
+
+
 def test_a_draw_depends_neither_on_its_row_nor_on_the_batch(device):
     logits = logits_of(3, 8, device)
     states = [SamplerState(SamplingParams(seed=s, temperature=2.0, top_p=0.95), []) for s in (11, 12, 13)]
@@ -100,4 +140,4 @@ def test_an_edit_outside_the_vocabulary_changes_no_neighbour(device):
         SamplerState(SamplingParams(seed=0, logit_bias={9: 5.0}), []),
         SamplerState(SamplingParams(seed=0), []),
     ]
-    assert edit_logits(logits, states).eq(0).all()
+    assert edit_logits(logits, [device_sampler.row_edits(state) for state in states]).eq(0).all()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, group_blocks
+from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
@@ -129,6 +130,27 @@ def test_h07_a_windowed_group_gets_no_more_than_its_windows_and_a_step() -> None
     assert size.num_blocks == (512, group_blocks(64, 8192, 16, 32, 4))
     assert size.num_blocks[1] < 512
     assert group_blocks(64, 16, 16, 32, 4) == 1  # nor more than all positions need
+
+
+@pytest.mark.parametrize(("num_sequences", "max_batch_tokens"), [(4, 8), (1, 64), (2, 33)])
+def test_h07_windows_that_straddle_a_block_more_and_the_whole_step_find_room(
+    num_sequences: int, max_batch_tokens: int
+) -> None:
+    """The positions that are kept begin at the end of one block, and a step's at that of another."""
+    window, positions = 17, 512
+    count = group_blocks(window, positions, 16, max_batch_tokens, num_sequences)
+    assert count < positions // 16
+    kv = KVCache(
+        [LayerGroup((0,)), LayerGroup((1,), window)],
+        num_blocks=[positions // 16, count],
+        block_size=16,
+        num_sequences=num_sequences,
+    )
+    for seq_id in range(num_sequences):
+        kv.reserve([(seq_id, [1] * 31, 0)]).commit()
+        kv.reserve([(seq_id, [1] * 16, 31)]).commit()
+    chunk = max_batch_tokens // num_sequences
+    kv.reserve([(seq_id, [1] * chunk, 47) for seq_id in range(num_sequences)]).commit()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
+from genbatch.nif.kv import block_tables
+from genbatch.nif.kv.block_pool import BlockPool
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.prefix_cache import prefix_key
 from genbatch.nif.layer_group import LayerGroup
@@ -345,21 +347,41 @@ def test_h12_pressure_discards_the_least_recent_sequence_from_its_end() -> None:
     assert kv.attach_prefix(3, [2] * 9) == 8
 
 
-def test_h12_the_prefix_cache_follows_the_prompts_in_fashion() -> None:
+class _MostRecentFirst(BlockPool):
+    """What demotion was once: the block released last goes first."""
+
+    def allocate(self, count: int) -> list[int]:
+        self._initialized = dict.fromkeys(reversed(self._initialized))
+        taken = super().allocate(count)
+        self._initialized = dict.fromkeys(reversed(self._initialized))
+        return taken
+
+
+def _shares_found(groups: int = 4, beginnings: int = 8, prompts: int = 300) -> list[float]:
+    """Of a group of users after another, each with beginnings of its own: how much of these is found."""
     rng = random.Random(0)
-    kv = KVCache([_FULL], num_blocks=[64], block_size=4, num_sequences=1)
-    rates = []
-    for _ in range(3):  # one group of users after another, each with beginnings of its own
-        prompts = [[rng.randrange(1000) for _ in range(20)] for _ in range(6)]
+    kv = KVCache([_FULL], num_blocks=[256], block_size=16, num_sequences=1)
+    shares = []
+    for _ in range(groups):
+        known = [[rng.randrange(1000) for _ in range(320)] for _ in range(beginnings)]
         found = 0
-        for _ in range(60):
-            tokens = rng.choice(prompts) + [rng.randrange(1000) for _ in range(rng.randint(4, 30))]
+        for _ in range(prompts):
+            tokens = rng.choice(known) + [rng.randrange(1000) for _ in range(rng.randint(16, 64))]
             held = kv.attach_prefix(0, tokens)
             found += held
-            _write(kv, 0, tokens[held:])
+            kv.reserve([(0, tokens[held:], held)]).commit()
             kv.seq_rm(0)
-        rates.append(found / (60 * 20))
-    assert min(rates) > 0.7, rates
+        shares.append(found / (prompts * 320))
+    kv.check_integrity()
+    return shares
+
+
+def test_h12_the_prefix_cache_follows_the_prompts_in_fashion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace of ADR 8, which tells the two orders of demotion apart."""
+    assert min(_shares_found()) > 0.9
+    monkeypatch.setattr(block_tables, "BlockPool", _MostRecentFirst)
+    first, *others = _shares_found()
+    assert max(others) < 0.15 < first / 1.5, "what the first group left is kept for good"
 
 
 def test_a_block_matched_by_two_is_freed_by_the_last() -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
-from genbatch.nif.engine import load_engine
+from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_file import GgufFile, gguf_config
@@ -24,6 +24,7 @@ from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.native.weights import STORED_KINDS
 from genbatch.nif.runners.attention import ATTENTION_NAME
+from tests.lora_adapters import PeftOracle, make_adapter
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS = 320, 256, 2, 4, 2
 NEW_TOKENS = 14
@@ -434,3 +435,28 @@ def test_a_family_that_is_converted_is_refused_with_a_scaling(tmp_path: Path) ->
     (tmp_path / "bad.gguf").write_bytes(good.replace(name + b"llama", name + b"bloom").replace(b"llama.", b"bloom."))
     with pytest.raises(ModelError, match=r"bad\.gguf: bloom\.rope\.scaling\.type is 'linear', which is not read"):
         resolve_model(str(tmp_path / "bad.gguf"))
+
+
+# Adapters
+
+
+def test_an_adapter_over_types_of_blocks_equals_peft(tmp_path: Path) -> None:
+    mix = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "ffn_gate": "Q5_0", "ffn_up": "Q4_K"}
+    file = make_file({**mix, "ffn_down": "Q6_K", "attn_output": "Q4_K", "token_embd": "Q8_0", "output": "Q6_K"})
+    file.hf.save_pretrained(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "base", tmp_path / "adapter", rank=6)
+    context = served(file.write(tmp_path / "model.gguf"))
+    try:
+        context.prepare_adapter(one := context.adapters.read("one", adapter))
+        context.add_adapter(one)
+        [prompt] = prompts_of(40)
+        both = [Entry(slot, prompt, 0, Logits.ALL, handle) for slot, handle in enumerate((one.handle, 0))]
+        adapted, plain = context.eval(both)
+    finally:
+        context.close()
+    hf: Any = file.hf
+    with torch.inference_mode():
+        assert torch.allclose(plain, hf(input_ids=torch.tensor([prompt]), use_cache=False).logits[0], atol=1e-3)
+    expected = PeftOracle(hf, {"one": adapter}).logits("one", prompt)
+    assert torch.allclose(adapted, expected, atol=1e-3)
+    assert not torch.allclose(adapted, plain, atol=0.1)

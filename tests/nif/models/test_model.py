@@ -39,7 +39,7 @@ from transformers import (
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.models import model
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.model import Model, describe_model, load_model
 from genbatch.nif.runners import attention
 from genbatch.nif.runners.attention import ATTENTION_NAME
 
@@ -154,7 +154,7 @@ _REFUSED: dict[str, tuple[Any, PreTrainedConfig, str]] = {
         T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
         "encoder-decoder",
     ),
-    "bidirectional": (BertLMHeadModel, BertConfig(**_SIZES, intermediate_size=64), "later tokens"),
+    "encoder": (BertLMHeadModel, BertConfig(**_SIZES, intermediate_size=64), "is an encoder"),
     "state space": (
         MambaForCausalLM,
         MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4),
@@ -285,3 +285,30 @@ def test_a_layer_whose_window_contradicts_the_configuration_is_refused(
     monkeypatch.setattr(model, "layer_groups", lambda *_: (LayerGroup((0, 1, 2, 3), 5),))
     with pytest.raises(ModelError, match="window of 8"):
         load_model(str(tiny_model_dir("mistral")), n_gpu_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}, {"temperature", "top_p", "top_k"}),
+        ({"temperature": 0.6, "do_sample": False}, set()),  # greedy, whatever else it says
+        (
+            {"temperature": 0.0, "top_p": 7, "top_k": -1, "min_p": "x", "repetition_penalty": 1.1},
+            {"repetition_penalty"},
+        ),
+        ({"eos_token_id": 2}, set()),
+        (None, set()),
+    ],
+    ids=str,
+)
+def test_how_its_makers_say_to_draw_is_known(
+    said: dict[str, Any] | None, kept: set[str], tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(tiny_model_dir("llama"), tmp_path / "model")
+    path = directory / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if said is not None:
+        path.write_text(json.dumps(said))
+    described = describe_model(str(directory), dtype="float32")
+    assert described is not None
+    assert described.sampling == {name: (said or {})[name] for name in kept}

@@ -114,6 +114,7 @@ def test_a_directory_is_used_as_it_is(tiny_model_dir: Callable[[str], Path], cac
         ("nowhere.gguf", "no such file or directory"),
         ("a/b/c", "no such file or directory"),
         ("", "empty"),
+        ("smolm2", r"did you mean smollm2\?"),
         (".", "no config.json"),
     ],
 )
@@ -315,6 +316,17 @@ def test_a_named_model_is_found_in_its_installed_package_without_importing_it(
     assert found.name == "tiny"
     assert (found.path).read_bytes() == CONTENT
     assert "llm_tiny" not in sys.modules
+
+
+def test_a_cache_that_cannot_be_written_is_no_traceback(
+    named: PackagedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENBATCH_CACHE", "/proc/genbatch")  # read-only for everybody
+    with pytest.raises(ModelError, match=r"cache cannot be written .*; name another folder .* \$GENBATCH_CACHE"):
+        resolve_model("tiny")
+    install(tmp_path / "site", CONTENT)  # one that is installed needs none
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert resolve_model("tiny").path.read_bytes() == CONTENT
 
 
 def test_a_named_model_is_downloaded_when_its_package_is_not_there(

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.native import reference
+from genbatch.nif.models.weight_source import StoredTensor
+from genbatch.nif.native import reference, weights
 from genbatch.nif.native.library import (
     COLUMNS,
     WEIGHT_BF16,
@@ -158,3 +159,37 @@ def test_gates_and_ups_share_their_blocks() -> None:
     half = COLUMNS // 2
     assert torch.equal(mixed[:half], gate[:half, 0]) and torch.equal(mixed[half:COLUMNS], up[:half, 0])
     assert torch.equal(mixed[COLUMNS : COLUMNS + 4], gate[half:, 0]) and not mixed[COLUMNS + 4 : -half].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_a_stretch_after_another_gives_the_same_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = matrix_of(kind, 150, 96)
+    _whole, at_once = packed(kind, matrix)
+    monkeypatch.setattr(weights, "_FLOATS_AT_ONCE", 2 * COLUMNS * 96)
+    _stretches, linear = packed(kind, matrix)
+    size = 160 * 96 * (4 if kind == "float32" else 1) // (2 if kind == "4-bit grid" else 1)
+    assert torch.equal(content(linear, size), content(at_once, size))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_merged_matrices_are_made_a_stretch_after_another(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_FLOATS_AT_ONCE", COLUMNS * 40)
+    matrices = [random_matrix(41, 40, seed) for seed in (1, 2)] + [random_matrix(70, 40, 3)] * (not interleaved)
+    stored = [StoredTensor("w", "F32", (len(m), 40), m.view(torch.uint8).numpy()) for m in matrices]
+    packer = WeightPacker(native_library(), 2)
+    linear = packer.linear(WEIGHT_BF16, stored, interleaved=interleaved)
+    merged = interleave_gate_up(*matrices) if interleaved else torch.cat(matrices)
+    twin = reference.pack_bf16(merged)
+    assert linear.n == len(merged)
+    assert torch.equal(content(linear, len(twin)), twin)
+
+
+def test_a_matrix_is_off_the_grid_wherever_its_last_weight_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_FLOATS_AT_ONCE", COLUMNS * 64)
+    matrix = grid_matrix(96, 64)
+    matrix[95, 63] += 0.002
+    packer = WeightPacker(native_library(), 1)
+    linear = packer.pack(WEIGHT_I8, matrix, GROUP)
+    assert linear.kind == WEIGHT_I8
+    twin = reference.pack_i8(matrix, GROUP)
+    assert torch.equal(content(linear, len(twin)), twin)

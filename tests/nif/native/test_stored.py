@@ -19,6 +19,7 @@ from genbatch.nif.native.library import (
     STORED_KINDS,
     WEIGHT_F32,
     WEIGHT_I8,
+    WEIGHT_I24,
     Linear,
     native_library,
 )
@@ -114,6 +115,61 @@ def test_an_int8_product_is_that_of_the_rounded_row_and_depends_on_it_only(kind:
     assert torch.allclose(together.double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
     for rows in (slice(0, 1), slice(3, 5), slice(9, 22)):
         assert torch.equal(multiply(linear, x[rows]), together[rows])
+
+
+def outliers(count: int, k: int) -> torch.Tensor:
+    """Rows whose elements differ by up to 2^40, with zeros, and with the largest fractions of a power of two."""
+    rows = random_rows(count, k)
+    draw = torch.Generator().manual_seed(2)
+    rows *= torch.exp2(torch.randint(-20, 20, rows.shape, generator=draw).float())
+    rows[0] = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
+    rows[1, : k // 2] = 0
+    rows[2] *= 1e-30
+    rows[3] *= 1e20
+    rows[4] = -rows[0]
+    return rows
+
+
+BLOCKS = [kind for kind in STORED if kind not in ("F16", "BF16")]
+
+
+@pytest.mark.skipif(not native_library().digits_pay(), reason="floats are multiplied as floats here")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_integers_of_24_bits_come_nearer_to_the_true_sum_than_float_sums(kind: str) -> None:
+    tensor = random_tensor(kind, 45, 4)
+    _packer, linear = packed([tensor])
+    assert (linear.kind, linear.group) == (WEIGHT_I24, 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32)
+    x = random_rows(24, linear.k)
+    want = x.double() @ tensor.floats().double().T
+    by_integers = (multiply(linear, x).double() - want).square().mean()
+    linear.kind, linear.group = WEIGHT_F32, 1
+    by_floats = (multiply(linear, x).double() - want).square().mean()
+    assert by_integers < by_floats
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_row_loses_no_more_than_the_last_bits_of_its_groups_largest(kind: str) -> None:
+    tensor = random_tensor(kind, 45, 4)
+    _packer, linear = packed([tensor])
+    x = outliers(24, linear.k)
+    weights = tensor.floats().double()
+    largest = x.double().abs().view(len(x), -1, 32).amax(dim=2)
+    size = largest @ weights.abs().view(45, -1, 32).sum(dim=2).T
+    error = (multiply(linear, x).double() - x.double() @ weights.T).abs()
+    assert (error <= 2.0**-21 * size).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_row_with_a_number_that_is_none_gives_none_and_leaves_the_others_alone(kind: str, bad: float) -> None:
+    _packer, linear = packed([random_tensor(kind, 45, 2)])
+    x = random_rows(6, linear.k)
+    before = multiply(linear, x)
+    x[3, 17] = bad
+    after = multiply(linear, x)
+    assert not after[3].isfinite().any()
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(after[others], before[others])
 
 
 def test_a_merged_linear_may_hold_several_types_and_sizes_that_fill_no_block() -> None:

@@ -47,6 +47,8 @@ _WRITTEN = {
     "_copy_blocks_kernel": {"pool_ptr"},
     "_next_tokens_kernel": {"out_ptr"},
     "_survey_kernel": {"bests_ptr", "tokens_ptr"},
+    "_weigh_kernel": {"masses_ptr", "counts_ptr"},
+    "_gather_kernel": {"near_ptr", "ids_ptr"},
     "_sample_kernel": {"tokens_ptr"},
 }
 

@@ -11,13 +11,13 @@ import triton
 from genbatch.nif.batch import Entry, RaggedBatch
 from genbatch.nif.batch_check import BatchLimits
 from genbatch.nif.context import Context
+from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError
-from genbatch.nif.overlapped_run import OverlappedRun
 from genbatch.nif.runners import cuda_graphs
 from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
 from genbatch.nif.runners.cuda_graphs import DecodeGraphs
 from genbatch.nif.runners.decode_step import DecodeStep
-from genbatch.nif.runners.graph_options import GraphOptions
 from genbatch.nif.runners.launches import Launches
 from genbatch.nif.runners.lean_llama import LeanStep
 from genbatch.nif.runners.triton_runner import TritonRunner

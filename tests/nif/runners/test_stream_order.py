@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
-from genbatch.nif.overlapped_run import OverlappedRun
-from genbatch.nif.runners.graph_options import GraphOptions
+from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.runners.side_stream import SideStream
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.sampler import SamplerState

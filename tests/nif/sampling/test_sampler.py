@@ -380,6 +380,16 @@ def test_top_p_of_1_keeps_the_last_token_though_rounding_says_the_row_is_full() 
         assert _pick(log_weights, ids, short, limits, points)[0].tolist() == [drawn]
 
 
+def test_what_is_ranked_is_enough_only_if_nothing_that_may_be_drawn_is_left_out() -> None:
+    """With top_p = 1 that is for min_p to say: a sum that is rounded hides what is lighter than its last digit."""
+    log_weights, ids = torch.tensor([[0.0, -12.0]]), torch.arange(2)[None]
+    total = log_weights.exp().sum(1, keepdim=True, dtype=torch.float64) - 1e-9  # as if rounded
+    points = torch.tensor([[0.5]], dtype=torch.float64)
+    for top_p, min_p, enough in ((1.0, 1e-9, False), (1.0, 0.5, True), (0.9, 1e-9, True)):
+        limits = torch.tensor([[0.0, top_p, min_p]], dtype=torch.float64)
+        assert _pick(log_weights, ids, total, limits, points)[1].tolist() == [enough]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_point_at_either_end_of_a_chunk_draws_a_token_that_has_weight(seed: int) -> None:
     """A chunk's sum is rounded: what is left of the point must not lead out of the chunk, nor onto a weight of 0."""
@@ -392,3 +402,10 @@ def test_a_point_at_either_end_of_a_chunk_draws_a_token_that_has_weight(seed: in
     points += [0.0, 1.0 - 2.0**-53]
     drawn = _invert_whole(weights.expand(len(points), -1), torch.tensor(points, dtype=torch.float64)[:, None])
     assert bool((weights[0, drawn] > 0.0).all())
+
+
+def test_a_point_below_what_a_chunk_begins_with_draws_its_first_token_that_has_weight() -> None:
+    """Half a digit more rounds up to the chunk's end, and taking it off again does not lead back to its beginning."""
+    weights = torch.zeros(1, 3 * CHUNK)
+    weights[0, [3, CHUNK + 8, 2 * CHUNK + 8]] = torch.tensor([1.0, 2.0**-52, 2.0**-53])
+    assert _invert_whole(weights, torch.tensor([[1.0 - 2.0**-53]], dtype=torch.float64)).tolist() == [2 * CHUNK + 8]

@@ -83,6 +83,30 @@ def test_a_match_in_question_at_the_end_counts() -> None:
     assert matcher.stopped
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.text(ALPHABET, max_size=6), max_size=12),
+    st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
+)
+@example(["abab"], ["ab", "aba"])
+@example(["abcdef"], ["abcdef", "cd"])
+def test_the_string_that_ended_the_text_is_told_and_can_be_kept_however_it_is_cut(
+    pieces: list[str], stop: list[str]
+) -> None:
+    whole = "".join(pieces)
+    before, stopped = cut(whole, stop)
+    # Of those that begin there, the one that is complete first.
+    found = min((word for word in stop if whole.startswith(word, len(before))), key=len) if stopped else None
+    for parts in (pieces, [whole], list(whole)):
+        plain, keeping = StopMatcher(stop), StopMatcher(stop, keep=True)
+        kept = "".join([keeping.push(part)[0] for part in parts]) + keeping.flush()
+        for part in parts:
+            plain.push(part)
+        plain.flush()
+        assert plain.found == keeping.found == found
+        assert kept == before + (found or "")
+
+
 def test_without_stop_strings_everything_passes() -> None:
     matcher = StopMatcher([])
     assert matcher.push("anything") == ("anything", False)

@@ -1,6 +1,8 @@
 """The tokenizer's calls against transformers' own, and the prefix that conversations share."""
 
 import copy
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +39,33 @@ def test_encoding_is_what_transformers_gives_to_generate(text: str, tokenizer: T
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_decoding_gives_back_the_text(text: str, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_long_text_is_cut_and_joined_like_a_short_one_while_other_threads_run(smollm2: Model) -> None:
+    tokenizer, text = smollm2.tokenizer, "Half a megabyte, 世界, and 17 cats. " * 14_000
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.is_set():
+            ticks += 1
+            time.sleep(0.001)
+
+    beside = threading.Thread(target=tick)
+    beside.start()
+    try:
+        before = ticks
+        ids = tokenizer.encode(text)
+        between = ticks
+        again = tokenizer.decode(ids)
+        after = ticks
+    finally:
+        done.set()
+        beside.join()
+    assert ids == tokenizer.backend.encode(text).ids
+    assert again == text
+    # Were the interpreter held, there would be none: another thread gets a turn before a call or after it.
+    assert between - before > 5 and after - between > 1
 
 
 def test_special_tokens_written_in_a_prompt_count_as_such(smollm2: Model) -> None:

@@ -84,11 +84,11 @@ async function answer() {
   stopper = null;
   const seconds = (performance.now() - started) / 1000;
   find("state").textContent = tokens && state !== "failed" ? `${state}: ${tokens} tokens in ${seconds.toFixed(1)} s` : state;
-  if (calls.length) said.tool_calls = calls;
-  // What failed is no part of the conversation; the next message, or Regenerate, asks again.
-  if (conversation === messages && state !== "failed" && (said.content || calls.length)) {
+  // What failed is no part of the conversation, nor is a call that was cut short: nothing could follow it.
+  if (calls.length && state === "done") said.tool_calls = calls;
+  if (conversation === messages && state !== "failed" && (said.content || said.tool_calls)) {
     messages.push(said);
-    if (state !== "stopped") calls.forEach((call) => offer(element, call));
+    said.tool_calls?.forEach((call) => offer(element, call));
   }
   mark(element, false);
 }
@@ -128,6 +128,8 @@ find("ask").addEventListener("submit", (event) => {
   if (stopper) return;
   const message = { role: "user", content: find("message").value };
   find("message").value = "";
+  // Who says something else does not answer the calls before it.
+  document.querySelectorAll(".call button, .call label").forEach((each) => each.remove());
   messages.push(message);
   show(message);
   answer();

@@ -36,14 +36,14 @@ class ServedHTTP:
 
 @asynccontextmanager
 async def served_http(
-    security: Security | None = None, batcher: ScriptedBatcher | None = None
+    security: Security | None = None, batcher: ScriptedBatcher | None = None, *, only_metrics: bool = False
 ) -> AsyncIterator[ServedHTTP]:
     """Runs all of them for as long as the body runs; PATIENCE_S at most, so that no test hangs."""
     batcher = batcher or ScriptedBatcher()
     with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             ref = await start(nursery, batcher)
-            gateway = HTTPGateway(Dispatcher(ref), parse_http_address(":0"), security)
+            gateway = HTTPGateway(Dispatcher(ref), parse_http_address(":0"), security, only_metrics=only_metrics)
             scope = trio.CancelScope()
 
             async def run(task_status: trio.TaskStatus[str]) -> None:

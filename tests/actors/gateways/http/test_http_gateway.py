@@ -4,7 +4,7 @@ import json
 import shutil
 import ssl
 import subprocess
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from starlette.applications import Starlette
 
 from genbatch.actors.gateways.http import front, generating, http_gateway, service_calls
+from genbatch.actors.gateways.http.front import Front
 from genbatch.actors.gateways.http.http_address import check_http
 from genbatch.actors.gateways.http.http_gateway import BoundedStream
 from genbatch.actors.security.curve_keys import KeyStore
@@ -23,7 +25,7 @@ from genbatch.actors.security.errors import InsecureBind
 from genbatch.actors.security.key_files import TokenFile, server_context
 from genbatch.actors.security.security import Security
 from genbatch.nif.errors import OptionError
-from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
+from genbatch.proto.errors import DeadlineExceeded, EngineError, Forbidden, GenbatchError, Unavailable
 from genbatch.proto.messages import Choice, Health, Result, Usage
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
@@ -106,7 +108,8 @@ async def test_what_is_not_here_is_said_in_the_same_shape() -> None:
             ("GET", "/v1/models/gpt-9", 404, "model_not_found"),
             ("GET", "/../pyproject.toml", 404, "not_found"),
         ):
-            response = await served.client.request(method, path)
+            body = {"input": "a"} if path == "/v1/embeddings" else None
+            response = await served.client.request(method, path, json=body)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
@@ -485,13 +488,74 @@ def test_other_machines_get_in_only_past_tokens_and_tls() -> None:
             check_http(address, Security())
         assert caught.value.lacking == ("tokens", "tls_cert", "tls_key")
     assert check_http(":8000", Security()).is_loopback
+    # Whose operator says so, and who may still ask for a token.
+    assert not check_http("0.0.0.0:8000", Security(http_insecure=True)).is_loopback
+
+
+@pytest.mark.trio
+async def test_other_names_of_the_service_are_allowed_by_name() -> None:
+    async with served_http(Security(allowed_hosts=("chat.example",))) as served:
+        for host, status in (
+            ("chat.example", 200),
+            ("CHAT.example:80", 200),
+            ("127.0.0.1", 200),
+            ("evil.example", 403),
+        ):
+            assert (await served.client.get("/v1/models", headers={"Host": host})).status_code == status
+        assert "--allowed-host" in (await served.client.get("/stats", headers={"Host": "evil.example"})).text
+
+
+@pytest.mark.parametrize(
+    ("host", "path", "taken"), [("a:80", "/", True), ("b", "/", False), ("10.1.1.1", "/health", True)]
+)
+def test_on_a_network_only_allowed_names_are_taken_but_by_probes(host: str, path: str, taken: bool) -> None:
+    front = Front(Starlette(), authenticate=None, only_loopback=False, hosts=["a"])
+    with nullcontext() if taken else pytest.raises(Forbidden):
+        front._check_host(host, path)
+    Front(Starlette(), authenticate=None, only_loopback=False)._check_host(host, path)  # where none are named, all are
+
+
+@pytest.mark.trio
+async def test_pages_of_an_allowed_origin_may_use_the_service_and_others_may_not(tmp_path: Path) -> None:
+    store = KeyStore(tmp_path)
+    token = store.new_token("alice")
+    security = Security(tokens=TokenFile(store.tokens), allowed_origins=("https://chat.example/",))
+    origin = {"Origin": "https://chat.example"}
+    async with served_http(security) as served:
+        asked = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        may = await served.client.options(CHAT, headers=asked)  # a browser shows no token when it asks
+        assert may.status_code == 204
+        assert may.headers["access-control-allow-origin"] == origin["Origin"]
+        assert may.headers["access-control-allow-headers"] == "authorization"
+        for headers, status in (({"Authorization": f"Bearer {token}"}, 200), ({}, 401)):
+            answer = await served.client.get("/v1/models", headers={**origin, **headers})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, origin["Origin"])
+        other = await served.client.get("/v1/models", headers={"Origin": "https://evil.example"})
+        assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+        assert (
+            await served.client.options(CHAT, headers={**asked, "Origin": "https://evil.example"})
+        ).status_code != 204
+
+
+@pytest.mark.trio
+async def test_counters_have_an_address_of_their_own_without_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genbatch.actors.gateways.http.app.render", lambda stats: (str(stats).encode(), "text/plain"))
+    store = KeyStore(tmp_path)
+    store.new_token("alice")
+    async with served_http(Security(tokens=TokenFile(store.tokens)), only_metrics=True) as served:
+        assert "'steps': 7" in (await served.client.get("/metrics")).text
+        assert (await served.client.get("/health")).status_code == 200
+        for path in (CHAT, COMPLETION, "/v1/models", "/stats", "/tokenize", "/"):
+            assert (await served.client.post(path, json={})).status_code == 404
 
 
 def test_a_missing_extra_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "genbatch.actors.gateways.http.http_address.find_spec", lambda name: None if name == "hypercorn" else name
     )
-    with pytest.raises(OptionError, match=r"hypercorn; run pip install 'genbatch\[http\]'"):
+    with pytest.raises(OptionError, match=r"hypercorn; run: .* -m pip install .*hypercorn"):
         check_http(":8000", Security())
 
 

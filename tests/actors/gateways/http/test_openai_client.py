@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 import torch
@@ -16,7 +17,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
-from genbatch.nif.engine import EngineOptions
+from genbatch.nif.context.engine import EngineOptions
 from genbatch.proto.messages import GenerateRequest, Message, Result
 from tests.actors import holding_scheduler
 from tests.actors.gateways.scripted_batcher import PATIENCE_S
@@ -148,6 +149,13 @@ async def test_completions_take_texts_and_token_ids_and_echo_them_with_their_log
             assert table.tokens is not None and table.text_offset is not None
             starts = [len("".join(table.tokens[:place])) for place in range(len(table.tokens))]
             assert table.text_offset == starts
+        alone = await client.completions.create(  # of a prompt of one token nothing is foretold
+            model=model, prompt=ids[:1], max_tokens=2, temperature=0, echo=True, logprobs=0
+        )
+        table = alone.choices[0].logprobs
+        assert table is not None and table.tokens is not None and table.token_logprobs is not None
+        assert (len(table.tokens), table.token_logprobs[0], None in table.token_logprobs[1:]) == (3, None, False)
+        assert table.text_offset == [len("".join(table.tokens[:place])) for place in range(3)]
         named = await client.completions.create(
             model=model,
             prompt=ids,
@@ -256,6 +264,28 @@ async def test_a_client_that_leaves_frees_its_sequence(serve: Any, stream: bool)
                     await trio.lowlevel.checkpoint()
                 nursery.cancel_scope.cancel()
         stats = await until_idle(service)
+        assert stats["finished"] == {"cancelled": 1}
+        assert stats["kv_blocks_used"] == 0
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/responses", {"input": "go", "max_output_tokens": ENDLESS, "seed": 1}),
+        ("/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": ENDLESS, "temperature": 0}),
+    ],
+)
+async def test_a_stream_of_another_door_that_is_left_frees_its_kv(serve: Any, path: str, body: dict[str, Any]) -> None:
+    async with serve(scheduler=holding_scheduler.NAME) as service:
+        url = f"{service.addresses[0]}/v1{path}"
+        async with httpx2.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
+            async with client.stream("POST", url, json=body | {"stream": True}) as response:
+                assert response.status_code == 200
+                async for line in response.aiter_lines():
+                    if "delta" in line:
+                        break
+            stats = await until_idle(service)
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
 

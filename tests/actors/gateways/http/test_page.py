@@ -17,7 +17,7 @@ from genbatch.actors.runtime.actor import From
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
-from genbatch.nif.engine import EngineOptions
+from genbatch.nif.context.engine import EngineOptions
 from genbatch.proto.messages import Token, ToolCall, ToolCallDelta
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http
@@ -171,6 +171,34 @@ async def test_the_chat_keeps_its_history_asks_again_and_shows_calls(tmp_path: P
         assert await page.evaluate(turns) == []
 
 
+class Cut(Calling):
+    """Runs out of tokens within a call."""
+
+    async def handle_call(self, request: Any, from_: From[Any]) -> Any:
+        if isinstance(request, Generate):
+            self.requests.append(request)
+        answer = await super().handle_call(request, from_)
+        return msgspec.structs.replace(answer, finish_reason="length") if isinstance(request, Generate) else answer
+
+
+@needs_chromium
+@pytest.mark.trio
+async def test_a_call_that_was_cut_short_is_no_part_of_the_conversation(tmp_path: Path) -> None:
+    batcher = Cut()
+    async with served_http(batcher=batcher) as served, open_page(served.gateway.address, tmp_path) as page:
+        await page.until("document.getElementById('send')?.disabled === false")
+        await page.evaluate(f"document.getElementById('tools').value = {TOOL!r}")
+        for number, message in enumerate(("Well?", "And?"), 1):
+            await page.evaluate(f"document.getElementById('message').value = {message!r}")
+            await page.evaluate("document.getElementById('ask').requestSubmit()")
+            await page.until(f"document.querySelectorAll('.turn').length === {2 * number}")
+            await page.until("!document.querySelector('[aria-busy=true]')")
+            assert await page.evaluate("document.getElementById('state').textContent !== 'failed'")
+            assert await page.evaluate("document.querySelector('.call')") is None
+        asked = batcher.requests[-1].request.messages
+        assert asked is not None and [turn.content for turn in asked] == ["Well?", "And?"]
+
+
 @pytest.mark.trio
 async def test_docs_list_what_is_served() -> None:
     async with served_http() as served:
@@ -179,7 +207,7 @@ async def test_docs_list_what_is_served() -> None:
         for path, methods in document["paths"].items():
             assert path in page
             (method,) = methods
-            if "{" not in path and path != "/v1/embeddings":
+            if "{" not in path:
                 other = "POST" if method == "get" else "GET"
                 response = await served.client.request(other, path)
                 assert response.status_code == 405, path

@@ -1,0 +1,491 @@
+"""Intake: what a request asks for, checked against the model, and its sequences made.
+
+Its prompt is rendered and tokenized here, on whichever thread calls; arrivals.py decides when.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from threading import Lock
+from typing import Any
+
+from genbatch.actors.batcher.beam_search import BeamSearch
+from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import HeldPrompt, Output, Reading, Request, Sequence
+from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.nif.lora import LoraAdapter
+from genbatch.nif.models.lora import Adapters
+from genbatch.nif.models.model import Model
+from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.text.response_template import TemplateReader
+from genbatch.nif.text.tokenizer import ChatTemplateError
+from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader, forced_format, tool_grammar
+from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong
+from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, NamedTool, TokenizeRequest, Tool
+from genbatch.proto.validation import (
+    Grammar,
+    grammar_of,
+    holds_to_tools,
+    validate_detokenize,
+    validate_request,
+    validate_tokenize,
+)
+
+MAX_SEED = 2**64
+# What changes or adds to the draws, which a beam search does not make.
+SAMPLING_PARAMETERS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *(
+        "logit_bias",
+        "min_tokens",
+        "stop",
+        "n",
+        "response_format",
+        "grammar",
+        "regex",
+        "tools",
+        "reasoning",
+        "keep_stop",
+    ),
+)
+# First messages whose tokens are remembered.
+MAX_PREFIXES = 64
+# What a tool takes in a prompt, for telling long prompts from short ones.
+MEAN_TOOL_CHARS = 512
+# Tokens at the end of a prompt that may open the thinking.
+TAIL_TOKENS = 8
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+# About as many conversations are rendered to find out what those with the same first message have in common.
+PREFIX_RENDERINGS = 7
+# What decoding a token takes, in characters to tokenize.
+CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What tokenizing a request gives.
+
+    Args:
+        tokens: of the prompt.
+        first_message: the tokens that every conversation beginning with this one's first message starts with.
+        echo: what the text begins with, where the prompt is to be repeated.
+    """
+
+    tokens: list[int]
+    first_message: list[int]
+    echo: str = ""
+
+
+class Intake:
+    """Knows the model's vocabulary and template, and how much one sequence may hold.
+
+    Args:
+        model: the loaded model.
+        options: the Batcher's options.
+        max_positions: most positions, prompt and output, of one sequence.
+        adapters: what requests may name as their model; None: none.
+    """
+
+    def __init__(
+        self, model: Model, options: BatcherOptions, max_positions: int, adapters: Adapters | None = None
+    ) -> None:
+        self._model = model
+        self._adapters = Adapters(model) if adapters is None else adapters
+        self._tokenizer = model.tokenizer
+        self._options = options
+        self.max_positions = max_positions
+        # The most tokens for which there are blocks; whoever knows them says it in this one's place (KVView.longest).
+        self.longest: Callable[..., int] = lambda prompt_tokens, width, cap, shares: cap
+        self._ids: Iterator[int] = count(1)
+        self.embeddings = EmbedIntake(model, options, max_positions, self._ids)
+        # Finding a prefix renders several conversations; callers repeat the same first message.
+        self._prefixes: dict[tuple[str, str], list[int]] = {}
+        self._prefixes_lock = Lock()  # the event loop and the tokenizer's thread use them
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model continues text."""
+        return self._model.generates
+
+    def check(self, wanted: GenerateRequest) -> None:
+        """Raises InvalidRequest for whatever can be told without tokenizing."""
+        if not self._model.generates:
+            raise InvalidRequest("model", f"{self._model.name} {NO_TEXT}")
+        validate_request(wanted, self._options.limits)
+        if wanted.priority and not self._options.priority_ageing_s:
+            raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
+        self._check_length(wanted)
+        self._check_tokens(wanted.token_ids or ())
+        for index, token_id in enumerate(wanted.stop_token_ids):
+            self._check_token(token_id, f"stop_token_ids[{index}]")
+        for token_id in wanted.logit_bias or ():
+            self._check_token(token_id, f"logit_bias[{token_id}]")
+
+    def adapter(self, name: str | None) -> LoraAdapter | None:
+        """The adapter that a request means by its model; None where it means the model itself.
+
+        Raises:
+            ModelNotFound: nothing of this name is served.
+        """
+        if name is None or name == self._model.name:
+            return None
+        found = self._adapters.find(name)
+        if found is None:
+            served = ", ".join([self._model.name, *(one.name for one in self._adapters.serving())])
+            raise ModelNotFound(f"the model {name[:128]!r} is not served here; there is {served}", field="model")
+        return found
+
+    def _check_length(self, wanted: GenerateRequest) -> None:
+        """Raises PromptTooLong for a text that cannot fit whatever it says: the tokenizer's one thread is not asked.
+
+        Of a conversation what users say counts, which every template keeps but for spaces around it.
+        """
+        said = [message.content.strip() for message in wanted.messages or () if message.role == "user"]
+        for text in (wanted.prompt or "", *said):
+            if len(text) <= self.max_positions:
+                continue  # no token is shorter than a quarter of a character
+            least = self._tokenizer.least_tokens(text)
+            if least > self.max_positions:
+                raise PromptTooLong(
+                    f"a text of {len(text)} characters has {least} tokens at least, and {self.max_positions} fit",
+                    field="prompt" if wanted.messages is None else "messages",
+                )
+
+    def check_beams(self, beam_width: int, wanted: GenerateRequest) -> None:
+        """Raises InvalidRequest for a beam search that cannot be run as asked."""
+        most = min(self._options.n_parallel, self._options.max_batch_tokens)
+        if not 1 <= beam_width <= most:
+            raise InvalidRequest("beam_width", f"must be at least 1 and at most {most}, not {beam_width}")
+        if beam_width == 1:
+            return
+        plain = GenerateRequest()
+        for name in SAMPLING_PARAMETERS:
+            if getattr(wanted, name) != getattr(plain, name):
+                raise InvalidRequest(name, "a beam search ranks by the model's own log-probabilities")
+
+    def _check_tokens(self, token_ids: ListOf[int]) -> None:
+        if token_ids and max(token_ids) >= self._model.vocab_size:  # one pass in C: there may be a million of them
+            for index, token_id in enumerate(token_ids):
+                self._check_token(token_id, f"token_ids[{index}]")
+
+    def _check_token(self, token_id: int, field: str) -> None:
+        if not 0 <= token_id < self._model.vocab_size:
+            raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
+
+    def check_tokenize(self, wanted: TokenizeRequest) -> None:
+        """Raises InvalidRequest for whatever can be told without tokenizing."""
+        self.adapter(wanted.model)  # raises for a name that is not served
+        validate_tokenize(wanted, self._options.limits)
+
+    def check_detokenize(self, wanted: DetokenizeRequest) -> None:
+        """Raises InvalidRequest for token ids that the model has not."""
+        self.adapter(wanted.model)  # raises for a name that is not served
+        validate_detokenize(wanted)
+        self._check_tokens(wanted.token_ids)
+
+    def size(self, wanted: GenerateRequest | TokenizeRequest) -> int:
+        """How much there is to tokenize, in characters."""
+        if isinstance(wanted, GenerateRequest) and wanted.token_ids is not None:
+            return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
+        if wanted.messages is None:
+            return len(wanted.prompt or "")
+        size = sum(len(message.content) for message in wanted.messages)
+        size += MEAN_TOOL_CHARS * len(wanted.tools)
+        if isinstance(wanted, GenerateRequest) and wanted.messages:
+            first = wanted.messages[0]
+            if (first.role, first.content) not in self._prefixes:
+                size += PREFIX_RENDERINGS * len(first.content)
+        return size
+
+    def read(self, wanted: GenerateRequest) -> Prompt:
+        """Tokenizes the prompt and what others may share of it; safe to run on another thread.
+
+        Raises:
+            InvalidRequest: nothing is left of the prompt, or the model has no chat template.
+        """
+        tokens = self._encode(wanted)
+        fits = len(tokens) < self.max_positions  # what does not is refused, and nothing of it is remembered
+        shares = wanted.messages and wanted.prompt_logprobs is None and fits
+        return Prompt(tokens, self._first_message(wanted) if shares else [], self._echo(wanted, tokens) if fits else "")
+
+    def _encode(self, wanted: GenerateRequest) -> list[int]:
+        if wanted.token_ids is not None:
+            return list(wanted.token_ids)
+        if wanted.messages is not None:
+            tools = wanted.tools if wanted.tool_choice != "none" else []
+            return self._render(
+                wanted.messages, tools, wanted.chat_template_kwargs, goes_on=wanted.continue_final_message
+            )
+        assert wanted.prompt is not None
+        tokens = self._tokenizer.encode(wanted.prompt)
+        if not tokens:
+            raise InvalidRequest("prompt", "is empty")
+        return tokens
+
+    def tokenize(self, wanted: TokenizeRequest) -> list[int]:
+        """A text's token ids, which may be none; raises and runs as `encode`."""
+        if wanted.messages is not None:
+            return self._render(wanted.messages, wanted.tools, wanted.chat_template_kwargs)
+        assert wanted.prompt is not None
+        return self._tokenizer.encode(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
+
+    def detokenize(self, wanted: DetokenizeRequest) -> str:
+        """The text of token ids; safe to run on another thread."""
+        return self._tokenizer.decode(wanted.token_ids)
+
+    def _render(
+        self,
+        messages: list[Message],
+        tools: ListOf[Tool] = (),
+        variables: dict[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> list[int]:
+        try:
+            turns = [self._turn(message) for message in messages]
+            offered = [_offer(tool) for tool in tools]
+            return self._tokenizer.apply_chat_template(turns, offered, variables, goes_on=goes_on)
+        except ChatTemplateError as error:
+            raise InvalidRequest("messages", str(error)) from error
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """A message as templates take it."""
+        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        for name in ("name", "reasoning_content"):
+            if getattr(message, name) is not None:
+                turn[name] = getattr(message, name)
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = self._call_id(message.tool_call_id)
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": self._call_id(call.id),
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+                }
+                for call in message.tool_calls
+            ]
+        return turn
+
+    def _call_id(self, call_id: str) -> str:
+        """An id that the template takes: Mistral's insists on nine letters and digits."""
+        is_mistral = self._tokenizer.tool_format.name.startswith("mistral")
+        if not is_mistral or _MISTRAL_ID.fullmatch(call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+    def grammar(self, wanted: GenerateRequest) -> Grammar | None:
+        """What the answers must match: what the request says, or the calls that it insists on."""
+        if not holds_to_tools(wanted):
+            return grammar_of(wanted)
+        choice = wanted.tool_choice
+        offered = [tool for tool in wanted.tools if not isinstance(choice, NamedTool) or tool.name == choice.name]
+        text = tool_grammar(
+            forced_format(self._tokenizer.tool_format),
+            [{"name": tool.name, "parameters": tool.parameters, "strict": tool.strict} for tool in offered],
+            forced=choice != "auto",
+            several=wanted.parallel_tool_calls and not isinstance(choice, NamedTool),
+            token_id=self._tokenizer.special_id,
+        )
+        if len(text) > self._options.limits.max_grammar_bytes:
+            most = self._options.limits.max_grammar_bytes
+            raise InvalidRequest("tools", f"their schemas have {len(text)} bytes, {most} are allowed")
+        return Grammar("lark", text, "tools")
+
+    def reading(self, wanted: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
+        """How calls and thinking are told apart from the text; None where nothing of it was asked for."""
+        calls = bool(wanted.tools) and wanted.tool_choice != "none"
+        thinks = (calls or wanted.reasoning) and wanted.messages is not None and self._tokenizer.thinks
+        if not (calls or thinks):
+            return None
+        template = self._tokenizer.response_template
+        if template is not None and not (calls and holds_to_tools(wanted)):
+            prompt = self._tokenizer.decode(prompt_tokens, skip_special_tokens=False)
+            offered = [_offer(tool) for tool in wanted.tools] if calls else []
+            by_template = partial(TemplateReader, template, prompt, offered)
+            return Reading(by_template, self._tokenizer.response_marks, wanted.parallel_tool_calls)
+        format = self._tokenizer.tool_format if calls else None
+        if format is not None and holds_to_tools(wanted):
+            format = forced_format(format)
+        marks = (*(format.marks if format is not None else ()), *((THINK_OPEN, THINK_CLOSE) if thinks else ()))
+        tail = self._tokenizer.decode(prompt_tokens[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        reader = partial(
+            AnswerReader,
+            format,
+            [_offer(tool) for tool in wanted.tools],
+            thinks=thinks,
+            starts_thinking=thinks and tail.endswith(THINK_OPEN),
+        )
+        shown = frozenset(found for mark in marks if (found := self._tokenizer.special_id(mark)) is not None)
+        return Reading(reader, shown, wanted.parallel_tool_calls)
+
+    def _first_message(self, wanted: GenerateRequest) -> list[int]:
+        assert wanted.messages
+        if wanted.tools or wanted.chat_template_kwargs:
+            return []  # what is in front of it depends on these
+        first = wanted.messages[0]
+        return self._prefix_of(first.role, first.content)
+
+    def system_prompt(self, content: str) -> list[int]:
+        """The tokens that conversations with this system message start with."""
+        return self._prefix_of("system", content)
+
+    def _prefix_of(self, role: str, content: str) -> list[int]:
+        key = role, content
+        with self._prefixes_lock:
+            found = self._prefixes.pop(key, None)
+        if found is None:
+            found = self._tokenizer.template_prefix([{"role": role, "content": content}])
+        with self._prefixes_lock:
+            self._prefixes[key] = found  # the last is the one used last
+            if len(self._prefixes) > MAX_PREFIXES:
+                del self._prefixes[next(iter(self._prefixes))]
+        return found
+
+    def held_prompt(self, tokens: list[int], key: bytes, adapter: LoraAdapter | None = None) -> HeldPrompt:
+        """A prompt to hold, as a unit of scheduling."""
+        request_id = next(self._ids)
+        # One token to generate, never drawn, makes its length at completion that of the prompt.
+        return HeldPrompt(
+            request_id=request_id,
+            arrival=request_id,
+            num_prompt_tokens=len(tokens),
+            max_new_tokens=1,
+            tokens=tokens,
+            key=key,
+            adapter=adapter,
+        )
+
+    def max_tokens(self, request: Request) -> int:
+        """How many tokens to generate at most.
+
+        What others hold does not count, only what is configured to be held for good.
+
+        Raises:
+            PromptTooLong: not even one more token fits after the prompt.
+            InvalidRequest: more were asked for than fit.
+        """
+        wanted, num_prompt = request.wanted, len(request.prompt_tokens)
+        longest = self.longest(
+            request.prompt_tokens,
+            request.beam_width,
+            self.max_positions,
+            shares=not _scores_prompt(request) and request.adapter is None,
+        )
+        holds = f"the context holds {self.max_positions}"
+        if longest < self.max_positions:
+            holds = f"the KV cache has room for {longest} of one request"
+        room = longest - num_prompt
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens, {holds} including at least one to generate",
+                field=_prompt_field(wanted),
+            )
+        if wanted.max_tokens is None:
+            return room
+        if wanted.max_tokens > room:
+            raise InvalidRequest(
+                "max_tokens", f"{wanted.max_tokens} do not fit: {holds} tokens and the prompt takes {num_prompt}"
+            )
+        return wanted.max_tokens
+
+    def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
+        """The request's `n` sequences; those after the first share the first one's prompt."""
+        wanted = request.wanted
+        stop_ids = frozenset(wanted.stop_token_ids)
+        if not wanted.ignore_eos:
+            stop_ids |= self._model.eos_token_ids
+        seed = secrets.randbelow(MAX_SEED) if wanted.seed is None else wanted.seed
+        reading = self.reading(wanted, request.prompt_tokens)
+        digest = "" if request.adapter is None else request.adapter.digest
+        made: list[Sequence] = []
+        for choice in range(wanted.n):
+            request_id = next(self._ids)
+            sequence = Sequence(
+                request_id=request_id,
+                arrival=request_id,
+                num_prompt_tokens=len(request.prompt_tokens),
+                max_new_tokens=max_tokens,
+                priority=wanted.priority,
+                turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s,
+                tokens=list(request.prompt_tokens),
+                request=request,
+                choice=choice,
+                adapter=request.adapter,
+                cache_key=prefix_key(wanted.tenant, digest),
+                scores_prompt=_scores_prompt(request) and choice == 0,
+                sampler=SamplerState(
+                    self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids),
+                    request.prompt_tokens,
+                    request.constraints[choice] if request.constraints else None,
+                ),
+                output=Output(
+                    self._tokenizer.backend,
+                    request.prompt_tokens,
+                    stop=wanted.stop,
+                    stop_ids=stop_ids,
+                    max_tokens=max_tokens,
+                    min_tokens=wanted.min_tokens,
+                    echo=request.echo,
+                    wants_logprobs=wanted.logprobs is not None,
+                    keep_stop=wanted.keep_stop,
+                    reading=reading,
+                ),
+            )
+            if request.beam_width > 1:
+                sequence.width = request.beam_width
+                sequence.beams = BeamSearch(request.beam_width, stop_ids, max_tokens)
+                params = replace(sequence.sampler.params, logprobs=sequence.beams.num_candidates)
+                sequence.sampler = SamplerState(params, ())
+            if made:
+                sequence.donor = made[0]
+                sequence.num_shared = len(request.prompt_tokens) - 1
+            made.append(sequence)
+        return made
+
+    def _echo(self, wanted: GenerateRequest, tokens: list[int]) -> str:
+        if not wanted.echo:
+            return ""
+        return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(tokens)
+
+    def _sampling(self, wanted: GenerateRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
+        return SamplingParams(
+            temperature=wanted.temperature,
+            top_k=wanted.top_k,
+            top_p=wanted.top_p,
+            min_p=wanted.min_p,
+            repetition_penalty=wanted.repetition_penalty,
+            presence_penalty=wanted.presence_penalty,
+            frequency_penalty=wanted.frequency_penalty,
+            logit_bias=wanted.logit_bias,
+            seed=seed,
+            logprobs=wanted.logprobs,
+            min_tokens=wanted.min_tokens,
+            suppress=stop_ids,
+        )
+
+
+def _offer(tool: Tool) -> dict[str, Any]:
+    """A tool as templates take it."""
+    parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Whether logits are wanted at every token of the prompt."""
+    return request.wanted.prompt_logprobs is not None or (request.keep is not None and request.keep.context)
+
+
+def _prompt_field(wanted: GenerateRequest) -> str:
+    if wanted.messages is not None:
+        return "messages"
+    return "token_ids" if wanted.token_ids is not None else "prompt"

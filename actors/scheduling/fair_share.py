@@ -1,0 +1,109 @@
+"""FairShare: whose turn it is, by what each account has had (a virtual token counter, arXiv 2401.00588).
+
+    fair.enter("a")                                  # one of its requests is at work
+    first, *_ = fair.in_turn(waiting, ...)           # of the account that had least
+    fair.charge("a", prompt_tokens=30)
+    fair.leave("a", output_tokens=100)
+
+In a fleet an account is served in several places. What it had elsewhere is booked here, too (`owe`), so that each
+replica's order is by what the account had of all of them.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as ListOf
+from typing import TypeVar
+
+# A generated token costs a forward of its own, a prompt token only a share of one (the paper's weights).
+PROMPT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+# Clients that are away and still have a counter; the least served ones lose nothing by being forgotten.
+MAX_AWAY = 1024
+# Weighted tokens by which an account may be behind the others here because of what it had elsewhere: some seconds of a
+# replica. What is further back is forgiven, as it is of clients that were away.
+MAX_OWED = 16384.0
+
+T = TypeVar("T")
+
+
+class FairShare:
+    """The counters of all clients with requests at work, and of some that are away."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._requests: dict[str, int] = {}  # of the clients at work
+        self._last_left = 0.0  # counter of the client that left last
+
+    def served(self, client: str) -> float:
+        """Weighted tokens that were booked for a client."""
+        return self._served.get(client, 0.0)
+
+    def enter(self, client: str) -> None:
+        """Books that one of the client's requests is at work."""
+        if client not in self._requests:
+            least = min((self._served[other] for other in self._requests), default=self._last_left)
+            self._served[client] = max(self.served(client), least)
+        self._requests[client] = self._requests.get(client, 0) + 1
+
+    def owe(self, client: str, tokens: float) -> None:
+        """Books weighted tokens that a client had elsewhere, before its request enters."""
+        least = min((self._served[other] for other in self._requests if other != client), default=self._last_left)
+        before = self.served(client)
+        self._served[client] = max(before, min(before + tokens, least + MAX_OWED))
+
+    def charge(self, client: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Books what a client has had."""
+        self._served[client] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
+
+    def leave(self, client: str, *, output_tokens: int) -> None:
+        """Books the end of one of the client's requests, and what it generated."""
+        self.charge(client, output_tokens=output_tokens)
+        self._requests[client] -= 1
+        if not self._requests[client]:
+            del self._requests[client]
+            self._last_left = self._served[client]
+            self._forget_some()
+
+    def in_turn(
+        self,
+        waiting: ListOf[T],
+        client_of: Callable[[T], str],
+        prompt_tokens_of: Callable[[T], int],
+        running_output: Mapping[str, int],
+    ) -> list[T]:
+        """The waiting ones in the order in which they should be served.
+
+        Args:
+            waiting: in the order in which one client's own requests are served.
+            client_of: whose one is.
+            prompt_tokens_of: what serving it is charged at once, so that a client's second comes after others' first.
+            running_output: tokens that requests at work have generated and that are not booked yet, by client.
+        """
+        lines: dict[str, deque[T]] = {}
+        for one in waiting:
+            lines.setdefault(client_of(one), deque()).append(one)
+        if len(lines) < 2:
+            return list(waiting)
+        heap = [
+            (self.served(client) + OUTPUT_WEIGHT * running_output.get(client, 0), place, client)
+            for place, client in enumerate(lines)
+        ]
+        heapq.heapify(heap)
+        order: list[T] = []
+        while heap:
+            served, place, client = heap[0]
+            one = lines[client].popleft()
+            order.append(one)
+            if lines[client]:
+                heapq.heapreplace(heap, (served + PROMPT_WEIGHT * prompt_tokens_of(one), place, client))
+            else:
+                heapq.heappop(heap)
+        return order
+
+    def _forget_some(self) -> None:
+        away = [client for client in self._served if client not in self._requests]
+        if len(away) > 2 * MAX_AWAY:
+            away.sort(key=self.served)
+            for client in away[:MAX_AWAY]:
+                del self._served[client]

@@ -1,0 +1,440 @@
+"""Context: the one stateful door to a model, its paged KV cache and its forward pass.
+
+    model = load_model("smollm2")
+    ctx = Context(model, open_runner(model), n_ctx=8192, n_parallel=8)
+    logits = ctx.prefill(tokens, seq_id=0, n_past=0)
+    ctx.decode_batch([(0, int(logits.argmax()), len(tokens))])
+
+`prefill` and `decode_batch` are for whoever steps a context by hand. The Batcher mixes prefill chunks and decodes in
+one forward, and so calls `step_and_read` and `decode_run`, which share all that counts with them: one check, one
+reservation of blocks, one forward, one choice of tokens.
+
+Synchronous. The tensors are touched by `eval` and what calls it, always on one thread; the sequence operations
+(`seq_cp`, `seq_rm`, `attach_prefix`) move block ids only and may be called between two steps.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TypeAlias, TypeVar
+
+import torch
+
+from genbatch.nif.batch import Entry, Logits, RaggedBatch, num_logits, num_states
+from genbatch.nif.context.decode_run import DecodeRun, Read, Steps
+from genbatch.nif.context.overlapped_run import OverlappedRun, can_overlap
+from genbatch.nif.context.ragged_layout import lay_out
+from genbatch.nif.errors import AdapterError, BatchError, OptionError
+from genbatch.nif.kv.cache_size import group_blocks
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.kv.offload import fingerprint, pack, unpack
+from genbatch.nif.largest import Largest
+from genbatch.nif.lora import LoraAdapter
+from genbatch.nif.models.lora import Adapters
+from genbatch.nif.models.model import Model
+from genbatch.nif.runner import (
+    AdaptingRunner,
+    BackgroundCopies,
+    ChoosingRunner,
+    LaunchingRunner,
+    Runner,
+    StateRunner,
+)
+from genbatch.nif.sampling.choose import choose
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.text.detokenizer import Detokenizer
+
+T = TypeVar("T")
+Draws: TypeAlias = list[Sampled | SampleFault | None]
+
+GREEDY = SamplingParams(seed=0)
+
+_N_CTX = 8192  # positions, where nobody says
+
+
+class Context:
+    """A model's KV pool and the sequences that live in it.
+
+    Args:
+        model: what was loaded; its tokenizer gives the text that `decode_batch` returns.
+        runner: executes the forward pass and owns the KV tensors.
+        n_ctx: positions in the pool, all sequences together.
+            None: what `num_blocks` hold, or 8192.
+        num_blocks: the blocks of every layer group; groups with a window need fewer than n_ctx asks for.
+        n_parallel: sequences that callers use; their ids are 0 .. n_parallel - 1.
+        n_held: further sequences, with the ids after those, for prompts held to be shared.
+        block_size: positions a KV block holds.
+        n_batch: most tokens `prefill` evaluates in one forward.
+        max_per_sequence: most positions one sequence may take; None leaves it to the pool.
+        allow_block_sharing: whether finished blocks may be reused by content (the prefix cache).
+        adapters: those of the model that are loaded; they outlive the context.
+
+    Raises:
+        OptionError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        runner: Runner,
+        *,
+        n_ctx: int | None = None,
+        num_blocks: Sequence[int] | None = None,
+        n_parallel: int = 8,
+        n_held: int = 0,
+        block_size: int = 16,
+        n_batch: int = 512,
+        max_per_sequence: int | None = None,
+        allow_block_sharing: bool = True,
+        adapters: Adapters | None = None,
+    ) -> None:
+        for option, value in (("n_ctx", n_ctx), ("n_parallel", n_parallel), ("block_size", block_size)):
+            if value is not None and value < 1:
+                raise OptionError(option, f"must be at least 1, not {value}")
+        if n_batch < 1:
+            raise OptionError("n_batch", f"must be at least 1, not {n_batch}")
+        self.model = model
+        self.runner = runner
+        self.n_batch = n_batch
+        self.num_sequences = n_parallel + n_held
+        if num_blocks is None:
+            n_ctx = _N_CTX if n_ctx is None else n_ctx
+            num_blocks = [
+                group_blocks(group.window, n_ctx, block_size, n_batch, self.num_sequences) for group in runner.groups
+            ]
+        self.n_ctx = max(num_blocks) * block_size if n_ctx is None else n_ctx
+        self.kv = KVCache(
+            runner.groups,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_sequences=self.num_sequences,
+            max_per_sequence=max_per_sequence,
+            allow_block_sharing=allow_block_sharing,
+        )
+        runner.allocate(num_blocks, block_size)
+        self.adapters = adapters if adapters is not None else Adapters(model)
+        for adapter in self.adapters.values():
+            self.prepare_adapter(adapter)
+        self._adapter_handles = frozenset({0, *(adapter.handle for adapter in self.adapters.values())})
+        self._chooser = runner if isinstance(runner, ChoosingRunner) else None
+        self._launcher = runner if isinstance(runner, LaunchingRunner) else None
+        self._samplers: dict[int, SamplerState] = {}
+        self._texts: dict[int, Detokenizer] = {}
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions one sequence may hold, prompt and output together."""
+        bounds = [self.n_ctx, self.model.max_position]
+        if self.kv.max_per_sequence is not None:
+            bounds.append(self.kv.max_per_sequence)
+        return min(bounds)
+
+    # Adapters
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """Packs an adapter that is about to be added; may be called during a step, on any thread.
+
+        Raises:
+            AdapterError: the runner computes none, or has no memory for it.
+        """
+        if not isinstance(self.runner, AdaptingRunner):
+            raise AdapterError(adapter.name, f"the runner {self.runner.name} computes no adapters")
+        try:
+            self.runner.add_adapter(adapter)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise AdapterError(adapter.name, f"there is no memory for its {adapter.nbytes} bytes") from error
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Makes a prepared adapter one of the model's, for entries that name it.
+
+        Raises:
+            AdapterError: as `Adapters.check`.
+        """
+        try:
+            self.adapters.add(adapter)
+        except AdapterError:
+            self._unprepare(adapter)
+            raise
+        self._adapter_handles |= {adapter.handle}
+
+    def drop_adapter(self, adapter: LoraAdapter) -> None:
+        """Forgets an adapter and gives its memory back; nothing that was computed with it is continued from now on."""
+        self.adapters.remove(adapter.name)
+        self._adapter_handles -= {adapter.handle}
+        self._unprepare(adapter)
+
+    # Evaluating
+
+    def eval(self, batch: Sequence[Entry]) -> list[torch.Tensor]:
+        """Runs one forward over all entries, decodes and prefill chunks mixed.
+
+        Returns:
+            Per entry its logits, [rows, vocab_size] float32, with 0, 1 or len(tokens) rows as `entry.logits` says.
+
+        Raises:
+            BatchError: an entry contradicts the context (position, sequence, token id); nothing was changed.
+            OutOfBlocks: the pool cannot hold the new positions; nothing was changed.
+        """
+        logits, _ = self.step(batch, [None] * len(batch))
+        return logits
+
+    def step(
+        self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None], *, with_logits: bool = True
+    ) -> tuple[list[torch.Tensor], list[Sampled | SampleFault | None]]:
+        """Evaluates a batch and draws the next token of every entry that has a sampler.
+
+        Samplers are read, not changed: whoever accepts a token tells its sampler.
+
+        Args:
+            with_logits: whether the logits are wanted, too; without them greedy draws cost less.
+
+        Returns:
+            Per entry its logits as `eval` returns them (none at all without `with_logits`), and its draw (None
+            without a sampler).
+        """
+        return self.step_and_read(batch, samplers, lambda *read: read, with_logits=with_logits)
+
+    def step_and_read(
+        self,
+        batch: Sequence[Entry],
+        samplers: Sequence[SamplerState | None],
+        read: Callable[[list[torch.Tensor], Draws], T],
+        *,
+        with_logits: bool = True,
+    ) -> T:
+        """What `read` makes of what `step` returns. If it raises, nothing was evaluated.
+
+        An entry that wants hidden states has them in the place of its logits.
+        """
+        chosen = [i for i, state in enumerate(samplers) if state is not None]
+        states = [state for state in samplers if state is not None]
+        reads = with_logits or not chosen or any(state.reads_logits for state in states)
+        counts = [num_logits(entry) for entry in batch]
+        num_hidden = [num_states(entry) for entry in batch]
+
+        def draw(rows: torch.Tensor | None, largest: Largest | None, hidden: torch.Tensor | None = None) -> T:
+            drawn: Draws = [None] * len(batch)
+            if chosen:
+                ends = list(accumulate(counts))
+                last = [ends[i] - 1 for i in chosen]
+                of_last = rows, largest
+                if len(last) < ends[-1]:
+                    of_last = None if rows is None else rows[last], None if largest is None else largest.rows(last)
+                positions = [batch[i].n_past + len(batch[i].tokens) for i in chosen]
+                for i, one in zip(chosen, choose(*of_last, states, positions), strict=True):
+                    drawn[i] = one
+            parts = list(torch.split(rows, counts)) if with_logits and rows is not None else []
+            if hidden is not None and parts:
+                states_of = torch.split(hidden, num_hidden)
+                parts = [
+                    ours if count else part for part, ours, count in zip(parts, states_of, num_hidden, strict=True)
+                ]
+            return read(parts, drawn)
+
+        return self._evaluate(batch, draw, with_logits=reads)
+
+    def decode_run(
+        self, batch: Sequence[Entry], samplers: Sequence[SamplerState], *, max_steps: int
+    ) -> DecodeRun | OverlappedRun:
+        """Step after step over the same sequences, whose draws become the next step's tokens.
+
+        The steps overlap where the runner can launch them and the samplers let it (`can_overlap`).
+
+        Args:
+            batch: an entry of one token for each sequence.
+            max_steps: most steps that will be made.
+        """
+        self._check(batch)
+        if self._launcher is not None and can_overlap(samplers):
+            return OverlappedRun(self.kv, self._launcher, batch, samplers, max_steps)
+        return DecodeRun(self.kv, self.runner.device, batch, samplers, self._forward, max_steps)
+
+    def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> torch.Tensor:
+        """Evaluates a prompt in chunks of `n_batch` tokens.
+
+        Returns:
+            The logits of the last token, [vocab_size] float32.
+
+        Raises:
+            BatchError: no tokens, or they do not continue the sequence.
+            OutOfBlocks: the pool cannot hold the prompt; the chunks before stay evaluated.
+        """
+        if not tokens:
+            raise BatchError("prefill needs at least one token")
+        for start in range(0, len(tokens), self.n_batch):
+            chunk = tokens[start : start + self.n_batch]
+            last = start + len(chunk) == len(tokens)
+            [logits] = self.eval([Entry(seq_id, chunk, n_past + start, Logits.LAST if last else Logits.NONE)])
+        return logits[-1]
+
+    def decode_batch(self, entries: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, str]]:
+        """One forward over one token of each of several sequences, and each sequence's next token.
+
+        Args:
+            entries: (seq_id, token_id, position) triples, one a sequence.
+
+        Returns:
+            (seq_id, next_token_id, token_text) triples; the text is what became final with this token, so that
+            the texts of a sequence joined are its output and a code point is never split.
+
+        Raises:
+            BatchError: as `eval`; or a sequence's logits held no number that could be drawn from.
+            OutOfBlocks: as `eval`.
+        """
+        batch = [Entry(seq_id, (token_id,), position) for seq_id, token_id, position in entries]
+        self._check(batch)
+        states = [self._samplers.setdefault(seq_id, SamplerState(GREEDY, ())) for seq_id, _, _ in entries]
+        _, drawn = self.step(batch, states)
+        decoded = []
+        for (seq_id, _, _), state, draw in zip(entries, states, drawn, strict=True):
+            if not isinstance(draw, Sampled):
+                raise BatchError(f"sequence {seq_id}: {draw.reason if draw else 'nothing drawn'}")
+            state.accept(draw.token_id)
+            text = self._texts.setdefault(seq_id, Detokenizer(self.model.tokenizer.backend))
+            decoded.append((seq_id, draw.token_id, text.push(draw.token_id)))
+        return decoded
+
+    def set_sampling(self, seq_id: int, params: SamplingParams, prompt_tokens: Sequence[int] = ()) -> None:
+        """How `decode_batch` draws the tokens of a sequence from now on; greedy unless set.
+
+        `prompt_tokens` count for the repetition penalty.
+        """
+        self.kv.length(seq_id)  # raises BatchError for a sequence that does not exist
+        self._samplers[seq_id] = SamplerState(params, prompt_tokens)
+
+    # Sequences
+
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Makes positions [p0, p1) of `src` belong to `dst` too, without copying or evaluating them.
+
+        Whole blocks are shared; a partly covered last block is shared until one of the two writes to it.
+
+        Args:
+            p0: where `dst` continues; it must hold exactly p0 positions.
+            p1: one past the last position; None means all that `src` holds.
+
+        Raises:
+            BatchError: the range does not fit either sequence.
+        """
+        self.kv.seq_cp(src, dst, p0, p1)
+
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
+        """Forgets positions [p0, p1) of a sequence, its tail or all of it; its blocks return to the pool.
+
+        Raises:
+            BatchError: the range would leave a hole: later positions were computed from it.
+        """
+        self.kv.seq_rm(seq_id, p0, p1)
+        if self.kv.length(seq_id) == 0:
+            # A slot's next user must not inherit the last one's sampler or half a code point.
+            self._samplers.pop(seq_id, None)
+            self._texts.pop(seq_id, None)
+
+    def attach_prefix(self, seq_id: int, tokens: Sequence[int], key: bytes = b"") -> int:
+        """Shares what finished sequences left of this prompt's beginning; returns how many positions.
+
+        Args:
+            tokens: the whole prompt; its last token is always left to be evaluated.
+            key: keeps owners apart: only blocks written under the same key match.
+        """
+        return self.kv.attach_prefix(seq_id, tokens, key)
+
+    def seq_save(self, seq_id: int, adapter: LoraAdapter | None = None) -> bytes:
+        """The sequence's tokens and KV, for `seq_load` of a context over the same model.
+
+        Args:
+            adapter: what it was evaluated with.
+
+        Raises:
+            BatchError: the sequence is empty.
+        """
+        tokens, blocks = self.kv.export(seq_id)
+        if not tokens:
+            raise BatchError(f"sequence {seq_id} is empty")
+        contents = [self.runner.read_blocks(group, ids) for group, ids in enumerate(blocks)]
+        if isinstance(self.runner, BackgroundCopies):
+            self.runner.finish_copies()
+        return pack(tokens, contents, self._identity(adapter))
+
+    def seq_load(self, seq_id: int, data: bytes, key: bytes | None = None, adapter: LoraAdapter | None = None) -> int:
+        """Fills an empty sequence with what `seq_save` gave; returns how many positions it holds.
+
+        Args:
+            key: under which whatever continues the sequence is cached, where the data is trusted to be what it says;
+                without it nothing that rests on it reaches another sequence through the prefix cache.
+            adapter: what it was evaluated with.
+
+        Raises:
+            BatchError: the sequence is not empty, or the data is damaged or of another model.
+            OutOfBlocks: the pool has no room for it; nothing was changed.
+        """
+        tokens, contents = unpack(data, self._identity(adapter), len(self.runner.groups))
+        width = self.runner.vocab_size
+        if not all(0 <= token < width for token in tokens):
+            raise BatchError("the saved sequence holds token ids that the model does not have")
+        for group, content in enumerate(contents):
+            expected = self.runner.bytes_per_block(group, self.kv.block_size)
+            if content.dtype is not torch.uint8 or content.dim() != 2 or content.shape[1] != expected:
+                raise BatchError("the saved sequence's blocks have another size")
+        blocks = self.kv.import_(seq_id, tokens, key)
+        if [len(ids) for ids in blocks] != [len(content) for content in contents]:
+            self.kv.seq_rm(seq_id)
+            raise BatchError("the saved sequence lacks blocks")
+        for group, (ids, content) in enumerate(zip(blocks, contents, strict=True)):
+            self.runner.write_blocks(group, ids, content)
+        return len(tokens)
+
+    def close(self) -> None:
+        """Releases the KV pool."""
+        self.runner.close()
+
+    # Helpers
+
+    def _identity(self, adapter: LoraAdapter | None) -> str:
+        digest = "" if adapter is None else adapter.digest
+        return fingerprint(self.model, self.runner, self.kv.block_size, digest)
+
+    def _unprepare(self, adapter: LoraAdapter) -> None:
+        if isinstance(self.runner, AdaptingRunner):
+            self.runner.drop_adapter(adapter)
+
+    def _check(self, batch: Sequence[Entry]) -> None:
+        if not batch:
+            raise BatchError("an empty batch")
+        width = self.runner.vocab_size
+        for entry in batch:
+            if not entry.tokens:
+                raise BatchError(f"sequence {entry.seq_id}: an entry without tokens")
+            if entry.adapter not in self._adapter_handles:
+                raise BatchError(f"sequence {entry.seq_id}: no adapter has the handle {entry.adapter}")
+            for token in entry.tokens:
+                if not 0 <= token < width:
+                    raise BatchError(f"sequence {entry.seq_id}: token id {token} is outside 0..{width - 1}")
+
+    def _evaluate(self, batch: Sequence[Entry], read: Read[T], *, with_logits: bool) -> T:
+        self._check(batch)
+        steps = [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch]
+        return self._forward(steps, lambda: lay_out(batch, self.kv, self.runner.device), read, with_logits=with_logits)
+
+    def _forward(self, steps: Steps, layout: Callable[[], RaggedBatch], read: Read[T], *, with_logits: bool) -> T:
+        """One forward; see `decode_run.Forward`."""
+        reservation = self.kv.reserve(steps)
+        try:
+            for group, pairs in enumerate(reservation.copies):
+                if pairs:
+                    self.runner.copy_blocks(group, pairs)
+            laid_out = layout()
+            if laid_out.state_rows is not None:
+                assert isinstance(self.runner, StateRunner), "nobody asks a runner without states for them"
+                logits, hidden = self.runner.forward_states(laid_out)
+                result = read(logits, None, hidden)
+            elif self._chooser is not None:
+                result = read(*self._chooser.forward_largest(laid_out, with_logits=with_logits))
+            else:
+                result = read(self.runner.forward(laid_out), None)
+        except BaseException:
+            # A step that failed must leave no trace, wherever it did: the same entries may be evaluated again.
+            reservation.rollback()
+            raise
+        reservation.commit()
+        return result

@@ -1,0 +1,312 @@
+"""Engine: a loaded model and how contexts over it are made; what survives a restart of the Batcher."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from genbatch.nif.context.context import Context
+from genbatch.nif.context.tensor_parallel import TensorParallelRunner, open_ranks
+from genbatch.nif.engine_options import GPU_ONLY, EngineOptions
+from genbatch.nif.errors import AdapterError, ModelError, OptionError
+from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_gpu_memory, free_host_memory
+from genbatch.nif.models.lora import AdapterLimits, Adapters
+from genbatch.nif.models.model import Model, describe_model, load_model
+from genbatch.nif.models.quiet_transformers import Progress, no_progress
+from genbatch.nif.native.build import build_library
+from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.model_weights import ModelWeights
+from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.runner import HoldsMemory, Runner
+from genbatch.nif.runners.encoder_runner import EncoderRunner
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.text.tokenizer import ChatTemplateError, check_template
+
+log = logging.getLogger("genbatch")
+
+
+class Engine:
+    """A model in memory; `open_context` gives each new Batcher a fresh KV pool."""
+
+    def __init__(self, model: Model, options: EngineOptions, new_runner: Callable[[int], Runner] | None = None) -> None:
+        self.model = model
+        self.options = options
+        self._new_runner = new_runner or choose_runner(model, options)
+        refusal = None if options.tensor_parallel == 1 else "the ranks of tensor_parallel compute no adapters"
+        limits = AdapterLimits(
+            max_loras=options.max_loras,
+            max_lora_rank=options.max_lora_rank,
+            max_memory_percent=options.max_memory_percent,
+        )
+        self.adapters = Adapters(model, limits, refusal, self._free_memory)
+
+    def rename(self, name: str) -> None:
+        """Calls the model something else from now on; before the first context."""
+        self.model = replace(self.model, name=name)
+        self.adapters.base = name
+
+    def open_context(self, *, n_parallel: int, n_held: int, n_batch: int) -> Context:
+        """A context with no sequences.
+
+        Args:
+            n_parallel: sequences of callers.
+            n_held: sequences for held prompts.
+            n_batch: most tokens of one forward.
+
+        Raises:
+            OptionError: an option is out of range, or the pool does not fit into memory.
+        """
+        options = self.options
+        if n_parallel < 1:
+            raise OptionError("n_parallel", f"must be at least 1, not {n_parallel}")
+        runner = self._new_runner(n_parallel)
+        size = self._cache_size(runner, n_parallel, n_held, n_batch)
+        is_free = options.positions is None and options.num_blocks is None and options.max_tokens_in_cache is None
+        if size.limited_by not in ("n_ctx", "num_blocks") and not is_free:
+            log.warning("the KV pool is limited by %s to %d blocks", size.limited_by, max(size.num_blocks))
+        return Context(
+            self.model,
+            runner,
+            n_ctx=size.positions,
+            num_blocks=size.num_blocks,
+            n_parallel=n_parallel,
+            n_held=n_held,
+            block_size=options.block_size,
+            n_batch=n_batch,
+            max_per_sequence=max(1, (options.positions or size.positions) // n_parallel)
+            if options.cap_per_sequence
+            else None,
+            allow_block_sharing=options.allow_block_sharing,
+            adapters=self.adapters,
+        )
+
+    def _cache_size(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int) -> CacheSize:
+        options = self.options
+        own = runner.own_bytes(n_parallel, options.block_size) if isinstance(runner, HoldsMemory) else 0
+        own += sum(adapter.nbytes for adapter in self.adapters.values())  # as the runner will pack them
+        fused = not isinstance(runner, TorchRunner | TensorParallelRunner)
+        step = self._step_shape(n_parallel + n_held, n_batch, fused=fused)
+        limits = CacheLimits(
+            max_memory_percent=options.max_memory_percent,
+            max_tokens=options.max_tokens_in_cache,
+            n_ctx=options.positions if options.num_blocks is None else None,
+            num_blocks=options.num_blocks,
+        )
+        groups = range(len(runner.groups))
+        return cache_size(
+            replace(step, runner_bytes=own),
+            runner.groups,
+            [runner.bytes_per_block(group, options.block_size) for group in groups],
+            block_size=options.block_size,
+            probe=self._free_memory,
+            limits=limits,
+        )
+
+    def _free_memory(self) -> int | None:
+        """What the pool and a step may be taken from; ranks have a GPU each, or this host together."""
+        if self.model.device.type == "cuda":
+            return self.options.tensor_parallel * free_gpu_memory()
+        return free_host_memory()
+
+    def _step_shape(self, num_sequences: int, n_batch: int, *, fused: bool) -> StepShape:
+        config, layers = self.model.config, self.model.layers
+        hidden = config.hidden_size
+        return StepShape(
+            hidden_size=hidden,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=max(layer.num_kv_heads for layer in layers),
+            head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
+            vocab_size=self.model.vocab_size,
+            dtype_bytes=self.model.dtype.itemsize,
+            max_batch_tokens=n_batch,
+            num_sequences=num_sequences,
+            # Of every token: whoever asks for log-probabilities of a prompt gets them a step at a time.
+            logit_rows=max(num_sequences, n_batch),
+            max_positions=min(self.model.max_position, self.options.positions or self.model.max_position),
+            **({"score_bytes": 0} if fused else {}),
+        )
+
+
+def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
+    """Loads the model that the options name; raises as `load_model` and `choose_runner` do."""
+    template = read_template(options.chat_template)
+    engine = _load_engine(options, progress)
+    if options.served_model_name:
+        engine.rename(options.served_model_name)
+    if template is not None:
+        engine.model.tokenizer.set_template(template)
+    load_adapters(engine, options.lora)
+    return engine
+
+
+def load_adapters(engine: Engine, sources: Sequence[str]) -> None:
+    """Loads adapters given as NAME=DIR.
+
+    Raises:
+        OptionError: one cannot be served; the reason names it, its file, and the field or the tensor.
+    """
+    for source in sources:
+        name, _, directory = source.partition("=")
+        try:
+            engine.adapters.add(engine.adapters.read(name, Path(directory)))
+        except AdapterError as error:
+            raise OptionError("lora", str(error)) from error
+
+
+def read_template(path: str) -> str | None:
+    """The text of a chat template's file, which is none for "".
+
+    Raises:
+        OptionError: it cannot be read, or is no template.
+    """
+    if not path:
+        return None
+    try:
+        template = Path(path).expanduser().read_text(encoding="utf-8")
+        check_template(template)
+    except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
+        raise OptionError("chat_template", f"{path} is not a chat template: {error}") from error
+    return template
+
+
+def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
+    if options.tensor_parallel > 1:
+        if options.pooling:
+            raise OptionError("pooling", "a model that tensor_parallel shares out gives no embeddings")
+        # Each rank keeps its share only, so the whole is never on a GPU.
+        load = partial(load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
+        shard, new_runner = open_ranks(options, load)
+        return Engine(shard, options, lambda _: new_runner())
+    on_cpu, reason = options.n_gpu_layers == 0 or not torch.cuda.is_available(), None
+    if on_cpu and options.runner in ("auto", "native") and not options.pooling:
+        report = progress or no_progress
+        model = describe_model(options.model_path, dtype=options.dtype, progress=progress)
+        if model is not None:
+            try:
+                build_library(progress=report)
+                report("pack", 0, 0)
+                return Engine(model, options)
+            except NativeUnavailable as unavailable:
+                reason = unavailable.reason
+    packs = not on_cpu and options.runner in ("auto", "triton") and packs_weights(options)
+    try:
+        # What is packed goes to the GPU layer by layer: the whole model need not fit there.
+        n_gpu_layers = 0 if packs else options.n_gpu_layers
+        model = load_model(
+            options.model_path,
+            dtype=options.dtype,
+            n_gpu_layers=n_gpu_layers,
+            pooling=options.pooling,
+            progress=progress,
+        )
+    except ModelError as error:
+        if reason is None:
+            raise
+        raise ModelError(error.model, f"{error.reason}; natively: {reason}") from error
+    if packs:
+        lean_llama = import_module("genbatch.nif.runners.lean_llama")  # needs Triton
+        model = lean_llama.pack_model(model, options.quantize, torch.device("cuda", torch.cuda.current_device()))
+    return Engine(model, options)
+
+
+def packs_weights(options: EngineOptions) -> bool:
+    """Whether a GPU is to have packed weights."""
+    return options.quantize not in ("auto", "none")
+
+
+def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+    """What makes the runner of a new context, given how many sequences decode at most; weights are packed once, here.
+
+    Raises:
+        OptionError: the runner or the quantisation asked for cannot run this model here.
+        NativeUnavailable: the model's weights are in its files, and the native runner cannot pack them.
+    """
+    if options.tensor_parallel > 1:
+        raise OptionError("tensor_parallel", f"{model.name} is loaded whole in this process; load it with load_engine")
+    if options.n_threads and model.device.type == "cpu":
+        torch.set_num_threads(options.n_threads)
+    on_gpu = model.device.type == "cuda"
+    if model.pooling is not None:
+        return _pooling_runner(model, options)
+    if options.use_cuda_graph and not (on_gpu and options.runner in ("auto", "triton")):
+        where = f"{model.name} is on {model.device} with runner {options.runner}"
+        raise OptionError("use_cuda_graph", f"CUDA graphs need the triton runner on a GPU, and {where}")
+    if options.runner == "triton" or (options.runner == "auto" and on_gpu):
+        return _triton(model, options)
+    if options.runner == "torch" or on_gpu:
+        _refuse_quantize(options, "the torch runner computes in the model's dtype")
+        return lambda _: TorchRunner(model)
+    if options.quantize in GPU_ONLY:
+        raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8")
+    try:
+        weights = ModelWeights(model, _quantize(options))
+    except NativeUnavailable as unavailable:
+        if model.weights is not None:
+            raise  # the caller loads them into a module and comes again
+        if options.runner == "native":
+            raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
+        _refuse_quantize(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
+        log.warning("%s runs in torch, about three times slower than natively: %s", model.name, unavailable.reason)
+        return lambda _: TorchRunner(model)
+    return lambda _: NativeRunner(weights, n_threads=options.n_threads or None)
+
+
+def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+    """What runs models that give embeddings: their own modules, since no other runner hands out hidden states."""
+    reason = f"{model.name} gives embeddings, which torch computes"
+    if options.runner not in ("auto", "torch"):
+        raise OptionError("runner", f"{options.runner} cannot run it: {reason}")
+    if options.use_cuda_graph:
+        raise OptionError("use_cuda_graph", reason)
+    _refuse_quantize(options, reason)
+    runner = EncoderRunner if model.pooling is not None and model.pooling.reads_whole else TorchRunner
+    return lambda _: runner(model)
+
+
+def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+    if model.device.type != "cuda":
+        raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
+    try:
+        from genbatch.nif.runners.lean_llama import is_packed, pack_model, why_not_lean
+        from genbatch.nif.runners.triton_runner import TritonRunner, check_model
+
+        check_model(model)
+    except (ImportError, ModelError) as error:
+        reason = "triton is not installed" if isinstance(error, ImportError) else error.reason
+        if options.runner == "triton" or options.use_cuda_graph:
+            raise OptionError("runner", f"triton cannot run {model.name}: {reason}") from error
+        _refuse_quantize(options, f"triton cannot run {model.name}: {reason}")
+        log.info("%s runs in torch: %s", model.name, reason)
+        return lambda _: TorchRunner(model)
+    quantize = options.quantize if packs_weights(options) else "none"
+    if quantize != "none" and not is_packed(model):
+        model = pack_model(model, quantize, model.device)
+    captures = why_not_lean(model) is None if options.use_cuda_graph is None else options.use_cuda_graph
+    # Of whole blocks, as the pool is.
+    pinned = options.positions if options.num_blocks is None else None
+    in_pool = model.max_position if pinned is None else -(-pinned // options.block_size) * options.block_size
+    longest = min(model.max_position, in_pool)
+    return lambda n_parallel: TritonRunner(
+        model,
+        graphs=options.graphs(n_parallel) if captures else None,
+        longest=longest,
+        batch_invariant=options.batch_invariant,
+        quantize=quantize,
+    )
+
+
+def _quantize(options: EngineOptions) -> str:
+    """What the native runner makes of the option."""
+    if options.quantize != "auto":
+        return options.quantize
+    return "int8" if options.dtype == "auto" else "none"
+
+
+def _refuse_quantize(options: EngineOptions, reason: str) -> None:
+    if packs_weights(options):
+        raise OptionError("quantize", f"{options.quantize} is not possible: {reason}")

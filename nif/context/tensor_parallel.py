@@ -1,0 +1,608 @@
+"""Tensor parallelism: one model over several processes, each with a share of every layer's heads, MLP and vocabulary.
+
+    rank 0                                          rank 1, 2, ...
+    Batcher -> Context -> TensorParallelRunner      follow(options)
+                 |  plan of the step (tensors)            |
+                 +------------- broadcast --------------->+
+                 |  TorchRunner over its shard            |  TorchRunner over its shard
+                 +<--------- all-reduce, twice a layer -->+
+                 +<--------- gather of the logits --------+
+
+Rank 0 alone decides: it has the requests, the scheduler, the block tables and the sampler. The others are told the
+plan of each step, which holds the tokens drawn so far, so no rank can be of another opinion than rank 0. An
+all-reduce gives every rank the same sums, bit for bit. One rank's sums are added in another order than several ranks',
+so float32 answers are equal to those of one rank up to the first near tie.
+
+The model's own modules run, with sliced weights: rows of the query, key, value, gate, up and head projections, columns
+of the output and down projections, whose results are summed. The embedding is whole on every rank. Where there are
+fewer KV heads than ranks, each is repeated on the ranks whose query heads read it.
+
+A rank that dies breaks the group for good: the step raises DeviceFault, whoever supervises ends rank 0, and every other
+rank ends when it hears no more from rank 0. One that hangs is a step that does not end, which the service's
+`stall_s` is for.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from genbatch.nif.batch import RaggedBatch
+from genbatch.nif.engine_options import EngineOptions, is_torchrun
+from genbatch.nif.errors import DeviceFault, NativeError, OptionError
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runners.torch_runner import TorchRunner
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# A rank without work waits for as long as nobody asks anything; a hung one is found by the service's clock.
+_WITHOUT_END = timedelta(days=3650)
+# int64 words of the first message of a command: a decode step of 32 sequences of some 500 tokens fits.
+_FIRST_WORDS = 4096
+_HEADER_WORDS = 4  # what, words of the payload, block size, unused
+
+_FORWARD, _ALLOCATE, _COPY_BLOCKS, _READ_BLOCKS, _WRITE_BLOCKS, _CLOSE = range(6)
+
+
+class Collective(Protocol):
+    """What the shards of a model need of one another."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor` the sum of all ranks' tensors, in place."""
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, all of one shape, by rank."""
+
+
+# Shards
+
+
+def shard_model(model: Model, collective: Collective, device: torch.device | None = None) -> Model:
+    """The rank's share of a model; the model's own weights are given up.
+
+    Args:
+        model: of one of `FAMILIES`, whole.
+        collective: of all ranks, each of which shards the same model.
+        device: where the shard is to live; None: where the model does.
+
+    Raises:
+        OptionError: the model cannot be divided among so many ranks.
+    """
+    rank, size = collective.rank, collective.size
+    kind, config = type(model.hf).__name__, model.config
+    if kind not in FAMILIES:
+        raise OptionError("tensor_parallel", f"{kind} is none of {', '.join(FAMILIES)}")
+    heads, kv_heads, head_size = config.num_attention_heads, model.layers[0].num_kv_heads, model.layers[0].key_dim
+    query_heads, its_kv_heads = head_ranges(heads, kv_heads, rank, size)
+    queries, keys = _rows(query_heads, head_size), _rows(its_kv_heads, head_size)
+    decoder: Any = model.hf.model
+    for layer in decoder.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        inner = share(mlp.gate_proj.out_features, rank, size)
+        _keep_rows(attention.q_proj, queries)
+        for projection in (attention.k_proj, attention.v_proj):
+            _keep_rows(projection, keys)
+        for projection in (mlp.gate_proj, mlp.up_proj):
+            _keep_rows(projection, inner)
+        _keep_columns(attention.o_proj, queries, collective)
+        _keep_columns(mlp.down_proj, inner, collective)
+    module: Any = model.hf
+    _keep_rows(module.lm_head, share(model.vocab_size, rank, size))
+    device = device or model.device
+    module.to(device)
+    layers = tuple(replace(shape, num_kv_heads=len(its_kv_heads)) for shape in model.layers)
+    return replace(model, layers=layers, device=device)
+
+
+def share(count: int, rank: int, size: int) -> range:
+    """The rank's part of `count` things in a row; the first ranks have one more where it does not come out even."""
+    return range(_begin(count, rank, size), _begin(count, rank + 1, size))
+
+
+def head_ranges(heads: int, kv_heads: int, rank: int, size: int) -> tuple[range, range]:
+    """The rank's query heads and the KV heads that they read, all of them by equally many.
+
+    Raises:
+        OptionError: there are more ranks than this can be divided among.
+    """
+    per_kv_head = heads // kv_heads
+    if size <= kv_heads:
+        own = share(kv_heads, rank, size)
+        return range(own.start * per_kv_head, own.stop * per_kv_head), own
+    if size > heads:
+        raise OptionError("tensor_parallel", f"{size} ranks, and the model has {heads} heads")
+    # The ranks are divided among the KV heads, and each KV head's query heads among its ranks.
+    kv_head = next(head for head in range(kv_heads) if rank in share(size, head, kv_heads))
+    ranks = share(size, kv_head, kv_heads)
+    own = share(per_kv_head, rank - ranks.start, len(ranks))
+    if len(ranks) > per_kv_head:
+        raise OptionError("tensor_parallel", f"{size} ranks, and {per_kv_head} heads read each of {kv_heads} KV heads")
+    first = kv_head * per_kv_head
+    return range(first + own.start, first + own.stop), range(kv_head, kv_head + 1)
+
+
+def _begin(count: int, rank: int, size: int) -> int:
+    return rank * (count // size) + min(rank, count % size)
+
+
+def _rows(heads: range, head_size: int) -> range:
+    return range(heads.start * head_size, heads.stop * head_size)
+
+
+def _keep_rows(linear: torch.nn.Linear, rows: range) -> None:
+    # A copy: a view would keep the whole alive. The head's weight may be the embedding's, which stays as it is.
+    linear.weight = _parameter(linear.weight[rows.start : rows.stop])
+    if linear.bias is not None:
+        linear.bias = _parameter(linear.bias[rows.start : rows.stop])
+    linear.out_features = len(rows)
+
+
+def _keep_columns(linear: torch.nn.Linear, columns: range, collective: Collective) -> None:
+    linear.weight = _parameter(linear.weight[:, columns.start : columns.stop])
+    if linear.bias is not None and collective.rank:
+        linear.bias = _parameter(torch.zeros_like(linear.bias))  # it is added once
+    linear.in_features = len(columns)
+
+    def reduce(_: torch.nn.Module, __: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        collective.all_reduce(output)
+        return output
+
+    linear.register_forward_hook(reduce)
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor.detach().clone(), requires_grad=False)
+
+
+class ShardRunner(TorchRunner):
+    """A rank's TorchRunner: its logits are those of the whole vocabulary."""
+
+    name = "tensor parallel"
+
+    def __init__(self, shard: Model, collective: Collective) -> None:
+        super().__init__(shard)
+        self._collective = collective
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """As TorchRunner's, with every rank's part of the vocabulary side by side."""
+        own = super().forward(batch)  # [R, this rank's]
+        counts = [len(share(self.vocab_size, rank, self._collective.size)) for rank in range(self._collective.size)]
+        padded = own.new_zeros((len(own), counts[0]))
+        padded[:, : own.shape[1]] = own
+        parts = self._collective.gather(padded)
+        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)
+
+
+# The group of processes
+
+
+class RankGroup:
+    """A rank's place among all, over torch.distributed: NCCL between GPUs, gloo else; plans always go over gloo.
+
+    Args:
+        device: where this rank computes.
+        store: where the ranks meet; None: where `torchrun` said, in the environment.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
+        self.rank, self.size = rank, size
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        where = {"init_method": "env://"} if store is None else {"store": store}
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=_WITHOUT_END, **where)
+        self._control = dist.new_group(backend="gloo", timeout=_WITHOUT_END)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See Collective."""
+        dist.all_reduce(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See Collective."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+    def tell(self, what: int, payload: torch.Tensor, argument: int = 0) -> None:
+        """Rank 0: sends a command with its words, a CPU tensor [n] int64."""
+        first = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
+        first[:3] = torch.tensor([what, len(payload), argument])
+        room = _FIRST_WORDS - _HEADER_WORDS
+        head = payload[:room]
+        first[_HEADER_WORDS : _HEADER_WORDS + len(head)] = head
+        dist.broadcast(first, 0, group=self._control)
+        if len(payload) > room:
+            dist.broadcast(payload[room:].contiguous(), 0, group=self._control)
+
+    def hear(self) -> tuple[int, torch.Tensor, int]:
+        """The others: the next command, once there is one."""
+        first = torch.empty(_FIRST_WORDS, dtype=torch.int64)
+        dist.broadcast(first, 0, group=self._control)
+        what, count, argument = first[:3].tolist()
+        room = _FIRST_WORDS - _HEADER_WORDS
+        head = first[_HEADER_WORDS : _HEADER_WORDS + min(count, room)]
+        if count <= room:
+            return what, head, argument
+        rest = torch.empty(count - room, dtype=torch.int64)
+        dist.broadcast(rest, 0, group=self._control)
+        return what, torch.cat([head, rest]), argument
+
+    def bytes_to_zero(self, content: torch.Tensor | None, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Every rank's flat bytes, of the given sizes, at rank 0; the others give and get None."""
+        if self.rank:
+            assert content is not None
+            dist.send(content, 0, group=self._control)
+            return None
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for rank in range(1, self.size):
+            dist.recv(parts[rank], rank, group=self._control)
+        return parts
+
+    def bytes_from_zero(self, parts: Sequence[torch.Tensor] | None, size: int) -> torch.Tensor:
+        """The flat bytes that rank 0 has for this rank."""
+        if not self.rank:
+            assert parts is not None
+            for rank in range(1, self.size):
+                dist.send(parts[rank], rank, group=self._control)
+            return parts[0]
+        content = torch.empty(size, dtype=torch.uint8)
+        dist.recv(content, 0, group=self._control)
+        return content
+
+
+class TensorParallelRunner:
+    """Rank 0's runner: tells the others every step, and takes part. Implements `Runner`.
+
+    Steps are laid out on the CPU, as the plan travels from there; logits lie where rank 0 computes.
+
+    Args:
+        runner: of rank 0's shard.
+        group: all ranks.
+        alive: raises when another rank is known to be gone.
+    """
+
+    name = "tensor parallel"
+    quantize = "none"
+
+    def __init__(self, runner: ShardRunner, model: Model, group: RankGroup, alive: Callable[[], None]) -> None:
+        self.device = torch.device("cpu")
+        self.vocab_size, self.groups = runner.vocab_size, runner.groups
+        self._runner, self._group, self._alive = runner, group, alive
+        self._heads = [
+            len(head_ranges(model.config.num_attention_heads, _kv_heads(model), rank, group.size)[1])
+            for rank in range(group.size)
+        ]
+        self._block_size = 0
+
+    def bytes_per_block(self, group: int, block_size: int) -> int:
+        """Of all ranks together; see `Runner`."""
+        own = self._runner.bytes_per_block(group, block_size)
+        return own // self._heads[0] * sum(self._heads)
+
+    def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
+        """Makes every rank's pool."""
+        self._block_size = block_size
+        self._tell(_ALLOCATE, num_blocks, block_size)
+        self._runner.allocate(num_blocks, block_size)
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """See `Runner`; every rank computes its share.
+
+        Raises:
+            DeviceFault: a rank is gone, or its share of the step failed.
+        """
+        self._tell(_FORWARD, pack_batch(batch))
+        try:
+            return self._runner.forward(to_device(batch, self._runner.device))
+        except Exception as error:
+            raise DeviceFault(f"a rank failed in mid step: {error}") from error
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Runner`; each rank copies its heads' share."""
+        self._tell(_COPY_BLOCKS, [group, *(block for pair in pairs for block in pair)])
+        self._runner.copy_blocks(group, pairs)
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """See `Runner`; the ranks' shares side by side."""
+        self._tell(_READ_BLOCKS, [group, *blocks])
+        own = self._runner.read_blocks(group, blocks)
+        sizes = [own.numel() // self._heads[0] * heads for heads in self._heads]
+        try:
+            parts = self._group.bytes_to_zero(None, sizes)
+        except Exception as error:
+            raise DeviceFault(f"a rank is gone: {error}") from error
+        assert parts is not None
+        parts[0] = own.flatten()
+        return torch.cat([part.view(len(blocks), -1) for part in parts], dim=1)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """See `Runner`; each rank gets its share back."""
+        assert content.shape == (len(blocks), self.bytes_per_block(group, self._block_size))
+        self._tell(_WRITE_BLOCKS, [group, *blocks])
+        widths = [content.shape[1] // sum(self._heads) * heads for heads in self._heads]
+        parts = [part.contiguous() for part in torch.split(content, widths, dim=1)]
+        try:
+            self._group.bytes_from_zero([part.flatten() for part in parts], 0)
+        except Exception as error:
+            raise DeviceFault(f"a rank is gone: {error}") from error
+        self._runner.write_blocks(group, blocks, parts[0])
+
+    def close(self) -> None:
+        """Every rank releases its pool."""
+        try:
+            self._tell(_CLOSE, ())
+        finally:
+            self._runner.close()
+
+    def _tell(self, what: int, words: Sequence[int] | torch.Tensor, argument: int = 0) -> None:
+        self._alive()
+        payload = words if isinstance(words, torch.Tensor) else torch.tensor(list(words), dtype=torch.int64)
+        try:
+            self._group.tell(what, payload, argument)
+        except Exception as error:
+            raise DeviceFault(f"a rank is gone: {error}") from error
+
+
+def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Does what rank 0 says, until the process ends.
+
+    Args:
+        on_step: is given each step's logits, which all ranks have.
+    """
+    block_size = 0
+    while True:
+        what, words, argument = group.hear()
+        if what == _FORWARD:
+            logits = runner.forward(to_device(unpack_batch(words), runner.device))
+            if on_step is not None:
+                on_step(logits)
+        elif what == _ALLOCATE:
+            block_size = argument
+            runner.allocate(words.tolist(), block_size)
+        elif what == _CLOSE:
+            runner.close()
+        else:
+            group_id, *blocks = words.tolist()
+            if what == _COPY_BLOCKS:
+                runner.copy_blocks(group_id, list(zip(blocks[::2], blocks[1::2], strict=True)))
+            elif what == _READ_BLOCKS:
+                group.bytes_to_zero(runner.read_blocks(group_id, blocks).flatten(), ())
+            else:
+                width = runner.bytes_per_block(group_id, block_size)
+                content = group.bytes_from_zero(None, len(blocks) * width)
+                runner.write_blocks(group_id, blocks, content.view(len(blocks), width))
+
+
+# A step as words
+
+
+def pack_batch(batch: RaggedBatch) -> torch.Tensor:
+    """All of a batch as one CPU tensor [n] int64; `unpack_batch` reads it."""
+    tensors = [*batch.slots, *batch.block_tables]
+    plain = [batch.input_ids, batch.positions, batch.query_starts, batch.kv_lens, batch.logit_rows]
+    sizes = [len(batch.slots), batch.max_query_len, batch.max_kv_len, *(len(tensor) for tensor in plain)]
+    sizes += [table.shape[1] for table in batch.block_tables]
+    flat = [tensor.reshape(-1).to("cpu", torch.int64) for tensor in (*plain, *tensors)]
+    return torch.cat([torch.tensor(sizes, dtype=torch.int64), *flat])
+
+
+def unpack_batch(words: torch.Tensor) -> RaggedBatch:
+    """The batch that `pack_batch` was given, on the CPU."""
+    num_groups, max_query_len, max_kv_len, tokens, _, starts, entries, rows = words[:8].tolist()
+    widths = words[8 : 8 + num_groups].tolist()
+    sizes = [tokens, tokens, starts, entries, rows, *[tokens] * num_groups, *(entries * width for width in widths)]
+    parts = torch.split(words[8 + num_groups :], sizes)
+    tables = parts[5 + num_groups :]
+    return RaggedBatch(
+        input_ids=parts[0],
+        positions=parts[1],
+        query_starts=parts[2].int(),
+        kv_lens=parts[3].int(),
+        logit_rows=parts[4],
+        slots=tuple(parts[5 : 5 + num_groups]),
+        block_tables=tuple(table.int().view(entries, width) for table, width in zip(tables, widths, strict=True)),
+        max_query_len=max_query_len,
+        max_kv_len=max_kv_len,
+    )
+
+
+def to_device(batch: RaggedBatch, device: torch.device) -> RaggedBatch:
+    """The batch with its tensors on the device."""
+    if device.type == "cpu":
+        return batch
+    names = ("input_ids", "positions", "query_starts", "kv_lens", "logit_rows")
+    return replace(
+        batch,
+        **{name: getattr(batch, name).to(device) for name in names},
+        slots=tuple(slots.to(device) for slots in batch.slots),
+        block_tables=tuple(table.to(device) for table in batch.block_tables),
+    )
+
+
+# Starting and following
+
+
+def open_ranks(options: EngineOptions, load: Callable[[], Model]) -> tuple[Model, Callable[[], TensorParallelRunner]]:
+    """Rank 0: starts the other ranks, unless torchrun has, loads the model, and meets them.
+
+    Returns:
+        The model, whose weights are rank 0's share, and what makes the runner of a context.
+
+    Raises:
+        OptionError: the model cannot be divided so, or another rank did not start.
+        ModelError: as `load_model`.
+    """
+    size = options.tensor_parallel
+    if options.runner not in ("auto", "torch"):
+        raise OptionError("runner", f"several ranks compute in torch, not {options.runner}")
+    for option, asked in (
+        ("quantize", options.quantize not in ("auto", "none")),
+        ("use_cuda_graph", options.use_cuda_graph),
+    ):
+        if asked:
+            raise OptionError(option, "several ranks compute in torch, in the model's dtype and without graphs")
+    # Sums are the same on all ranks whatever the threads; too many of them only wait for one another.
+    torch.set_num_threads(threads_per_rank(options))
+    others = None if is_torchrun() else OtherRanks(options)
+    try:
+        model = load()
+        device = compute_device(options)
+        if others is not None:
+            others.wait_until_loaded()
+        group = RankGroup(0, size, device, None if others is None else others.store)
+        alive: Callable[[], None] = _nobody_to_ask if others is None else others.check
+        whole = model
+        shard = shard_model(model, group, device)
+    except BaseException:
+        if others is not None:
+            others.end()
+        raise
+    # Towards the rest of the engine the model has its whole shapes.
+    return replace(whole, device=device), lambda: TensorParallelRunner(ShardRunner(shard, group), whole, group, alive)
+
+
+def follow(
+    options: EngineOptions, rank: int, store: Any = None, on_step: Callable[[torch.Tensor], None] | None = None
+) -> None:
+    """Another rank: loads the model, keeps its share, and does what rank 0 says until rank 0 is gone.
+
+    Raises:
+        OptionError, ModelError: as `open_ranks`.
+        RuntimeError: rank 0, or another one, is gone.
+    """
+    torch.set_num_threads(threads_per_rank(options))
+    model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=0)
+    if store is not None:
+        store.set(f"loaded {rank}", "yes")
+    device = compute_device(options)
+    group = RankGroup(rank, options.tensor_parallel, device, store)
+    serve_rank(ShardRunner(shard_model(model, group, device), group), group, on_step)
+
+
+def compute_device(options: EngineOptions) -> torch.device:
+    """Where a rank computes: of the GPUs that it sees the first, else the CPU; torchrun's ranks see all of them."""
+    if options.n_gpu_layers == 0 or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local if local < torch.cuda.device_count() else 0)
+
+
+def threads_per_rank(options: EngineOptions) -> int:
+    """Threads of a step in each rank on this machine."""
+    if options.n_threads:
+        return options.n_threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", options.tensor_parallel)))
+
+
+class OtherRanks:
+    """The processes of all ranks but 0, on this machine. They end with this process, and with this object."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        # They meet in a file that only this user can read: no port to choose, and none that others could join.
+        self._directory = tempfile.TemporaryDirectory(prefix="genbatch-ranks-")
+        self._size = options.tensor_parallel
+        path = Path(self._directory.name) / "store"
+        self.store = _meeting_place(path, self._size)
+        if sys.platform.startswith("linux"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.processes = [_start_rank(options, rank, path) for rank in range(1, self._size)]
+        self.end = weakref.finalize(self, _end_ranks, self.processes, self._directory)
+
+    def wait_until_loaded(self) -> None:
+        """Returns once every rank has its model.
+
+        Raises:
+            OptionError: one has ended instead.
+        """
+        waiting = set(range(1, self._size))
+        while waiting:
+            self._check_started()
+            waiting = {rank for rank in waiting if not self.store.check([f"loaded {rank}"])}
+            time.sleep(0.02)
+
+    def check(self) -> None:
+        """Raises:
+        DeviceFault: a rank has ended.
+        """
+        for rank, process in enumerate(self.processes, start=1):
+            if process.poll() is not None:
+                raise DeviceFault(f"rank {rank} of {self._size} has ended with code {process.returncode}")
+
+    def _check_started(self) -> None:
+        try:
+            self.check()
+        except DeviceFault as fault:
+            raise OptionError("tensor_parallel", str(fault)) from fault
+
+
+def _meeting_place(path: Path, size: int) -> Any:
+    distributed: Any = dist  # torch's own types leave the class out
+    return distributed.FileStore(str(path), size)
+
+
+def _start_rank(options: EngineOptions, rank: int, store: Path) -> "subprocess.Popen[bytes]":
+    environment = dict(os.environ)
+    if options.n_gpu_layers != 0 and torch.cuda.is_available():
+        visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        devices = visible.split(",")
+        if len(devices) < options.tensor_parallel:
+            raise OptionError("tensor_parallel", f"{options.tensor_parallel} ranks, and GPUs {visible}")
+        environment["CUDA_VISIBLE_DEVICES"] = devices[rank]
+    command = "from genbatch.nif.context.tensor_parallel import main; main()"
+    arguments = [sys.executable, "-c", command, msgspec.json.encode(options).decode(), str(rank), str(store)]
+    # Its standard input is a pipe that this process holds: its end is this process's end.
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, env=environment)
+
+
+def _end_ranks(processes: "Sequence[subprocess.Popen[bytes]]", directory: "tempfile.TemporaryDirectory[str]") -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+    directory.cleanup()
+
+
+def _nobody_to_ask() -> None:
+    """torchrun watches its ranks itself."""
+
+
+def _kv_heads(model: Model) -> int:
+    heads = getattr(model.config, "num_key_value_heads", None)
+    return int(heads or model.config.num_attention_heads)
+
+
+def main() -> None:
+    """A rank that rank 0 started: `options rank store`."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
+    try:
+        follow(options, int(sys.argv[2]), _meeting_place(Path(sys.argv[3]), options.tensor_parallel))
+    except (NativeError, RuntimeError) as error:
+        # RuntimeError is what torch.distributed raises when a peer is gone: the group is over.
+        print(f"rank {sys.argv[2]} ends: {error}", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    # Threads of a backend whose peers are gone may never end.
+    os._exit(1)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # past Python's own lock of its standard input
+        pass
+    os._exit(1)

@@ -1,0 +1,432 @@
+"""LoRA adapters: what PEFT wrote about a model's linears, read, checked and named.
+
+    adapters = Adapters(model, AdapterLimits())
+    adapters.add(adapters.read("sql", Path("adapters/sql")))     # adapter_config.json, adapter_model.safetensors
+    adapters["sql"].linears["model.layers.0.mlp.up_proj"]        # LoraLinear: a, b, scale
+
+A linear with an adapter gives  x W^T + scale * (x A^T) B^T.  What would make a model say something else than PEFT does
+is refused by the name of the field or the tensor: what is not known here must not be left out silently.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from genbatch.nif.errors import AdapterError
+from genbatch.nif.lora import LoraAdapter, LoraLinear
+from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.trusted_files import NotOurs, check_ours
+
+if TYPE_CHECKING:
+    from genbatch.nif.models.model import Model
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_MAX_CONFIG_BYTES = 2**20
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Fields of adapter_config.json that change what a linear gives, in ways that are not computed here.
+_REFUSED = {
+    "use_dora": "DoRA is not computed",
+    "modules_to_save": "whole modules of an adapter's own are not served",
+    "lora_bias": "biases are not added",
+    "fan_in_fan_out": "transposed weights (Conv1D) are not adapted",
+    "target_parameters": "parameters that are no linears are not adapted",
+    "trainable_token_indices": "embeddings are not adapted",
+    "layer_replication": "layers are not repeated",
+    "alora_invocation_tokens": "adapters that begin in mid prompt are not computed",
+    "use_qalora": "QALoRA is not computed",
+    "use_bdlora": "block-diagonal adapters are not computed",
+    "arrow_config": "mixtures of adapters are not computed",
+    "kasa_config": "KaSA is not computed",
+    "monteclora_config": "MonteCLoRA is not computed",
+}
+# Trained beside base weights that were changed for it, which are in no file here.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Tensors of other kinds, by a part of their names.
+_REFUSED_TENSORS = {
+    "lora_magnitude_vector": "DoRA is not computed",
+    "lora_embedding": "embeddings are not adapted",
+    "modules_to_save": "whole modules of an adapter's own are not served",
+    ".bias": "biases are not added",
+}
+
+_handles = count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLimits:
+    """Bounds of what is loaded.
+
+    Args:
+        max_loras: adapters at once.
+        max_lora_rank: of each.
+        max_memory_percent: fraction of the free memory that one may take.
+    """
+
+    max_loras: int = 32
+    max_lora_rank: int = 128
+    max_memory_percent: float = 0.9
+
+
+class Adapters(Mapping[str, LoraAdapter]):
+    """The adapters of a model that are loaded, by name; they outlive the contexts that use them.
+
+    Args:
+        model: what they adapt.
+        limits: how many, and how large.
+        refusal: why none can be; None where they can.
+        probe: bytes of free memory; None when unknown.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        limits: AdapterLimits | None = None,
+        refusal: str | None = None,
+        probe: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.base = ""  # what the model is called beside its own name
+        self._model = model
+        self._limits = limits or AdapterLimits()
+        self._refusal = refusal
+        self._probe = probe
+        self._loaded: dict[str, LoraAdapter] = {}
+        self._retired: set[str] = set()
+
+    def __getitem__(self, name: str) -> LoraAdapter:
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def check(self, name: str) -> None:
+        """Raises AdapterError unless one more adapter may have this name."""
+        if self._refusal is not None:
+            raise AdapterError(name, self._refusal)
+        if _NAME.fullmatch(name) is None:
+            rule = "1 to 128 letters, digits and ._:/-, of which the first is a letter or a digit"
+            raise AdapterError(name[:128], f"a name is {rule}")
+        if name in self._loaded:
+            raise AdapterError(name, f"there is one of this name already, from {self._loaded[name].path}")
+        if name in (self.base, self._model.name):
+            raise AdapterError(name, "the model itself has this name")
+        if len(self._loaded) >= self._limits.max_loras:
+            raise AdapterError(name, f"{len(self._loaded)} are loaded, and max_loras allows no more")
+
+    def read(self, name: str, path: Path) -> LoraAdapter:
+        """The adapter in a directory, not yet one of these; may take seconds, and run on any thread.
+
+        Raises:
+            AdapterError: it cannot be served; the message names the file, and the field or the tensor.
+        """
+        self.check(name)
+        return read_lora(name, path, self._model, self._limits, self._probe())
+
+    def add(self, adapter: LoraAdapter) -> None:
+        """Makes it one of these.
+
+        Raises:
+            AdapterError: as `check`.
+        """
+        self.check(adapter.name)
+        self._loaded[adapter.name] = adapter
+
+    def find(self, name: str) -> LoraAdapter | None:
+        """The one that a new request may have; None where there is none of the name, or it is on its way out."""
+        return None if name in self._retired else self._loaded.get(name)
+
+    def serving(self) -> list[LoraAdapter]:
+        """Those that new requests may have."""
+        return [adapter for name, adapter in self._loaded.items() if name not in self._retired]
+
+    def retire(self, name: str) -> None:
+        """Lets no new request have it; it stays loaded for those that do."""
+        self._retired.add(name)
+
+    def remove(self, name: str) -> LoraAdapter:
+        """Forgets one."""
+        self._retired.discard(name)
+        return self._loaded.pop(name)
+
+
+def read_lora(name: str, path: Path, model: "Model", limits: AdapterLimits, free: int | None = None) -> LoraAdapter:
+    """Reads and checks the two files of an adapter, within so many bytes of free memory; see `Adapters.read`."""
+    path = _directory(name, path)
+    raw, config = _read_config(name, path / CONFIG)
+    linears = _targets(model)
+    found, digest = _read_tensors(name, path / WEIGHTS, linears, limits, free)
+    expected = _expected(config, model)
+    for module in found.keys() - set(expected):
+        raise AdapterError(name, f"{WEIGHTS}: {_key(module, 'A')} is there, and {CONFIG} does not adapt {module}")
+    for module in expected:
+        if module not in linears:
+            raise AdapterError(name, f"{CONFIG}: target_modules: {_why_not(module)}")
+        if module not in found:
+            raise AdapterError(name, f"{WEIGHTS}: {_key(module, 'A')} is missing")
+    scales = _Scales(name, config)
+    adapted = {module: LoraLinear(a, b, scales.of(module, len(a))) for module, (a, b) in found.items()}
+    digest.update(raw)
+    return LoraAdapter(name, path, digest.hexdigest(), next(_handles), adapted)
+
+
+# The directory and its configuration
+
+
+def _directory(name: str, path: Path) -> Path:
+    try:
+        path = Path(path).expanduser().absolute()
+        is_directory = path.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # nobody's home, no way in, a NUL
+        raise AdapterError(name, f"{path} cannot be looked at: {error}") from None
+    if not is_directory:
+        raise AdapterError(name, f"{path} is not a directory")
+    for file in (path / CONFIG, path / WEIGHTS):
+        if not file.is_file():
+            also = " (adapter_model.bin is a pickle, and not read)" if (path / "adapter_model.bin").exists() else ""
+            raise AdapterError(name, f"{path}: {file.name} is missing{also}")
+        try:
+            check_ours(file)
+        except NotOurs as error:
+            raise AdapterError(name, str(error)) from None
+        except OSError as error:
+            raise AdapterError(name, f"{file} cannot be read: {error.strerror}") from None
+    return path
+
+
+def _read_config(name: str, file: Path) -> tuple[bytes, dict[str, Any]]:
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(_MAX_CONFIG_BYTES + 1)
+        config = json.loads(raw)
+    except OSError as error:
+        raise AdapterError(name, f"{CONFIG} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(name, f"{CONFIG} is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if len(raw) > _MAX_CONFIG_BYTES or not isinstance(config, dict):
+        raise AdapterError(name, f"{CONFIG} is not an object of at most {_MAX_CONFIG_BYTES} bytes")
+
+    def refuse(field: str, reason: str) -> AdapterError:
+        return AdapterError(name, f"{CONFIG}: {field} is {str(config.get(field))[:64]!r}: {reason}")
+
+    if config.get("peft_type") != "LORA":
+        raise refuse("peft_type", "only LORA is served")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise refuse("task_type", "only CAUSAL_LM is served")
+    if config.get("bias", "none") != "none":
+        raise refuse("bias", "biases are not added")
+    for field, reason in _REFUSED.items():
+        if config.get(field):
+            raise refuse(field, reason)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise refuse(
+            "init_lora_weights", "it goes with changed base weights; convert it to a plain adapter when saving"
+        )
+    for field in ("r", "lora_alpha"):
+        value = config.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise refuse(field, "must be a number")
+    if not isinstance(config["r"], int) or config["r"] < 1:
+        raise refuse("r", "must be an integer of at least 1")
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(field) or {}
+        numbers = isinstance(patterns, dict) and all(
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            for value in patterns.values()
+        )
+        if not numbers:
+            raise refuse(field, "must give a number for each pattern")
+        for pattern in patterns:
+            _compiled(name, field, pattern)
+    targets = config.get("target_modules")
+    if not (isinstance(targets, str) or _are_texts(targets)):
+        raise refuse("target_modules", "must be names of modules, or one expression for all of them")
+    if isinstance(targets, str) and targets != "all-linear":
+        _compiled(name, "target_modules", targets)
+    return raw, config
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _compiled(name: str, field: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise AdapterError(name, f"{CONFIG}: {field}: {pattern[:64]!r} is no regular expression: {error}") from None
+
+
+class _Scales:
+    """What each linear's part is multiplied with, as PEFT computes it."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        self._name = name
+        self._config = config
+
+    def of(self, module: str, rank: int) -> float:
+        """Of a module whose matrices have this rank."""
+        wanted = self._pattern("rank_pattern", module, self._config["r"])
+        if rank != wanted:
+            key = _key(module, "A")
+            raise AdapterError(self._name, f"{WEIGHTS}: {key} has rank {rank}, {CONFIG} says {wanted:g}")
+        alpha = self._pattern("alpha_pattern", module, self._config["lora_alpha"])
+        return alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank
+
+    def _pattern(self, field: str, module: str, default: float) -> float:
+        for pattern, value in (self._config.get(field) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(value)
+        return default
+
+
+# Which linears
+
+
+def _targets(model: "Model") -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of every linear that can be adapted, by its name: those that every runner computes."""
+    hf: Any = model.hf
+    linears = {
+        name: (module.out_features, module.in_features)
+        for name, module in hf.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not hf.get_output_embeddings()
+    }
+    kind = type(hf).__name__
+    if kind not in ARCHITECTURES:
+        return linears
+    tensors = ARCHITECTURES[kind](hf.config).tensors
+    names = (*tensors.qkv, tensors.out, *tensors.gate_up, tensors.down)
+    starts = [tensors.layer.format(index) for index in range(len(model.layers))]
+    known = {start + name for start in starts for name in names}
+    return {name: shape for name, shape in linears.items() if name in known}
+
+
+def _expected(config: Mapping[str, Any], model: "Model") -> list[str]:
+    """The modules that the configuration says are adapted."""
+    targets, excluded = config["target_modules"], config.get("exclude_modules")
+    hf: Any = model.hf
+    head = hf.get_output_embeddings()
+    found = []
+    for name, module in hf.named_modules():
+        if targets == "all-linear":
+            is_wanted = isinstance(module, torch.nn.Linear) and module is not head
+        else:
+            is_wanted = _names(targets, name) and not list(module.children())
+        if is_wanted and not (excluded and _names(excluded, name)) and _in_layers(config, name):
+            found.append(name)
+    return found
+
+
+def _names(wanted: Any, module: str) -> bool:
+    """Whether PEFT's list of endings, or its expression, means a module."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in wanted if isinstance(name, str))
+
+
+def _in_layers(config: Mapping[str, Any], module: str) -> bool:
+    layers = config.get("layers_to_transform")
+    if layers is None:
+        return True
+    number = re.search(r"\.(\d+)\.", module)
+    return number is not None and int(number[1]) in (layers if isinstance(layers, list) else [layers])
+
+
+def _why_not(module: str) -> str:
+    return f"{module} is none of the linears of attention and MLP, which are what is adapted here"
+
+
+# The tensors
+
+
+def _read_tensors(
+    name: str, file: Path, linears: Mapping[str, tuple[int, int]], limits: AdapterLimits, free: int | None
+) -> "tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], Any]":
+    """A and B of each module, float32, and a digest that the file's bytes went into."""
+
+    def refuse(reason: str) -> AdapterError:
+        return AdapterError(name, f"{WEIGHTS}: {reason}")
+
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    digest = hashlib.sha256()
+    try:
+        size = file.stat().st_size
+        # What is in 16 bits there is in 32 here, twice: as it was read, and as a runner packs it.
+        if free is not None and 4 * size > free * limits.max_memory_percent:
+            raise refuse(f"{size} bytes would take up to {4 * size} of the {free} bytes of memory that are free")
+        raw = file.read_bytes()  # not mapped: what is digested here is what is served, whatever becomes of the file
+        digest.update(raw)
+        tensors = load(raw)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise refuse(f"cannot be read: {' '.join(str(error).split())[:200]}") from None
+    del raw
+    for key, tensor in tensors.items():
+        module, which = _parsed(refuse, key)
+        if module not in linears:
+            raise refuse(f"{key}: {_why_not(module)}")
+        _check_shape(refuse, key, which, tuple(tensor.shape), linears[module], limits.max_lora_rank)
+        if tensor.dtype not in _FLOATS:
+            raise refuse(f"{key} is of type {tensor.dtype}; float32, float16 and bfloat16 are read")
+        plain = tensor.to(torch.float32, copy=True).contiguous()
+        if not bool(torch.isfinite(plain).all()):
+            raise refuse(f"{key} has values that are not finite")
+        found.setdefault(module, {})[which] = plain
+    if not found:
+        raise refuse("there is no tensor in it")
+    pairs = {}
+    for module, pair in found.items():
+        for which in "AB":
+            if which not in pair:
+                raise refuse(f"{_key(module, which)} is missing")
+        if len(pair["A"]) != pair["B"].shape[1]:
+            raise refuse(f"{_key(module, 'B')} has rank {pair['B'].shape[1]}, and its A has {len(pair['A'])}")
+        pairs[module] = pair["A"], pair["B"]
+    return pairs, digest
+
+
+def _parsed(refuse: Any, key: str) -> tuple[str, str]:
+    """Module and matrix of a tensor's name."""
+    shown = key[:256]
+    for part, reason in _REFUSED_TENSORS.items():
+        if part in key:
+            raise refuse(f"{shown}: {reason}")
+    matched = _KEY.fullmatch(key)
+    if matched is None:
+        raise refuse(f"{shown} is no tensor of a LoRA adapter")
+    return matched[1], matched[2]
+
+
+def _check_shape(
+    refuse: Any, key: str, which: str, shape: tuple[int, ...], linear: tuple[int, int], max_rank: int
+) -> None:
+    outputs, inputs = linear
+    if len(shape) != 2:
+        raise refuse(f"{key} has the shape {list(shape)}; a matrix is wanted")
+    rank, width = shape if which == "A" else shape[::-1]
+    wanted = inputs if which == "A" else outputs
+    if width != wanted:
+        side = "inputs" if which == "A" else "outputs"
+        raise refuse(
+            f"{key} has the shape {list(shape)}, and the model's linear has {wanted} {side}: another base model?"
+        )
+    if not 1 <= rank <= max_rank:
+        raise refuse(f"{key} has rank {rank}; 1 to {max_rank} is allowed (max_lora_rank)")
+
+
+def _key(module: str, which: str) -> str:
+    return f"base_model.model.{module}.lora_{which}.weight"

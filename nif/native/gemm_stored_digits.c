@@ -1,0 +1,130 @@
+/* float rows x weights in the blocks of a GGUF file (stored.h), by integer dot products.
+ *
+ * A row comes as 24-bit integers, a power of two for every group of 16 or 32 inputs (rows.c), each integer as three
+ * bytes: a = 65536 high + 256 middle + low. A code is a byte, so
+ *     sum code a = 65536 sum(code high) + 256 sum(code middle) + sum(code low)
+ * is three exact sums of bytes, and floats are met once a group, where float products round once an input. What the
+ * integers leave out of an input is at most 2^-23 of its group's largest, and nothing is rounded within a group: of rows
+ * like those of models the result is nearer to the true sum than that of float products, at three byte products
+ * for four of floats and without making a float of each weight.
+ *
+ * DEPTH inputs of a block are made ready once (stored_plain.h); tiles of up to DIGIT_ROWS rows walk over all rows. A code
+ * that means zero is taken off inside the integers. A row's sums do not depend on its company. */
+#include "genbatch.h"
+#include "simd.h"
+#include "stored_plain.h"
+#include "tiles.h"
+
+#if VL == 16 || defined(__aarch64__)
+#define DIGIT_ROWS 4 /* x 3 sums x 2 vectors = 24 of 32 registers */
+#else
+#define DIGIT_ROWS 2
+#endif
+
+/* Only where one instruction multiplies four bytes is this faster than float products. */
+bool digits_pay(void)
+{
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+    return true;
+#else
+    return false;
+#endif
+}
+
+/* `x`: [inputs / 4][DIGITS][pitch][4] from the tile's first row on; `factors`: [groups][pitch]. */
+ALWAYS_INLINE void tile(const int R, const bool nibbles, const bool minima, int zero_shift, const plain *w, const int8_t *x,
+                        const digit_factors *factors, int64_t pitch, int size, int64_t num_groups, int column,
+                        float *sums)
+{
+    const int8_t *of_digit[DIGITS];
+    UNROLL for (int d = 0; d < DIGITS; d++) of_digit[d] = x + 4 * d * pitch;
+    for (int64_t g = 0; g < num_groups; g++, factors += pitch) {
+        const uint8_t *words = words_of_group(nibbles, w, g, size) + 4 * column;
+        vi s[DIGIT_ROWS][DIGITS][2];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int d = 0; d < DIGITS; d++) {
+            s[r][d][0] = minima ? (vi){0} : vi_set1(factors[r].minus_digits[d]) << zero_shift;
+            s[r][d][1] = s[r][d][0];
+        }
+        for (int k = 0; k < size; k += inputs_of_word(nibbles), words += WORDS) {
+            fetch_ahead(nibbles, w, g * size + k);
+            vi w0 = vi_load(words), w1 = vi_load(words + 4 * VL);
+            UNROLL for (int half = 0; half < inputs_of_word(nibbles) / 4; half++) {
+                vi c0 = bytes_of_word(nibbles, w0, half), c1 = bytes_of_word(nibbles, w1, half);
+                UNROLL for (int d = 0; d < DIGITS; d++) {
+                    UNROLL for (int r = 0; r < R; r++) {
+                        int32_t four;
+                        memcpy(&four, of_digit[d] + 4 * r, 4);
+                        s[r][d][0] = vi_dot_bytes(s[r][d][0], c0, vi_set1(four));
+                        s[r][d][1] = vi_dot_bytes(s[r][d][1], c1, vi_set1(four));
+                    }
+                    of_digit[d] += 4 * DIGITS * pitch;
+                }
+            }
+        }
+        UNROLL for (int v = 0; v < 2; v++) {
+            vf scale = vf_load(w->scales[g] + column + v * VL), minus = vf_load(w->minus[g] + column + v * VL);
+            UNROLL for (int r = 0; r < R; r++) {
+                float *out = sums + r * COLUMNS + column + v * VL;
+                vf high = vf_from_int(s[r][2][v]), lower = vf_from_int((s[r][1][v] << 8) + s[r][0][v]);
+                vf total = vf_fma(high, vf_set1(65536.0f), lower), old = vf_load(out);
+                if (minima) old = vf_fma(vf_set1(factors[r].minus_total), minus, old);
+                vf_store(out, vf_fma(total, scale * vf_set1(factors[r].scale), old));
+            }
+        }
+    }
+}
+
+/* The power of two that is a type's zero; -1 for a type with minima. */
+static int zero_shift_of(const int kind)
+{
+    const stored_type t = stored_type_of(kind);
+    return t.minima ? -1 : t.levels ? 7 : __builtin_ctz((unsigned)t.zero);
+}
+
+void gemm_stored_digits_block(int kind, const uint8_t *weights, int64_t k, int size, const rows *a, int64_t first,
+                              int64_t count, float *sums)
+{
+    const int zero_shift = zero_shift_of(kind);
+    const bool nibbles = has_nibbles(stored_type_of(kind));
+    plain made;
+    memset(sums, 0, sizeof(float) * COLUMNS * (size_t)count);
+    for (int64_t from = 0; from < k; from += DEPTH) {
+        const int64_t depth = smaller(k - from, DEPTH);
+#define CALL(HOW, KIND) lay_out(KIND, weights, from, depth, CELL / size, &made)
+        FOR_BLOCK_KINDS(kind, CALL)
+#undef CALL
+        tile_place at;
+        for (int64_t r = first; r < first + count; r += at.size) {
+            at = tile_with(a->count, r);
+            const int8_t *x = (const int8_t *)a->data + DIGITS * (at.start * a->k + from * at.size);
+            const digit_factors *factors = (const digit_factors *)a->factors + at.start * a->groups + from / size * at.size;
+            const int parts = (at.size + DIGIT_ROWS - 1) / DIGIT_ROWS;
+            for (int part = 0, row = 0, end; part < parts; part++, row = end) {
+                end = at.size * (part + 1) / parts;
+                float *out = sums + (r - first + row) * COLUMNS;
+                for (int c = 0; c < COLUMNS; c += 2 * VL)
+#define TILE(R, NIBBLES, MINIMA)                                                                               \
+    tile(R, NIBBLES, MINIMA, zero_shift, &made, x + 4 * row, factors + row, at.size, size, depth / size, c, out)
+#define CALL(R)                                                                                                \
+    if (nibbles && zero_shift < 0)                                                                             \
+        TILE(R, true, true);                                                                                   \
+    else if (nibbles)                                                                                          \
+        TILE(R, true, false);                                                                                  \
+    else if (zero_shift < 0)                                                                                   \
+        TILE(R, false, true);                                                                                  \
+    else                                                                                                       \
+        TILE(R, false, false)
+                    switch (end - row) {
+                    case 1: CALL(1); break;
+                    case 2: CALL(2); break;
+#if DIGIT_ROWS == 4
+                    case 3: CALL(3); break;
+                    default: CALL(4); break;
+#endif
+                    }
+#undef CALL
+#undef TILE
+            }
+        }
+    }
+}

@@ -1,0 +1,119 @@
+/* A stretch of a block of stored.h as integer dot products read it: its codes, and the factors of each group.
+ *
+ * Codes of 8 and of 4 bits are read where they lie, others are laid out a byte a code. */
+#ifndef GENBATCH_STORED_PLAIN_H
+#define GENBATCH_STORED_PLAIN_H
+
+#include "genbatch.h"
+#include "simd.h"
+#include "stored.h"
+#include "stored_cell.h"
+
+#define DEPTH 256 /* inputs: some 14 KB of L1 */
+#define LEAST_GROUP 16
+#define STRETCHES_AHEAD 2 /* one alone takes less time with a single row than memory does to answer */
+
+static const uint8_t RAISED[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+#define RAISED_ZERO 128.0f /* levels of IQ4_NL, plus this */
+
+typedef struct {
+    _Alignas(64) uint8_t codes[DEPTH * COLUMNS]; /* [DEPTH / 4][COLUMNS][4] */
+    _Alignas(64) float scales[DEPTH / LEAST_GROUP][COLUMNS];
+    _Alignas(64) float minus[DEPTH / LEAST_GROUP][COLUMNS];
+    const uint8_t *cells[DEPTH / CELL]; /* where each 32 inputs lie: in `codes`, or in the block itself */
+    const uint8_t *ahead; /* what is laid out later, to be fetched while this is multiplied */
+    int64_t stride; /* bytes of it for every 4 inputs */
+} plain;
+
+/* Whether a word of the codes holds 8 inputs, half a byte each, and not 4. */
+ALWAYS_INLINE bool has_nibbles(const stored_type t) { return t.bits == 4 && !t.levels; }
+
+ALWAYS_INLINE int inputs_of_word(const bool nibbles) { return nibbles ? 8 : 4; }
+
+/* Four of a word's inputs, a byte each. */
+ALWAYS_INLINE vi bytes_of_word(const bool nibbles, vi word, int half)
+{
+    return nibbles ? (word >> (4 * half)) & 0x0f0f0f0f : word;
+}
+
+/* Asks for what a word's inputs will be replaced by. All at once would be more than a core can wait for. */
+ALWAYS_INLINE void fetch_ahead(const bool nibbles, const plain *p, int64_t input)
+{
+    const uint8_t *at = p->ahead + input / 4 * p->stride;
+    __builtin_prefetch(at);
+    __builtin_prefetch(at + 64);
+    if (nibbles) __builtin_prefetch(at + 128);
+}
+
+/* The words of a group of `size` inputs. */
+ALWAYS_INLINE const uint8_t *words_of_group(const bool nibbles, const plain *p, int64_t group, int size)
+{
+    return p->cells[group * size / CELL] + group * size % CELL / inputs_of_word(nibbles) * WORDS;
+}
+
+/* The table's byte for the low 4 bits of each byte; the high bits are 0. */
+ALWAYS_INLINE vi raised(vi nibbles)
+{
+#if VL == 16
+    __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)RAISED));
+    return (vi)_mm512_shuffle_epi8(table, (__m512i)nibbles);
+#else
+    uint8_t bytes[4 * VL];
+    memcpy(bytes, &nibbles, sizeof(bytes));
+    for (int i = 0; i < 4 * VL; i++) bytes[i] = RAISED[bytes[i]];
+    memcpy(&nibbles, bytes, sizeof(bytes));
+    return nibbles;
+#endif
+}
+
+/* Four inputs from 8 * j + 4 * half on, a byte each. */
+ALWAYS_INLINE vi codes_of(const stored_type t, const words w, int half)
+{
+    const vi one = vi_set1(0x01010101), three = vi_set1(0x03030303), nibble = vi_set1(0x0f0f0f0f);
+    const int at2 = 2 * (w.j % 2 * 2 + half), at1 = 2 * w.j + half;
+    if (t.bits == 2) return (w.low >> at2) & three;
+    if (t.bits == 3) return ((w.low >> at2) & three) | ((w.high >> at1) & one) << 2;
+    vi low = (w.low >> (4 * half)) & nibble;
+    if (t.levels) return raised(low);
+    if (t.bits == 5) return low | ((w.high >> at1) & one) << 4;
+    if (t.bits == 6) return low | ((w.high >> at2) & three) << 4;
+    return low;
+}
+
+ALWAYS_INLINE void lay_out_cell(const int kind, const uint8_t *head, const uint8_t *cell, int groups, int64_t input,
+                                plain *out)
+{
+    const stored_type t = stored_type_of(kind);
+    const uint8_t *codes = cell + scale_bytes(t);
+    uint8_t *to = out->codes + input * COLUMNS;
+    for (int which = 0; which < groups; which++)
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            group g = group_of(t, kind, head, cell, t.scale_group == 16 ? which : 0, v * VL);
+            const int64_t at = input * groups / CELL + which;
+            vf_store(out->scales[at] + v * VL, g.scale);
+            vf_store(out->minus[at] + v * VL, t.levels ? g.scale * RAISED_ZERO : g.minus);
+        }
+    const bool as_it_is = t.bits == 8 || has_nibbles(t);
+    out->cells[input / CELL] = as_it_is ? codes : to;
+    if (as_it_is) return;
+    UNROLL for (int j = 0; j < 4; j++) UNROLL for (int v = 0; v < VECTORS; v++) {
+        const words w = words_of(t, codes, j, v * VL);
+        *(vi_memory *)(to + 2 * j * WORDS + 4 * v * VL) = codes_of(t, w, 0);
+        *(vi_memory *)(to + (2 * j + 1) * WORDS + 4 * v * VL) = codes_of(t, w, 1);
+    }
+}
+
+ALWAYS_INLINE void lay_out(const int kind, const uint8_t *weights, int64_t from, int64_t count, int groups, plain *out)
+{
+    const stored_type t = stored_type_of(kind);
+    const int64_t cell_size = scale_bytes(t) + code_bytes(t), cells = t.unit / CELL;
+    const int64_t size = unit_bytes(t) * DEPTH / t.unit;
+    out->ahead = weights + from / t.unit * unit_bytes(t) + STRETCHES_AHEAD * size;
+    out->stride = size / (DEPTH / 4);
+    for (int64_t k = 0; k < count; k += CELL) {
+        const uint8_t *head = weights + (from + k) / t.unit * unit_bytes(t);
+        lay_out_cell(kind, head, head + head_bytes(t) + (from + k) / CELL % cells * cell_size, groups, k, out);
+    }
+}
+
+#endif

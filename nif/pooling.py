@@ -1,0 +1,196 @@
+"""Pooling: how the hidden states of a text's tokens become its one embedding, as the model's own files say.
+
+    pooling = directory_pooling("all-minilm", directory, hidden_size=384)      # None: the files speak of no embeddings
+    vector = pooling.finish(states.mean(0))
+
+sentence-transformers writes modules.json, which names a pooling, what follows it, and where their settings are; GGUF
+has the key `<architecture>.pooling_type`. Nothing is guessed: last token, mean and first token give vectors that look
+alike and are not.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genbatch.nif.errors import ModelError
+
+LAST, MEAN, CLS = "last", "mean", "cls"
+KINDS = (LAST, MEAN, CLS)
+"""The last token's state, the mean of all, the first token's."""
+
+_OF_SENTENCE_TRANSFORMERS = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
+_OLD_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_OF_GGUF = {1: MEAN, 2: CLS, 3: LAST}
+# Without an effect once a model is trained.
+_SILENT_MODULES = ("Transformer", "Dropout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """How embeddings are made.
+
+    Args:
+        kind: one of KINDS.
+        normalize: whether an embedding is brought to the length 1.
+        size: elements of an embedding.
+        shorter: sizes to which an embedding may be cut, since the model was trained for it (Matryoshka).
+        prefix: text in front of every text, where the model wants one.
+        lowercase: whether texts are made lower case first.
+        max_tokens: tokens of a text at most; None leaves it to the model's positions.
+        reads_whole: whether the model reads a text in both directions, and its runner pools what is whole.
+    """
+
+    kind: str
+    normalize: bool
+    size: int
+    shorter: frozenset[int] = frozenset()
+    prefix: str = ""
+    lowercase: bool = False
+    max_tokens: int | None = None
+    reads_whole: bool = False
+
+    @property
+    def needs_every_state(self) -> bool:
+        """Whether states other than the last token's are wanted of a runner."""
+        return self.kind != LAST and not self.reads_whole
+
+    def text(self, text: str) -> str:
+        """What the model reads for a text."""
+        return self.prefix + (text.lower() if self.lowercase else text)
+
+    def finish(self, pooled: torch.Tensor, dimensions: int | None = None) -> torch.Tensor:
+        """The embedding, [dimensions or size] float32.
+
+        Args:
+            pooled: [size], of the states that `kind` says.
+        """
+        vector = pooled.float()[:dimensions]
+        if not self.normalize:
+            return vector
+        return torch.nn.functional.normalize(vector, dim=0)
+
+
+def directory_pooling(model: str, directory: Path, config: Any) -> Pooling | None:
+    """What the files of sentence-transformers say; None where there are none, or they pool nothing.
+
+    Args:
+        model: what the user called the model, for errors.
+        config: transformers' configuration of the model.
+
+    Raises:
+        ModelError: the files cannot be read, or want what is not served.
+    """
+    settings, normalize = _pooling_settings(model, directory)
+    if settings is None:
+        return None
+    modes = _modes(settings)
+    if len(modes) != 1 or modes[0] not in _OF_SENTENCE_TRANSFORMERS:
+        known = ", ".join(_OF_SENTENCE_TRANSFORMERS)
+        raise ModelError(model, f"its embeddings are pooled by {' and '.join(modes)}; served are {known}")
+    prefix = _default_prompt(model, directory)
+    if prefix and settings.get("include_prompt") is False:
+        raise ModelError(model, "its pooling leaves its own prompt out (include_prompt), which is not served")
+    limits = _read(model, directory / "sentence_bert_config.json")
+    longest = limits.get("max_seq_length")
+    return replace(
+        plain_pooling(_OF_SENTENCE_TRANSFORMERS[modes[0]], config),
+        normalize=normalize,
+        prefix=prefix,
+        lowercase=limits.get("do_lower_case") is True,
+        max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
+    )
+
+
+def gguf_pooling(model: str, metadata: Mapping[str, Any], config: Any) -> Pooling | None:
+    """What a GGUF file says; None where it speaks of no embeddings.
+
+    Raises:
+        ModelError: it wants another kind.
+    """
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+    if kind == 0:
+        return None
+    if kind not in _OF_GGUF:
+        raise ModelError(model, f"its pooling_type is {kind}; served are 1 (mean), 2 (cls) and 3 (last)")
+    return plain_pooling(_OF_GGUF[kind], config)
+
+
+def plain_pooling(kind: str, config: Any) -> Pooling:
+    """This kind, of the model's hidden states, at length 1."""
+    size = int(config.hidden_size)
+    shorter = getattr(config, "matryoshka_dimensions", None)
+    if shorter is None:
+        shorter = range(1, size) if getattr(config, "is_matryoshka", None) is True else ()
+    return Pooling(kind=kind, normalize=True, size=size, shorter=frozenset(n for n in shorter if 0 < n < size))
+
+
+def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | None, bool]:
+    """The pooling's configuration, and whether its vectors are normalised."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        settings = _read(model, directory / "1_Pooling" / "config.json")
+        return settings or None, False
+    modules = _parse(model, path)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelError(model, "modules.json is no list of modules")
+    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    if "Pooling" not in kinds:
+        return None, False
+    for kind in kinds:
+        if kind not in (*_SILENT_MODULES, "Pooling", "Normalize"):
+            raise ModelError(model, f"its embeddings go through a module {kind}, which is not served")
+    folder = str(modules[kinds.index("Pooling")].get("path", ""))
+    place = (directory / folder / "config.json").resolve()
+    if not place.is_relative_to(directory.resolve()):
+        raise ModelError(model, f"modules.json names the folder {folder!r}, which is outside the model's")
+    settings = _read(model, place)
+    if not settings:
+        raise ModelError(model, f"modules.json names a pooling, and {folder}/config.json is not there")
+    return settings, "Normalize" in kinds
+
+
+def _modes(settings: Mapping[str, Any]) -> list[str]:
+    if "pooling_mode" in settings:
+        named = settings["pooling_mode"]
+        return [str(mode) for mode in named] if isinstance(named, list) else [str(named)]
+    # As sentence-transformers has it: a configuration that names none means the mean.
+    return [mode for key, mode in _OLD_KEYS.items() if settings.get(key) is True] or ["mean"]
+
+
+def _default_prompt(model: str, directory: Path) -> str:
+    """The text that sentence-transformers puts in front where its caller names no prompt."""
+    settings = _read(model, directory / "config_sentence_transformers.json")
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    if name is None or not isinstance(prompts, dict):
+        return ""
+    if not isinstance(prompts.get(name), str):
+        raise ModelError(model, f"config_sentence_transformers.json has no prompt {str(name)[:80]!r}")
+    return str(prompts[name])
+
+
+def _read(model: str, path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is not there."""
+    if not path.is_file():
+        return {}
+    found = _parse(model, path)
+    if not isinstance(found, dict):
+        raise ModelError(model, f"{path.name} is no JSON object")
+    return found
+
+
+def _parse(model: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ModelError(model, f"{path.name} cannot be read: {fault}") from fault

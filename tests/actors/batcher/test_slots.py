@@ -1,0 +1,34 @@
+"""Who of those that wait is to start first."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from genbatch.actors.batcher.requests import Sequence
+from genbatch.actors.batcher.slots import FairShare, HeldPrompts, Slots
+
+
+def waits(account: str, arrival: int, num_pauses: int = 0) -> Sequence:
+    request = SimpleNamespace(account=account)
+    return cast(Any, Sequence)(
+        request_id=arrival,
+        num_prompt_tokens=8,
+        max_new_tokens=8,
+        arrival=arrival,
+        num_pauses=num_pauses,
+        request=request,
+        output=None,
+        sampler=None,
+    )
+
+
+def test_what_was_paused_goes_first_and_then_clients_take_turns() -> None:
+    """A paused one has paid for its prompt, and somebody has begun to read it."""
+    fair = FairShare()
+    for account in "aab":
+        fair.enter(account)
+    fair.charge("b", prompt_tokens=100)
+    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None), lambda: 0.0)
+    first, second, other, paused = waits("a", 1), waits("a", 2), waits("b", 3), waits("b", 4, num_pauses=1)
+    for one in (first, second, other, paused):
+        slots.enqueue(one)
+    assert slots.ready() == [paused, first, second, other]

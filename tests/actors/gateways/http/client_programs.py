@@ -1,0 +1,583 @@
+"""Programs as people write them, over the clients that people use: python client_programs.py CLIENT URL.
+
+Runs everything that is tried with one client and prints, as JSON, its version and what passed. It needs that client and
+nothing of ours. The model is random: what is shown is that calls come through, validate, and can be answered.
+"""
+
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Literal
+
+import pydantic
+
+TRIED: dict[str, dict[str, Callable[[str], None]]] = {}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["c", 'ü"\n']}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+FUNCTION: Any = WEATHER["function"]
+USER: Any = {"role": "user", "content": "Well?"}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"name": {"enum": ["red", "green"]}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+class Colour(pydantic.BaseModel):
+    """A colour."""
+
+    name: Literal["red", "green", "blue"]
+    share: Literal[1, 2, 3]
+
+
+def tries(client: str, what: str) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
+    """Puts a function among what is tried with a client."""
+
+    def add(function: Callable[[str], None]) -> Callable[[str], None]:
+        TRIED.setdefault(client, {})[what] = function
+        return function
+
+    return add
+
+
+def is_weather(arguments: Any) -> bool:
+    """Whether a call's arguments validate, as JSON or read already."""
+    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return set(found) == {"city", "unit"} and len(found["city"]) <= 8 and found["unit"] in ("c", 'ü"\n')
+
+
+# openai
+
+
+def openai_client(url: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@tries("openai", "chat")
+def _(url: str) -> None:
+    said = openai_client(url).chat.completions.create(model="model", messages=[USER], max_tokens=5, temperature=0)
+    choice = said.choices[0]
+    assert (choice.finish_reason, said.usage.completion_tokens) == ("length", 5)
+    ended = openai_client(url).chat.completions.create(
+        model="model", messages=[USER], max_tokens=5, temperature=0, stop=[choice.message.content[1:2]]
+    )
+    assert ended.choices[0].finish_reason == "stop" and ended.choices[0].message.content == choice.message.content[:1]
+
+
+@tries("openai", "chat streamed")
+def _(url: str) -> None:
+    asked: Any = {"model": "model", "messages": [USER], "max_tokens": 5, "temperature": 0}
+    whole = openai_client(url).chat.completions.create(**asked)
+    chunks = list(openai_client(url).chat.completions.create(**asked, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content and chunks[-1].choices[0].finish_reason == "length"
+
+
+@tries("openai", "chat async")
+def _(url: str) -> None:
+    import openai
+
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            asked: Any = {"model": "model", "messages": [USER], "max_tokens": 4, "temperature": 0}
+            one, other = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(2)))
+            assert one.choices[0].message.content == other.choices[0].message.content
+            stream = await client.chat.completions.create(**asked, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == one.choices[0].message.content
+
+    asyncio.run(ask())
+
+
+@tries("openai", "tools by the streaming helper")
+def _(url: str) -> None:
+    client = openai_client(url)
+    asked: Any = {"model": "model", "messages": [USER], "tools": [WEATHER], "max_tokens": 300}
+    with client.chat.completions.stream(**asked, tool_choice="required", parallel_tool_calls=False) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    choice = final.choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and is_weather(call.function.arguments)
+    answer: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    conversation: Any = [USER, choice.message, answer]
+    after = client.chat.completions.create(model="model", messages=conversation, tools=[WEATHER], max_tokens=4)
+    assert after.choices[0].message.role == "assistant"
+    whole = client.chat.completions.create(**asked, tool_choice=NAMED)
+    assert whole.choices[0].message.content is None and len(whole.choices[0].message.tool_calls) == 1
+
+
+@tries("openai", "parallel tool calls of two choices, streamed")
+def _(url: str) -> None:
+    nothing: Any = {"type": "object", "properties": {}, "additionalProperties": False}
+    other: Any = {"type": "function", "function": {"name": "o" * 64, "parameters": nothing}}
+    asked: Any = {"model": "model", "messages": [USER], "max_tokens": 900, "n": 2, "stream": True}
+    for seed in range(20):  # how many calls there are is drawn
+        calls: dict[tuple[int, int], list[str]] = {}
+        ends = {}
+        stream = openai_client(url).chat.completions.create(
+            **asked, tools=[WEATHER, other], tool_choice="required", seed=seed
+        )
+        for choice in (choice for chunk in stream for choice in chunk.choices):
+            assert not choice.delta.content
+            ends[choice.index] = choice.finish_reason
+            for piece in choice.delta.tool_calls or ():
+                if piece.id is not None:
+                    assert (choice.index, piece.index) not in calls and piece.function.name
+                    calls[choice.index, piece.index] = [piece.function.name, ""]
+                calls[choice.index, piece.index][1] += piece.function.arguments or ""
+        assert ends == {0: "tool_calls", 1: "tool_calls"}
+        for name, arguments in calls.values():
+            assert is_weather(arguments) if name == "get_weather" else json.loads(arguments) == {}, (name, arguments)
+        if max(index for _, index in calls) > 0:
+            return
+    raise AssertionError("no answer had several calls")
+
+
+@tries("openai", "structured output")
+def _(url: str) -> None:
+    parsed = openai_client(url).chat.completions.parse(
+        model="model", messages=[USER], response_format=Colour, max_tokens=100
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Colour)
+
+
+@tries("openai", "completions")
+def _(url: str) -> None:
+    client = openai_client(url)
+    both = client.completions.create(model="model", prompt=["def f(", "x ="], max_tokens=3, temperature=0)
+    assert len(both.choices) == 2
+    asked: Any = {"model": "model", "prompt": "def f(", "max_tokens": 3, "temperature": 0, "stream": True}
+    assert "".join(each.choices[0].text for each in client.completions.create(**asked)) == both.choices[0].text
+
+
+@tries("openai", "responses")
+def _(url: str) -> None:
+    import openai
+
+    client = openai_client(url)
+    plain = client.responses.create(model="model", input="Well?", max_output_tokens=5, temperature=0)
+    chat = client.chat.completions.create(model="model", messages=[USER], max_tokens=5, temperature=0)
+    assert plain.output_text == chat.choices[0].message.content
+    assert (plain.status, plain.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (plain.output[0].status, plain.usage.output_tokens) == ("incomplete", 5)
+    on = client.responses.create(model="model", input="On?", previous_response_id=plain.id, max_output_tokens=2)
+    assert on.usage.input_tokens > plain.usage.input_tokens
+    try:
+        client.responses.create(model="model", input="On?", previous_response_id="resp_none")
+        raise AssertionError("a response that nobody remembers was gone on with")
+    except openai.NotFoundError as error:
+        assert error.code == "previous_response_not_found"
+
+
+@tries("openai", "responses streamed")
+def _(url: str) -> None:
+    client = openai_client(url)
+    asked: Any = {"model": "model", "input": "Well?", "max_output_tokens": 5, "temperature": 0}
+    plain = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == plain.output_text and events[-1].type == "response.incomplete"
+    assert events[-1].response.output[0].status == "incomplete"
+
+
+@tries("openai", "responses with tools")
+def _(url: str) -> None:
+    client = openai_client(url)
+    tool: Any = {"type": "function", **FUNCTION}
+    asked: Any = {"model": "model", "input": "Well?", "tools": [tool], "tool_choice": "required"}
+    with client.responses.stream(**asked, parallel_tool_calls=False, max_output_tokens=300) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds and kinds[-1] == "response.completed"
+    (call,) = final.output
+    assert call.type == "function_call" and is_weather(call.arguments)
+    said: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    client.responses.create(model="model", input=said, previous_response_id=final.id, tools=[tool], max_output_tokens=2)
+    history: Any = [{"role": "user", "content": "Well?"}, call.model_dump(exclude_none=True), *said]
+    client.responses.create(model="model", input=history, tools=[tool], max_output_tokens=2, store=False)
+    # A call that was cut short is no part of what is remembered.
+    cut = client.responses.create(**asked, max_output_tokens=12)
+    assert cut.output[-1].status == "incomplete"
+    client.responses.create(model="model", input="On?", previous_response_id=cut.id, tools=[tool], max_output_tokens=2)
+
+
+@tries("openai", "responses with structured output")
+def _(url: str) -> None:
+    parsed = openai_client(url).responses.parse(
+        model="model", input="Which?", text_format=Colour, max_output_tokens=100
+    )
+    assert isinstance(parsed.output_parsed, Colour)
+
+
+# anthropic
+
+
+def anthropic_client(url: str) -> Any:
+    from anthropic import Anthropic
+
+    return Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+
+
+MESSAGE: Any = {"model": "model", "max_tokens": 5, "messages": [USER], "extra_body": {"temperature": 0}}
+
+
+@tries("anthropic", "chat")
+def _(url: str) -> None:
+    from anthropic import NotFoundError
+
+    client = anthropic_client(url)
+    plain = client.messages.create(**MESSAGE)
+    counted = client.messages.count_tokens(model="model", messages=[USER], system="Be brief.")
+    assert counted.input_tokens > plain.usage.input_tokens + plain.usage.cache_read_input_tokens
+    assert plain._request_id == plain.id and plain.stop_reason == "max_tokens"
+    try:
+        client.messages.create(**(MESSAGE | {"model": "none"}))
+        raise AssertionError("an unknown model answered")
+    except NotFoundError as error:
+        assert (error.type, error.body["type"]) == ("not_found_error", "error")
+
+
+@tries("anthropic", "chat streamed")
+def _(url: str) -> None:
+    client = anthropic_client(url)
+    with client.messages.stream(**MESSAGE) as stream:
+        assert "".join(stream.text_stream) == client.messages.create(**MESSAGE).content[0].text
+        assert stream.get_final_message().stop_reason == "max_tokens"
+
+
+@tries("anthropic", "chat async")
+def _(url: str) -> None:
+    from anthropic import AsyncAnthropic
+
+    async def ask() -> str:
+        client = AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+        async with client, client.messages.stream(**MESSAGE) as stream:
+            return "".join([text async for text in stream.text_stream])
+
+    assert asyncio.run(ask()) == anthropic_client(url).messages.create(**MESSAGE).content[0].text
+
+
+@tries("anthropic", "stop sequences")
+def _(url: str) -> None:
+    client = anthropic_client(url)
+    stop = client.messages.create(**MESSAGE).content[0].text[1:3]
+    plain = client.messages.create(**MESSAGE, stop_sequences=["never said", stop])
+    with client.messages.stream(**MESSAGE, stop_sequences=["never said", stop]) as stream:
+        streamed = stream.get_final_message()
+    for message in (plain, streamed):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+
+
+@tries("anthropic", "tools")
+def _(url: str) -> None:
+    client = anthropic_client(url)
+    tool: Any = {"name": FUNCTION["name"], "description": "Weather", "input_schema": FUNCTION["parameters"]}
+    choice: Any = {"type": "tool", "name": "get_weather"}
+    with client.messages.stream(**(MESSAGE | {"max_tokens": 300}), tools=[tool], tool_choice=choice) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    (use,) = message.content
+    assert "input_json" in kinds and message.stop_reason == "tool_use" and is_weather(use.input)
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    answered: Any = [USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    after = client.messages.create(model="model", max_tokens=3, messages=answered, tools=[tool])
+    assert after.role == "assistant"
+    several = client.messages.create(**(MESSAGE | {"max_tokens": 900}), tools=[tool], tool_choice={"type": "any"})
+    assert several.stop_reason == "tool_use" and all(is_weather(block.input) for block in several.content)
+
+
+@tries("anthropic", "structured output")
+def _(url: str) -> None:
+    shape: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    message = anthropic_client(url).messages.create(**(MESSAGE | {"max_tokens": 60}), output_config=shape)
+    assert json.loads(message.content[0].text)["name"] in ("red", "green")
+
+
+# langchain-openai
+
+
+def langchain_chat(url: str) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(base_url=url, api_key="none", model="model", max_tokens=300, max_retries=0, temperature=0)
+
+
+@tries("langchain-openai", "chat")
+def _(url: str) -> None:
+    chat = langchain_chat(url).bind(max_tokens=4)
+    assert len({answer.content for answer in [chat.invoke("Well?"), *chat.batch(["Well?", "Well?"])]}) == 1
+
+
+@tries("langchain-openai", "chat streamed")
+def _(url: str) -> None:
+    chat = langchain_chat(url).bind(max_tokens=4)
+    assert "".join(chunk.content for chunk in chat.stream("Well?")) == chat.invoke("Well?").content
+
+
+@tries("langchain-openai", "chat async")
+def _(url: str) -> None:
+    async def ask() -> Any:
+        return await langchain_chat(url).bind(max_tokens=4).ainvoke("Well?")
+
+    assert asyncio.run(ask()).usage_metadata["output_tokens"] == 4
+
+
+@tries("langchain-openai", "bind_tools")
+def _(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    bound = langchain_chat(url).bind_tools([WEATHER], tool_choice="any")
+    answer = bound.invoke("Well?")
+    assert all(is_weather(call["args"]) for call in answer.tool_calls) and answer.tool_calls
+    streamed: Any = None
+    for chunk in bound.stream("Well?"):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert all(is_weather(call["args"]) for call in streamed.tool_calls) and streamed.tool_calls
+    answers = [ToolMessage("sunny", tool_call_id=call["id"]) for call in answer.tool_calls]
+    langchain_chat(url).bind_tools([WEATHER]).bind(max_tokens=4).invoke([HumanMessage("Well?"), answer, *answers])
+
+
+@tries("langchain-openai", "structured output: function_calling, json_schema")
+def _(url: str) -> None:
+    for method in ("function_calling", "json_schema"):
+        assert isinstance(langchain_chat(url).with_structured_output(Colour, method=method).invoke("Which?"), Colour)
+
+
+# pydantic-ai
+
+
+def pydantic_ai_agent(url: str, **options: Any) -> Any:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    chat = OpenAIChatModel("model", provider=OpenAIProvider(base_url=url, api_key="none"))
+    return Agent(chat, **options)
+
+
+@tries("pydantic-ai", "chat")
+def _(url: str) -> None:
+    agent = pydantic_ai_agent(url, model_settings={"max_tokens": 4, "temperature": 0})
+    assert agent.run_sync("Well?").usage.output_tokens == 4
+
+
+@tries("pydantic-ai", "chat streamed")
+def _(url: str) -> None:
+    agent = pydantic_ai_agent(url, model_settings={"max_tokens": 4, "temperature": 0})
+
+    async def ask() -> str:
+        async with agent.run_stream("Well?") as run:
+            text: str = await run.get_output()
+            return text
+
+    assert asyncio.run(ask()) == agent.run_sync("Well?").output
+
+
+@tries("pydantic-ai", "structured output by a tool")
+def _(url: str) -> None:
+    agent = pydantic_ai_agent(url, output_type=Colour, model_settings={"max_tokens": 200})
+    assert isinstance(agent.run_sync("Which?").output, Colour)
+
+
+@tries("pydantic-ai", "a function of one's own, then structured output")
+def _(url: str) -> None:
+    asked = []
+    settings: Any = {"max_tokens": 400, "temperature": 1.0, "parallel_tool_calls": False}
+    agent = pydantic_ai_agent(url, output_type=Colour, model_settings=settings)
+
+    @agent.tool_plain
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        asked.append(place)
+        return "nothing"
+
+    # A random model chooses either of the two tools; in some run it looks first.
+    for seed in range(20):
+        found = agent.run_sync("Which?", model_settings={"seed": seed, **settings})
+        assert isinstance(found.output, Colour)
+        if asked:
+            break
+    assert set(asked) <= {"here", "there"} and asked
+
+
+# litellm
+
+
+def litellm_ask(url: str, **asked: Any) -> Any:
+    import litellm
+
+    common: Any = {"model": "openai/model", "api_base": url, "api_key": "none", "messages": [USER], "temperature": 0}
+    return litellm.completion(**(common | {"max_tokens": 4} | asked))
+
+
+@tries("litellm", "chat")
+def _(url: str) -> None:
+    assert litellm_ask(url).usage.completion_tokens == 4
+
+
+@tries("litellm", "chat streamed")
+def _(url: str) -> None:
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in litellm_ask(url, stream=True))
+    assert text == litellm_ask(url).choices[0].message.content
+
+
+@tries("litellm", "chat async")
+def _(url: str) -> None:
+    import litellm
+
+    said = litellm.acompletion(
+        model="openai/model", api_base=url, api_key="none", messages=[USER], temperature=0, max_tokens=4
+    )
+    assert asyncio.run(said).choices[0].message.content == litellm_ask(url).choices[0].message.content
+
+
+@tries("litellm", "tools")
+def _(url: str) -> None:
+    answer = litellm_ask(url, tools=[WEATHER], tool_choice="required", max_tokens=900).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert all(is_weather(call.function.arguments) for call in answer.message.tool_calls)
+
+
+@tries("litellm", "structured output")
+def _(url: str) -> None:
+    text = litellm_ask(url, response_format=Colour, max_tokens=100).choices[0].message.content
+    assert Colour.model_validate_json(text)
+
+
+@tries("litellm", "Anthropic's messages over OpenAI's chat")
+def _(url: str) -> None:
+    import litellm
+
+    async def ask() -> Any:
+        return await litellm.anthropic.messages.acreate(
+            model="openai/model", api_base=url, api_key="none", messages=[USER], max_tokens=4
+        )
+
+    message = asyncio.run(ask())
+    assert (message["type"], message["role"]) == ("message", "assistant")
+
+
+@tries("litellm", "Anthropic's messages")
+def _(url: str) -> None:
+    asked: Any = {"model": "anthropic/model", "max_tokens": 900, "tools": [WEATHER], "tool_choice": "required"}
+    said = litellm_ask(url.removesuffix("/v1"), **asked).choices[0]
+    assert all(is_weather(call.function.arguments) for call in said.message.tool_calls) and said.message.tool_calls
+
+
+# llama-index
+
+
+def llama_index_chat(url: str, **options: Any) -> Any:
+    from llama_index.llms.openai_like import OpenAILike
+
+    return OpenAILike(
+        model="model", api_base=url, api_key="none", is_chat_model=True, is_function_calling_model=True,
+        temperature=0, max_retries=0, **({"max_tokens": 4} | options),
+    )  # fmt: skip
+
+
+def _said() -> list[Any]:
+    from llama_index.core.llms import ChatMessage
+
+    return [ChatMessage(role="user", content="Well?")]
+
+
+@tries("llama-index", "chat")
+def _(url: str) -> None:
+    assert llama_index_chat(url).chat(_said()).message.content
+
+
+@tries("llama-index", "chat streamed")
+def _(url: str) -> None:
+    *_, last = llama_index_chat(url).stream_chat(_said())
+    assert last.message.content == llama_index_chat(url).chat(_said()).message.content
+
+
+@tries("llama-index", "chat async")
+def _(url: str) -> None:
+    assert asyncio.run(llama_index_chat(url).achat(_said())).message.content
+
+
+@tries("llama-index", "tools")
+def _(url: str) -> None:
+    from llama_index.core.tools import FunctionTool
+
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        return f"nothing {place}"
+
+    chat = llama_index_chat(url, max_tokens=300)
+    answered = chat.predict_and_call([FunctionTool.from_defaults(look)], user_msg="Well?", tool_required=True)
+    assert str(answered).startswith("nothing ")
+
+
+@tries("llama-index", "structured output")
+def _(url: str) -> None:
+    from llama_index.core.prompts import PromptTemplate
+
+    chat = llama_index_chat(url, max_tokens=200)
+    assert isinstance(chat.structured_predict(Colour, PromptTemplate("Which?")), Colour)
+
+
+# instructor
+
+
+@tries("instructor", "structured output: default mode, which is tools")
+def _(url: str) -> None:
+    import instructor
+
+    client = instructor.from_openai(openai_client(url))
+    asked: Any = {"model": "model", "messages": [USER], "response_model": Colour, "max_tokens": 200, "max_retries": 0}
+    assert isinstance(client.chat.completions.create(**asked), Colour)
+
+
+@tries("instructor", "structured output: JSON_SCHEMA, streamed")
+def _(url: str) -> None:
+    import instructor
+
+    client = instructor.from_openai(openai_client(url), mode=instructor.Mode.JSON_SCHEMA)
+    asked: Any = {"model": "model", "messages": [USER], "response_model": Colour, "max_tokens": 200, "max_retries": 0}
+    assert isinstance(client.chat.completions.create(**asked), Colour)
+    *_, last = client.chat.completions.create_partial(**asked)
+    assert Colour.model_validate(last.model_dump())
+
+
+PACKAGES = {"llama-index": "llama-index-llms-openai-like", "pydantic-ai": "pydantic-ai-slim"}
+
+
+def main(client: str, url: str) -> None:
+    """Prints {"version", "passed": [...], "failed": {what: traceback}}."""
+    passed, failed = [], {}
+    for what, function in TRIED[client].items():
+        try:
+            function(url)
+            passed.append(what)
+        except Exception:
+            failed[what] = traceback.format_exc()[-2000:]
+    print(json.dumps({"version": version(PACKAGES.get(client, client)), "passed": passed, "failed": failed}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

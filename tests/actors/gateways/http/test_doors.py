@@ -1,0 +1,239 @@
+"""/v1/responses and /v1/messages: bounds, faults by name, and clients that leave, over a scripted Batcher."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.gateways.http import front, responses
+from genbatch.actors.gateways.http.anthropic import read_message
+from genbatch.actors.gateways.http.bodies import Refusal
+from genbatch.actors.gateways.http.fill_in import FORMATS, FillIn
+from genbatch.actors.gateways.http.responses import Conversations, read_items
+from genbatch.actors.runtime.actor import From
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.validation import MAX_TOOLS
+from tests.actors.gateways.http.serving import served_http
+from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "x"}]
+SILENT = {"role": "assistant", "content": None}
+TOOL = {"name": "f", "parameters": {"type": "object"}}
+
+
+class Talking(ScriptedBatcher):
+    """Takes a conversation's last message as its prompt."""
+
+    async def handle_call(self, request: Any, from_: From[Any]) -> Any:
+        if isinstance(request, Generate) and request.request.messages:
+            said = request.request.messages[-1].content
+            plain = msgspec.structs.replace(request.request, messages=None, prompt=said, reasoning=False)
+            request = replace(request, request=plain)
+        return await super().handle_call(request, from_)
+
+
+def asks(arguments: str, name: str = "f", call_id: str = "a") -> dict[str, Any]:
+    """An assistant's turn with a call."""
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return SILENT | {"tool_calls": [call]}
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "banana", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (CHAT, {"messages": [SILENT]}, "messages[0].content"),
+        (CHAT, {"messages": [asks('{"x": "\\ud83d"}')]}, "messages[0].tool_calls[0].arguments"),
+        (CHAT, {"messages": [asks('{"x": NaN}')]}, "messages[0].tool_calls[0].arguments"),
+        (CHAT, {"messages": [asks("[1]")]}, "messages[0].tool_calls[0].arguments"),
+        (CHAT, {"messages": [asks("{")]}, "messages[0].tool_calls[0].arguments"),
+        (CHAT, {"messages": [asks("{}", "f" * 129)]}, "messages[0].tool_calls[0].name"),
+        (CHAT, {"messages": [asks("{}", call_id="a" * 129)]}, "messages[0].tool_calls[0].id"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        (CHAT, {"messages": USER, "tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function", "function": TOOL}] * 2}, "tools[1].function.name"),
+        (COMPLETION, {"prompt": [1, 2], "suffix": "x"}, "suffix"),
+        (COMPLETION, {"prompt": "a", "suffix": "x", "echo": True}, "suffix"),
+        (COMPLETION, {"prompt": "a", "suffix": "x"}, "suffix"),  # no marks in this vocabulary
+        (RESPONSES, {"input": [{"role": "banana", "content": "x"}]}, "input[0].role"),
+        (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        (RESPONSES, {"input": [{"content": "x"}]}, "input[0].role"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text"}]}]}, "input[0].text"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (RESPONSES, {"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (RESPONSES, {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+        (RESPONSES, {"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
+        (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation"),
+        (RESPONSES, {"input": "x", "background": True}, "background"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        (MESSAGES, {"messages": USER}, "max_tokens"),
+        (MESSAGES, {"messages": USER, "max_tokens": 0}, "max_tokens"),
+        (MESSAGES, {"messages": [{"role": "tool", "content": "x"}], "max_tokens": 1}, "messages[0].role"),
+        (MESSAGES, {"messages": [{"role": "user"}], "max_tokens": 1}, "messages[0].content"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1},
+         "messages[0].content[0].type"),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "tools": [{"type": "web_search_20250305"}]}, "tools[0].type"),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "stop_sequences": [""]}, "stop_sequences[0]"),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "output_config": {"effort": "low"}}, "output_config.effort"),
+        (COUNT, {"messages": USER, "max_tokens": 1}, "max_tokens"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_named_and_the_connection_lives(path: str, body: dict[str, Any], param: str) -> None:
+    async with served_http() as served:
+        for stream in (False, True):
+            asked = body if path == COUNT else body | {"stream": stream}
+            response = await served.client.post(path, content=json.dumps(asked).encode())
+            told = response.json()
+            assert (response.status_code, told["error"]["param"]) == (400, param), told
+            assert told.get("type") == ("error" if path.startswith(MESSAGES) else None)
+        assert (await served.complete("still there")).json()["choices"][0]["text"] == "stillthere"
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, {"input": "x"}),
+        (CHAT, {"messages": USER}),
+        (MESSAGES, {"messages": USER, "max_tokens": 1}),
+    ],
+)
+async def test_more_tools_than_allowed_are_refused_at_every_door(path: str, body: dict[str, Any]) -> None:
+    tools = [{"name": f"f{number}"} for number in range(MAX_TOOLS + 1)]
+    shaped = [
+        {"type": "function", "function": tool} if path == CHAT else {"type": "function", **tool} for tool in tools
+    ]
+    async with served_http() as served:
+        response = await served.client.post(path, json=body | {"tools": tools if path == MESSAGES else shaped})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.trio
+async def test_every_door_has_the_same_bound_on_bodies_in_its_own_words() -> None:
+    async with served_http() as served:
+        for path in (RESPONSES, MESSAGES, COUNT):
+            response = await served.client.post(path, content=b" " * (front.MAX_BODY_BYTES + 1))
+            assert response.status_code == 413
+            expected = "invalid_request_error" if path == RESPONSES else "request_too_large"
+            assert response.json()["error"]["type"] == expected
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(RESPONSES, {"input": "hold"}), (MESSAGES, {"messages": [{"role": "user", "content": "hold"}], "max_tokens": 9})],
+)
+async def test_a_client_that_leaves_ends_its_request(path: str, body: dict[str, Any], stream: bool) -> None:
+    async with served_http(batcher=Talking()) as served:
+        connection = await trio.open_tcp_stream("127.0.0.1", served.port)
+        content = json.dumps(body | {"stream": stream}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        await connection.send_all(head.encode() + content)
+        held = await served.batcher.arrival("hold")
+        if stream:
+            held.emit("shown")
+            assert b"shown" in await _received(connection, b"shown")
+        await connection.aclose()
+        await served.batcher.release("hold")
+
+
+async def _received(connection: trio.SocketStream, wanted: bytes) -> bytes:
+    seen = b""
+    while wanted not in seen:
+        part = await connection.receive_some()
+        assert part, seen
+        seen += part
+    return seen
+
+
+def test_an_answer_that_the_caller_has_begun_is_gone_on_with() -> None:
+    def goes_on(*messages: dict[str, Any]) -> bool:
+        (params,) = read_message({"messages": [*USER, *messages], "max_tokens": 1}).params
+        return params.get("continue_final_message", False)
+
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    assert goes_on({"role": "assistant", "content": "Sure"})
+    assert goes_on({"role": "assistant", "content": [{"type": "text", "text": "Sure"}]})
+    assert not goes_on()
+    assert not goes_on({"role": "assistant", "content": ""}) and not goes_on({"role": "assistant", "content": [call]})
+    assert not goes_on({"role": "assistant", "content": "Sure"}, *USER)
+
+
+# Conversations that are remembered
+
+
+def test_the_oldest_conversations_give_way_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(responses, "MAX_REMEMBERED_CHARS", 1000)
+    known = Conversations()
+    for number in range(4):
+        known.remember("me", f"r{number}", USER)
+    with pytest.raises(Refusal, match="not remembered"):
+        known.find("me", "r0")
+    assert known.find("me", "r1") == USER
+    known.remember("me", "long", [{"role": "user", "content": "x" * 900}])
+    assert known.find("me", "long")
+    with pytest.raises(Refusal):
+        known.find("me", "r1")
+    known.remember("me", "longer", [{"role": "user", "content": "x" * 1001}])
+    with pytest.raises(Refusal):
+        known.find("me", "longer")
+    assert known.find("me", "long")
+    with pytest.raises(Refusal):
+        known.find("somebody else", "long")
+
+
+def test_thinking_that_is_sent_back_belongs_to_the_answer_that_follows() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    asked = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    told = {"type": "function_call_output", "call_id": "a", "output": "1"}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "One."}]}
+    turns = read_items([*USER, thought, asked, told, said, thought, *USER])
+    assert [turn.get("reasoning_content") for turn in turns] == [None, "hm", None, None, None]
+    assert read_items([thought, said])[0]["reasoning_content"] == "hm"
+    assert "reasoning_content" not in read_items([{"type": "reasoning", "summary": [], "content": None}, said])[0]
+
+
+# Gaps
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("format", FORMATS)
+async def test_a_gap_is_written_with_the_marks_that_the_model_has(format: Any) -> None:
+    asked = []
+
+    async def count_tokens(model: str, text: str) -> int:
+        asked.append(text)
+        return 1 if text in format.marks else len(text)
+
+    fill_in = FillIn(count_tokens)
+    text = await fill_in.prompt("model", "BEFORE", "AFTER")
+    assert sorted(format.marks) == sorted(mark for mark in format.marks if text.count(mark) == 1)
+    before, after = text.index("BEFORE"), text.index("AFTER")
+    assert (before < after) == (format.parts[0] == "prefix") and text.startswith(format.marks[0])
+    looked = len(asked)
+    await fill_in.prompt("model", "a", "b")
+    assert len(asked) == looked
+
+
+@pytest.mark.trio
+async def test_a_model_without_marks_can_only_continue() -> None:
+    async def count_tokens(model: str, text: str) -> int:
+        return len(text)
+
+    with pytest.raises(InvalidRequest, match="only continue"):
+        await FillIn(count_tokens).prompt("model", "a", "b")

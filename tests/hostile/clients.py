@@ -1,0 +1,205 @@
+"""Clients that mean harm, each in one way, over plain msgpack-RPC: nothing of ours holds them back.
+
+python -m tests.hostile.clients KIND SOCKET TOKEN
+
+All but those that have no token say hello with one first. What each was answered is counted; what it is not answered
+within a minute is a fault of the service.
+"""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import trio
+import trio.lowlevel
+
+Answers = Counter[str]  # by the answer's kind: "result", or an error's code
+
+ANSWER_S = 60.0
+HELLO_BYTES = 4000  # of the 4,096 that are read before a hello is complete
+BIG_PROMPT = "word " * 200_000  # a megabyte
+TEXT = "word " * 20_000  # a tenth of one
+TOKEN_IDS = [5, 6, 7, 8] * 20_000
+FLOOD = 64  # calls that are sent before the first answer is read
+CONNECTIONS = 100
+SLOW = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the service is.
+
+    Args:
+        path: of its socket.
+        token: with which it lets one in.
+    """
+
+    path: str
+    token: str
+
+
+class Line:
+    """A connection, without manners."""
+
+    def __init__(self, stream: trio.SocketStream, answers: Answers) -> None:
+        self._stream = stream
+        self._answers = answers
+        self._unpacker = msgpack.Unpacker(strict_map_key=False)
+
+    @classmethod
+    async def open(cls, place: Place, answers: Answers) -> "Line":
+        """One that nobody knows yet."""
+        return cls(await trio.open_unix_socket(place.path), answers)
+
+    @classmethod
+    async def enter(cls, place: Place, answers: Answers) -> "Line":
+        """One that has shown its token."""
+        line = await cls.open(place, Counter())
+        await line.tell(("hello", {"token": place.token}))
+        await line.hear()
+        line._answers = answers
+        return line
+
+    async def tell(self, *calls: tuple[str, dict[str, Any]]) -> None:
+        """Sends calls without waiting for anything."""
+        data = b"".join(msgpack.packb([0, number, method, [params]]) for number, (method, params) in enumerate(calls))
+        await self._stream.send_all(data)
+
+    async def flood(self, count: int, *calls: tuple[str, dict[str, Any]]) -> None:
+        """Sends calls without waiting for anything, and counts so many answers meanwhile."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.tell, *calls)
+            await self.hear(count)
+            nursery.cancel_scope.cancel()
+
+    async def drip(self, data: bytes) -> None:
+        """Sends a byte at a time."""
+        for place in range(len(data)):
+            await self._stream.send_all(data[place : place + 1])
+            await trio.lowlevel.checkpoint()
+
+    async def hear(self, count: int = 1) -> None:
+        """Counts so many answers; a stream's tokens are none."""
+        with trio.fail_after(ANSWER_S):
+            while count > 0:
+                data = await self._stream.receive_some()
+                if not data:
+                    self._answers["closed"] += 1
+                    return
+                self._unpacker.feed(data)
+                for message in self._unpacker:
+                    if message[0] == 1:
+                        self._answers[message[2]["code"] if message[2] else "result"] += 1
+                        count -= 1
+
+    async def hang_up(self) -> None:
+        await self._stream.aclose()
+
+
+async def slow_hellos(place: Place, answers: Answers) -> None:
+    """Some connections say hello, a byte at a time, with as long a token as may be."""
+    hello = msgpack.packb([0, 1, "hello", [{"token": "x" * (HELLO_BYTES - 20)}]])
+
+    async def say() -> None:
+        line = await Line.open(place, answers)
+        await line.drip(hello)
+        await line.hear()
+        await line.hang_up()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(SLOW):
+            nursery.start_soon(say)
+
+
+async def big_prompts(place: Place, answers: Answers) -> None:
+    """A prompt of a megabyte that can never fit, again as soon as it is refused."""
+    line = await Line.enter(place, answers)
+    for _ in range(3):
+        await line.tell(("generate", {"prompt": BIG_PROMPT, "max_tokens": 1}))
+        await line.hear()
+    await line.hang_up()
+
+
+async def tokenize_flood(place: Place, answers: Answers) -> None:
+    """Long texts to be tokenized, all at once, twice as many of them as are heard of."""
+    line = await Line.enter(place, answers)
+    await line.flood(FLOOD // 2, *[("tokenize", {"prompt": TEXT})] * FLOOD)
+    await line.hang_up()
+
+
+async def detokenize_flood(place: Place, answers: Answers) -> None:
+    """Token ids to be made text, likewise."""
+    line = await Line.enter(place, answers)
+    await line.flood(FLOOD // 2, *[("detokenize", {"token_ids": TOKEN_IDS})] * FLOOD)
+    await line.hang_up()
+
+
+async def grammar_flood(place: Place, answers: Answers) -> None:
+    """Expressions that take long to compile, no two alike, some of them too large."""
+    line = await Line.enter(place, answers)
+    sizes = [random.randrange(100, 60_000) for _ in range(FLOOD)]
+    regexes = [f"([a-z]{{1,{size}}}[0-9]){{2}}" for size in sizes]
+    await line.flood(FLOOD, *[("generate", {"prompt": "a", "max_tokens": 1, "regex": one}) for one in regexes])
+    await line.hang_up()
+
+
+async def connection_flood(place: Place, answers: Answers) -> None:
+    """Connections that say nothing, or half a word, and end."""
+    lines = []
+    for number in range(CONNECTIONS):
+        with suppress(OSError, trio.BrokenResourceError):
+            line = await Line.open(place, answers)
+            lines.append(line)
+            if number % 2:
+                await line.drip(b"\x94\x00")
+    for line in lines:
+        await line.hang_up()
+    answers["closed"] += len(lines)
+
+
+async def sessions(place: Place, answers: Answers) -> None:
+    """Streams with credit for one token, of which the caller hangs up without a word while they run."""
+    for _ in range(16):
+        line = await Line.enter(place, answers)
+        params = {"prompt": "I shall not read", "max_tokens": 64, "ignore_eos": True}
+        await line._stream.send_all(msgpack.packb([0, 1, "stream", [params, {"credit": 1}]]))
+        with trio.move_on_after(0.05):
+            await line._stream.receive_some()
+        await line.hang_up()
+        answers["closed"] += 1
+
+
+Kind = Callable[[Place, Answers], Awaitable[None]]
+KINDS: dict[str, Kind] = {
+    one.__name__: one
+    for one in (
+        slow_hellos,
+        big_prompts,
+        tokenize_flood,
+        detokenize_flood,
+        grammar_flood,
+        connection_flood,
+        sessions,
+    )
+}
+
+
+async def again_and_again(kind: Kind, place: Place) -> None:
+    """Until it is killed; what was answered so far goes to standard output."""
+    answers: Answers = Counter()
+    while True:
+        try:
+            await kind(place, answers)
+        except (OSError, trio.BrokenResourceError) as error:
+            answers[type(error).__name__] += 1
+        print(dict(answers), flush=True)
+        await trio.lowlevel.checkpoint()
+
+
+if __name__ == "__main__":
+    trio.run(again_and_again, KINDS[sys.argv[1]], Place(sys.argv[2], sys.argv[3]))

@@ -1,0 +1,86 @@
+"""A slice of `make hostile`: beside each hostile client nobody else loses a token, a step or its text."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+import trio.lowlevel
+
+from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.service import open_service
+from genbatch.clients import RPCClient
+from genbatch.nif.engine_options import EngineOptions
+from tests.hostile.clients import CONNECTIONS, FLOOD, KINDS, SLOW, Place
+
+TOKENS = 150
+PROMPT = "Once upon"
+# What each hears, if it is told all that it waits for.
+HEARD = {
+    "slow_hellos": {"unauthenticated": SLOW},
+    "big_prompts": {"prompt_too_long": 3},
+    "tokenize_flood": {"result", "queue_full"},
+    "detokenize_flood": {"result", "queue_full"},
+    "grammar_flood": {"result", "invalid_request", "queue_full"},
+    "connection_flood": {"closed": CONNECTIONS},
+    "sessions": {"closed": 16},
+}
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("kind", KINDS)
+async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_token(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    torch.set_num_threads(1)
+    steps: list[set[int]] = []  # of each step those that take part, if they are the innocent's
+    kept: list[object] = []  # so that no two have the same id
+    stepped = Journal.stepped
+
+    def count(journal: Journal, batch: list[Any], seconds: float) -> None:
+        steps.append({id(planned.owner) for planned in batch if planned.owner.max_new_tokens == TOKENS})
+        kept.extend(planned.owner for planned in batch)
+        stepped(journal, batch, seconds)
+
+    monkeypatch.setattr(Journal, "stepped", count)
+    store = KeyStore(tmp_path / "keys")
+    mine, theirs = (Place(f"{tmp_path}/rpc.sock", store.new_token(name)) for name in ("innocent", "hostile"))
+    engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
+    options = BatcherOptions(batch_timeout=1.0, n_parallel=4)
+    service = ServiceOptions(rpc_bind=f"unix://{mine.path}", tokens=str(store.tokens))
+    answers: Counter[str] = Counter()
+    async with (
+        open_service(engine, options, service),
+        RPCClient(f"unix://{mine.path}", token=mine.token) as client,
+        trio.open_nursery() as nursery,
+    ):
+        alone = await client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)
+        is_over = False
+
+        async def do_harm() -> None:
+            nonlocal is_over
+            await KINDS[kind](theirs, answers)
+            is_over = True
+
+        nursery.start_soon(do_harm)
+        while not is_over:
+            async with client.stream(PROMPT, max_tokens=TOKENS, ignore_eos=True) as stream:
+                indexes = [token.index async for token in stream]
+            assert stream.result.token_ids == alone.token_ids and indexes == list(range(TOKENS))
+        for one in set().union(*steps):
+            took_part = [number for number, batch in enumerate(steps) if one in batch]
+            assert took_part[-1] - took_part[0] == TOKENS - 1, "a step went by without it"
+        while (stats := await client.stats())["requests_running"] or stats["requests_waiting"]:
+            await trio.lowlevel.checkpoint()
+        assert stats["kv_blocks_used"] == 0
+    heard = HEARD[kind]
+    if isinstance(heard, dict):
+        assert answers == heard
+    else:
+        assert set(answers) <= heard and answers.total() >= FLOOD // 2, answers

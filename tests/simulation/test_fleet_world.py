@@ -1,0 +1,143 @@
+"""Fleets in simulated time: a few of the worlds that `make sim` runs, and how a fleet grows, shrinks and is renewed."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import trio
+
+from genbatch.actors.fleet import fleet as fleet_module
+from genbatch.actors.fleet.fleet import Fleet, Replica, ReplicaPhase
+from genbatch.actors.fleet.scaling import ScaleRule
+from genbatch.nif.models.model import Model
+from tests.simulation.fleet_world import FleetWorld
+
+TinyModel = Callable[[str], Model]
+SEEDS = 40
+SHARE = 10
+
+
+@pytest.fixture
+def model(tiny_model: TinyModel) -> Iterator[Model]:
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)  # of faults that are planted
+    yield tiny_model("llama")
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+def test_every_promise_holds_when_replicas_nodes_ways_and_gateways_fail(model: Model, first: int) -> None:
+    for seed in range(first, first + SHARE):
+        try:
+            FleetWorld(seed, model).simulate()
+        except BaseException as error:
+            error.add_note(f"replay: FleetWorld({seed}, model).simulate()")
+            raise
+
+
+def test_a_seed_gives_the_same_fleet_again(model: Model) -> None:
+    for seed in range(4):
+        first, second = FleetWorld(seed, model), FleetWorld(seed, model)
+        first.simulate()
+        second.simulate()
+        assert first.events == second.events
+
+
+def fails(model: Model) -> bool:
+    for seed in range(SEEDS):
+        try:
+            FleetWorld(seed, model).simulate()
+        except BaseException:
+            return True
+    return False
+
+
+def test_requests_are_sent_to_another_replica_in_these_worlds(model: Model) -> None:
+    replayed = 0
+    for seed in range(SEEDS):
+        world = FleetWorld(seed, model)
+        world.simulate()
+        replayed += world.replayed
+        if replayed > 3:
+            return
+    raise AssertionError(replayed)
+
+
+def test_a_request_that_is_not_sent_to_another_replica_is_noticed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "MAX_TRIES", 1)  # and so nothing is sent to another one
+    world = FleetWorld(0, model, ScaleRule(min_replicas=2, max_replicas=2))
+
+    async def story(world: FleetWorld) -> None:
+        while len(world.ready()) < 2:  # noqa: ASYNC110 - time is simulated
+            await trio.sleep(0.5)
+        await trio.sleep(1.0)
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(world.ask, 0)
+            world.kill(world.ready()[0])
+
+    with pytest.raises(BaseExceptionGroup):
+        world.simulate(story)
+
+
+def test_a_request_that_stays_counted_when_its_replica_is_lost_is_noticed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = Fleet._move
+
+    def forgetful(self: Fleet, replica: Replica, phase: ReplicaPhase) -> None:
+        if phase is ReplicaPhase.SUSPECT:
+            replica.num_own += 1
+        move(self, replica, phase)
+
+    monkeypatch.setattr(Fleet, "_move", forgetful)
+    assert fails(model)
+
+
+def test_an_idle_fleet_shrinks_to_nothing_and_the_next_request_waits_for_the_start(model: Model) -> None:
+    world = FleetWorld(1, model, ScaleRule(min_replicas=0, max_replicas=3, tokens_per_replica=16, idle_s=2.0))
+
+    async def story(world: FleetWorld) -> None:
+        for _ in range(2):
+            assert not world.replicas
+            await world.ask(0)
+            async with trio.open_nursery() as nursery:
+                for _ in range(5):  # of which each takes most of what may wait for a replica
+                    nursery.start_soon(world.ask, 0, 60)
+                await trio.sleep(1.1)
+                assert 2 <= len(world.replicas) <= 3, "it grows by what waits"
+            sizes = []
+            while world.replicas:
+                sizes.append(len(world.replicas))
+                await trio.sleep(0.5)
+            assert sizes == sorted(sizes, reverse=True) and 1 in sizes, "one after the other"
+
+    world.simulate(story)
+
+
+def test_another_version_takes_the_place_of_the_one_before_and_every_request_is_answered(model: Model) -> None:
+    world = FleetWorld(2, model, ScaleRule(min_replicas=2, max_replicas=2), num_gateways=2)
+
+    async def story(world: FleetWorld) -> None:
+        async def keep_asking() -> None:
+            while True:
+                await world.ask(0)
+
+        await world.ask(0)
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(keep_asking)
+                world.start_version(1, 1)
+                seen = set()
+                while {name.split(" ")[0] for name in world.replicas} != {"1"}:
+                    seen.add(len(world.replicas))
+                    await trio.sleep(0.1)
+                assert 4 in seen, "the old ones go when the new ones are there"
+                await trio.sleep(5.0)
+                scope.cancel()
+
+    world.simulate(story)

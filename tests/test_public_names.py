@@ -1,0 +1,80 @@
+"""`from genbatch import ...`: what it offers, and what it costs."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import genbatch
+from genbatch.proto.errors import CLASSES
+
+ROOT = Path(__file__).parent.parent
+# What runs a model in this process, and so needs torch.
+NEEDS_TORCH = {
+    *("open_batcher", "BatcherClient"),
+    *("OfflineScheduler", "InferenceEngine", "InferenceSession", "generate_batch"),
+}
+
+
+def names_for_type_checkers() -> dict[str, str]:
+    """Name -> module, as the imports say that only type checkers read."""
+    tree = ast.parse((ROOT / "genbatch" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    found = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names:
+            assert alias.asname == alias.name, "without `as` a type checker takes the name for a private one"
+            found[alias.name] = node.module
+    return found
+
+
+def test_type_checkers_and_programs_see_the_same_names() -> None:
+    assert names_for_type_checkers() == genbatch._MODULES
+    assert set(genbatch.__all__) == set(genbatch._MODULES)
+
+
+@pytest.mark.parametrize("name", genbatch.__all__)
+def test_a_name_is_the_one_that_its_module_defines(name: str) -> None:
+    assert getattr(genbatch, name) is getattr(import_module(genbatch._MODULES[name]), name)
+    assert name in dir(genbatch)
+
+
+def test_every_error_of_a_request_can_be_caught_by_its_public_name() -> None:
+    assert {error.__name__ for error in CLASSES.values()} <= set(genbatch.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'open_bather'"):
+        genbatch.open_bather  # noqa: B018
+    with pytest.raises(ImportError):
+        from genbatch import open_bather  # noqa: F401
+
+
+def test_the_names_that_call_a_service_import_no_torch() -> None:
+    light = sorted(set(genbatch.__all__) - NEEDS_TORCH)
+    program = f"""
+import sys
+import genbatch
+assert not {{"msgspec", "trio", "zmq", "torch"}} & set(sys.modules), "importing genbatch alone imports nothing"
+for name in {light}:
+    getattr(genbatch, name)
+print(sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert f'version = "{genbatch.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_guides_table_has_every_public_name() -> None:
+    (section,) = re.findall(r"## Names\n(.*?)\n## ", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    told = set(re.findall(r"`(\w+)`", section)) - {"genbatch"}
+    errors = {error.__name__ for error in CLASSES.values()}  # "and its subclasses"
+    assert told == set(genbatch.__all__) - errors
