@@ -24,8 +24,8 @@ from genbatch.clients.remote import RPCClient, ZeroMQClient
 from genbatch.clients.sync import SyncRPCClient, SyncZeroMQClient
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
-from tests.actors.gateways.scripted_batcher import PATIENCE_S
 from tests.nif.embedders import EmbeddingOracle
+from tests.waiting import ENGINE_PATIENCE_S
 
 # The client leaves its own generators as they are when a stream says that it is done.
 pytestmark = [
@@ -41,7 +41,7 @@ async def service_of(directory: Path, place: Path, **options: Any) -> AsyncItera
     torch.set_num_threads(1)
     engine = EngineOptions(model_path=str(directory), dtype="float32", n_gpu_layers=0, n_ctx=1024)
     doors = ServiceOptions(bind=f"ipc://{place}/z.sock", rpc_bind=f"unix://{place}/r.sock", http=":0", **options)
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(ENGINE_PATIENCE_S):
         async with open_service(engine, BatcherOptions(batch_timeout=1.0), doors) as service:
             yield service
 

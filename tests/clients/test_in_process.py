@@ -14,6 +14,7 @@ from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.errors import InvalidRequest
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
+from tests.waiting import a_moment
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512, "batch_timeout": 1.0}
 
@@ -67,7 +68,7 @@ async def test_leaving_a_stream_early_frees_its_sequence(tiny: str) -> None:
                 if token.index == 2:
                     break
         while (await batcher.stats())["requests_running"]:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
         assert (await batcher.stats())["finished"] == {"cancelled": 1}
 
 
@@ -78,7 +79,7 @@ async def test_cancelling_the_scope_cancels_the_request(tiny: str) -> None:
             await batcher.generate("Hello", max_tokens=ENDLESS, ignore_eos=True)
         assert scope.cancelled_caught
         while (await batcher.stats())["requests_running"]:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
 
 
 @pytest.mark.trio

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-import trio.lowlevel
 
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.options import BatcherOptions
@@ -18,6 +17,7 @@ from genbatch.actors.service.service import open_service
 from genbatch.clients import RPCClient
 from genbatch.nif.engine_options import EngineOptions
 from tests.hostile.clients import CONNECTIONS, FLOOD, KINDS, SLOW, Place
+from tests.waiting import until_idle
 
 TOKENS = 150
 PROMPT = "Once upon"
@@ -76,8 +76,7 @@ async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_t
         for one in set().union(*steps):
             took_part = [number for number, batch in enumerate(steps) if one in batch]
             assert took_part[-1] - took_part[0] == TOKENS - 1, "a step went by without it"
-        while (stats := await client.stats())["requests_running"] or stats["requests_waiting"]:
-            await trio.lowlevel.checkpoint()
+        stats = await until_idle(client.stats)
         assert stats["kv_blocks_used"] == 0
     heard = HEARD[kind]
     if isinstance(heard, dict):

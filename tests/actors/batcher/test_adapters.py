@@ -18,6 +18,7 @@ from genbatch.proto.messages import Result
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.lora_adapters import PeftOracle, change_config, make_adapter
+from tests.waiting import a_moment
 
 PROMPT = [(7 * i) % 300 for i in range(40)]
 NAMES = (None, "one", "two", "one")
@@ -217,7 +218,7 @@ async def test_unloading_waits_for_requests_and_then_ends_them(base: Path, dirs:
                 if token.index == 2:
                     nursery.start_soon(unload, 1000.0)
                     while len(await batcher.models()) == 3:
-                        await trio.lowlevel.checkpoint()
+                        await a_moment()
                     with pytest.raises(ModelNotFound):
                         await batcher.generate(PROMPT, model="one")
                     assert not ended and (await batcher.stats())["adapters"] == ["one", "two"]
@@ -225,7 +226,7 @@ async def test_unloading_waits_for_requests_and_then_ends_them(base: Path, dirs:
                     nursery.start_soon(unload, 0.0)
         assert stream.result.finish_reason == "cancelled"
         while len(ended) < 2:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
         assert ended == [1, 1] and (await batcher.stats())["adapters"] == ["two"]
 
 
@@ -290,11 +291,11 @@ async def test_a_caller_that_leaves_while_an_adapter_is_unloaded_frees_it(base: 
                     async for _ in stream:
                         nursery.start_soon(batcher.unload_adapter, "one", 1000.0)
                         while len(await batcher.models()) == 3:
-                            await trio.lowlevel.checkpoint()
+                            await a_moment()
                         scope.cancel()
             left.set()
 
         nursery.start_soon(ask)
         await left.wait()
         while (await batcher.stats())["adapters"] != ["two"]:
-            await trio.lowlevel.checkpoint()
+            await a_moment()

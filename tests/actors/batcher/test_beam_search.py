@@ -21,6 +21,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest, Result
+from tests.waiting import a_moment
 
 TinyModel = Callable[[str], Model]
 OracleOf = Callable[[str], Any]
@@ -201,14 +202,14 @@ async def test_b16_a_cancelled_search_frees_every_beam(tiny_model: TinyModel) ->
 
             async def leave() -> None:
                 while actor.stats.steps < 4:
-                    await trio.lowlevel.checkpoint()
+                    await a_moment()
                 assert len(actor.slots.seq_pool) == 12 - 5
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(leave)
             await generate(prompt_of(5, 5), 5, max_tokens=200, ignore_eos=True)
         while actor.slots.sequences:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
 
 
 @pytest.mark.trio

@@ -26,6 +26,7 @@ from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
 from tests.nif.launching_runner import LaunchingTorchRunner
+from tests.waiting import a_moment
 
 TinyModel = Callable[[str], Model]
 
@@ -496,7 +497,7 @@ async def test_a_device_that_fails_in_a_step_under_way_starts_the_engine_anew(ti
             await ref.call(Generate(request), timeout=None)
         broken = False
         while not reasons or not ref.alive:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
         again = await ref.call(Generate(request), timeout=None)
         nursery.cancel_scope.cancel()
     assert len(again.token_ids) == 12

@@ -18,6 +18,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result
+from tests.waiting import a_moment
 
 
 class Faulty(TorchRunner):
@@ -88,7 +89,7 @@ async def test_when_nobodys_step_succeeds_the_engine_is_started_anew(tiny_model:
         ends = await ask_all(batcher, [[5, 6], [7, 8], [9, 10]])
         assert all(isinstance(end, Unavailable) for end in ends), "an innocent request was blamed"
         while not reasons or not batcher.alive:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
         assert isinstance(reasons[0], EngineFault) and "device-side assert" in str(reasons[0])
         broken = False
         ends = await ask_all(batcher, [[5, 6], [7, 8], [9, 10]])
@@ -105,7 +106,7 @@ async def test_requests_that_fail_one_after_another_are_blamed_so_often_only(
         ends = [(await ask_all(batcher, [[5, number]]))[0] for number in range(3, 3 + MAX_LONE_FAULTS)]
         assert [type(end) for end in ends] == [EngineError] * (MAX_LONE_FAULTS - 1) + [Unavailable]
         while not reasons:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
         nursery.cancel_scope.cancel()
 
 
@@ -155,7 +156,7 @@ async def test_out_of_memory_at_half_the_batch_starts_the_engine_anew(tiny_model
         assert all(isinstance(end, Unavailable) for end in ends)
         assert calls == 2
         while not reasons:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
         assert isinstance(reasons[0], EngineFault)
         nursery.cancel_scope.cancel()
 

@@ -14,8 +14,8 @@ import trio
 from genbatch import Client, RPCClient, ZeroMQClient, open_batcher
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.validation import RequestLimits
-from tests.actors.gateways.scripted_batcher import PATIENCE_S
 from tests.tool_models import TEMPLATE, tool_model
+from tests.waiting import ENGINE_PATIENCE_S
 
 USER = {"role": "user", "content": "Well?"}
 WEATHER: dict[str, Any] = {
@@ -41,7 +41,7 @@ def model(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 
 @asynccontextmanager
 async def running(model: Path, **options: Any) -> AsyncIterator[Any]:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(ENGINE_PATIENCE_S):
         async with open_batcher(str(model), dtype="float32", n_gpu_layers=0, n_ctx=2048, **options) as batcher:
             yield batcher
 

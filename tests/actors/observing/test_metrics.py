@@ -20,6 +20,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, Token
+from tests.waiting import a_moment
 
 TinyModel = Callable[[str], Model]
 
@@ -94,7 +95,7 @@ async def test_the_exposition_says_what_a_scripted_run_did(tiny_model: TinyModel
     """The clock moves one second with each token and not otherwise, so every time is known."""
     refused: list[type[Exception]] = []
     accumulating = {"batch_size": 2, "batch_timeout": 1e6}
-    async with batcher(tiny_model("llama"), **accumulating) as ref, trio.open_nursery() as nursery:
+    async with batcher(tiny_model("llama"), **accumulating) as ref:
 
         async def generate(**params: Any) -> None:
             request = GenerateRequest(**{"token_ids": PROMPT, "max_tokens": 4, "ignore_eos": True, **params})
@@ -108,10 +109,9 @@ async def test_the_exposition_says_what_a_scripted_run_did(tiny_model: TinyModel
 
         await generate(n=3)  # more than slot and queue together
         await generate(temperature=-1.0)
-        nursery.start_soon(generate)
-        nursery.start_soon(generate)
-        while (await ref.call(GetStats()))["finished"] != {"length": 2}:
-            await trio.lowlevel.checkpoint()
+        async with trio.open_nursery() as both:
+            both.start_soon(generate)
+            both.start_soon(generate)
         scrape = Scrape(await ref.call(GetStats()))
 
     assert sorted(error.__name__ for error in refused) == ["InvalidRequest", "QueueFull"]
@@ -157,7 +157,7 @@ async def test_a_cancelled_request_is_counted_and_leaves_its_tenants_share(tiny_
         with trio.CancelScope() as scope:
             await ref.call(Generate(request, lambda token: token.index == 2 and scope.cancel()), timeout=None)
         while not (stats := await ref.call(GetStats()))["finished"]:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
     assert Scrape(stats).value("request_success", "_total", finished_reason="cancelled") == 1
     generated = stats["generation_tokens"]
     assert stats["tenants"] == {

@@ -11,6 +11,7 @@ from genbatch.clients.in_process import open_batcher
 from genbatch.nif.errors import OptionError
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import is_running
+from tests.waiting import a_moment
 
 
 def child_processes() -> list[int]:
@@ -46,7 +47,7 @@ async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
                 async for _ in stream:
                     scope.cancel()
         while (stats := await batcher.stats())["requests_running"]:
-            await trio.lowlevel.checkpoint()
+            await a_moment()
         assert stats["finished"] == {"length": 2, "cancelled": 1} and stats["kv_blocks_used"] == 0
     assert not is_running(child)
 

@@ -16,6 +16,7 @@ from genbatch.proto.messages import Result
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
 from tests.lora_adapters import change_config, make_adapter
+from tests.waiting import a_moment
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
 
@@ -114,7 +115,7 @@ async def test_finals_and_replays_follow_a_killed_engine_and_the_connection_live
             for number in range(6):  # some run, some wait for a slot
                 asked.generate(f"whole {number}", [6, number])
             while (await client.stats())["accepted"] < 8:
-                await trio.lowlevel.checkpoint()
+                await a_moment()
             old = kill(service.engine)
             lost = await asked.end_of("streaming")  # without waiting for the next engine, which cannot start yet
             assert isinstance(lost, EngineLost)
@@ -212,10 +213,10 @@ async def test_a_request_that_kills_engines_is_replayed_once_and_then_refused(
         with stage.holding():
             asked.generate("innocent", [5, 5], 200)
             while (await client.stats())["accepted"] == accepted:
-                await trio.lowlevel.checkpoint()
+                await a_moment()
             asked.generate("poison", [13, 5], 5)
             while (await client.health()).status != "down":
-                await trio.lowlevel.checkpoint()
+                await a_moment()
         assert isinstance(await asked.end_of("poison"), EngineLost)
         assert (await asked.end_of("innocent")).finish_reason == "length"
         with pytest.raises(EngineLost) as refused:

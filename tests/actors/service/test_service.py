@@ -20,6 +20,7 @@ from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import Result
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
+from tests.waiting import a_moment, until_idle
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +57,6 @@ trio.run(main)
 """
 
 
-async def until_idle(service: Service) -> dict[str, Any]:
-    while True:
-        stats: dict[str, Any] = await service.batcher.call(GetStats())
-        if not stats["requests_running"] and not stats["requests_waiting"]:
-            return stats
-        await trio.lowlevel.checkpoint()
-
-
 @pytest.mark.trio
 async def test_a01_many_clients_over_zeromq_each_get_their_own_text(serve: Any, oracle: Callable[[str], Any]) -> None:
     prompts = [[5 + i, 6, 7 * i + 1] for i in range(12)]
@@ -83,7 +76,7 @@ async def test_a01_many_clients_over_zeromq_each_get_their_own_text(serve: Any, 
         async with trio.open_nursery() as nursery:
             for index in range(12):
                 nursery.start_soon(ask, service.addresses[0], index)
-        stats = await until_idle(service)
+        stats = await until_idle(lambda: service.batcher.call(GetStats()))
     for index, prompt in enumerate(prompts):
         assert results[index].token_ids == oracle("llama").generate(prompt, 9)
     assert stats["kv_blocks_used"] == 0
@@ -97,7 +90,7 @@ async def test_a06_cancelling_a_remote_callers_scope_frees_its_sequence(serve: A
                 async for token in stream:
                     if token.index == 3:
                         scope.cancel()
-        stats = await until_idle(service)
+        stats = await until_idle(lambda: service.batcher.call(GetStats()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
         assert len((await client.generate("again", max_tokens=3, ignore_eos=True)).token_ids) == 3
@@ -109,7 +102,7 @@ async def test_a06_a_client_that_vanishes_in_mid_stream_frees_its_sequence(serve
         command = [sys.executable, "-c", DIES_IN_MID_STREAM, service.addresses[0], str(ENDLESS)]
         process = await trio.run_process(command, check=False)
         assert process.returncode == 7
-        stats = await until_idle(service)
+        stats = await until_idle(lambda: service.batcher.call(GetStats()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
 
@@ -129,7 +122,7 @@ async def test_a12_a_crash_of_the_batcher_is_answered_and_the_same_client_goes_o
                 result = await client.generate([5, 6, 7], max_tokens=6)
                 break
             except Unavailable:
-                await trio.lowlevel.checkpoint()
+                await a_moment()
         assert result.token_ids == oracle("llama").generate([5, 6, 7], 6)
 
 

@@ -20,6 +20,7 @@ from genbatch.clients import remote
 from genbatch.proto.errors import InvalidRequest, ModelNotFound
 from tests.actors.service.running_service import TIMEOUT_S, RunningService
 from tests.nif.embedders import EmbeddingOracle
+from tests.waiting import a_moment
 
 pytestmark = [
     pytest.mark.trio,
@@ -142,4 +143,4 @@ async def test_an_engine_that_dies_takes_nothing_of_the_others_along(service: Ru
         stats = (await client.stats())["by_model"]
         assert [own["engine_restarts"] for own in stats.values()] == [0, 1]
         while (await client.health()).status != "ready":
-            await trio.lowlevel.checkpoint()
+            await a_moment()

@@ -23,6 +23,7 @@ from genbatch.clients.transports import ZeroMQTransport
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import EngineLost, Unavailable
 from tests.actors.service.running_service import TIMEOUT_S, is_running
+from tests.waiting import a_moment
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
@@ -63,7 +64,7 @@ async def test_a_fleet_on_ray_starts_at_the_first_request_and_keeps_its_promises
     with trio.fail_after(TIMEOUT_S):
         for pid in described.pids:
             while is_running(pid):
-                await trio.lowlevel.checkpoint()
+                await a_moment()
 
 
 async def _serve_and_kill(
@@ -104,7 +105,7 @@ async def _serve_and_kill(
         async def kill() -> None:
             await stopped.wait()
             while sum(one.fleet.replicas[0].num_own for one in (gateway, other)) < 3:
-                await trio.lowlevel.checkpoint()
+                await a_moment()
             os.kill(before.pids[0], signal.SIGKILL)
 
         stopped = trio.Event()

@@ -20,6 +20,7 @@ from genbatch.actors.service.service import open_service
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.messages import GenerateRequest
 from tests.actors.service.running_service import TIMEOUT_S
+from tests.waiting import a_moment
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed here"),
@@ -76,4 +77,4 @@ async def _first_model(client: openai.AsyncOpenAI) -> str:
         try:
             return (await client.models.list()).data[0].id
         except (openai.APIConnectionError, openai.InternalServerError, IndexError):
-            await trio.lowlevel.checkpoint()
+            await a_moment()

@@ -15,8 +15,8 @@ from genbatch.actors.gateways.http.http_address import parse_http_address
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 from genbatch.actors.security.security import Security
 from genbatch.clients import open_batcher
-from tests.actors.gateways.scripted_batcher import PATIENCE_S
 from tests.lora_adapters import PeftOracle, change_config, make_adapter
+from tests.waiting import ENGINE_PATIENCE_S
 
 PROMPT = [5, 6, 7, 8]
 
@@ -28,7 +28,7 @@ async def served(model: Path, security: Security | None = None) -> AsyncIterator
     async with open_batcher(str(model), **options) as batcher, trio.open_nursery() as nursery:
         gateway = HTTPGateway(Dispatcher(batcher.service.batcher), parse_http_address(":0"), security)
         address = await nursery.start(gateway.run)
-        async with httpx2.AsyncClient(base_url=address, trust_env=False, timeout=PATIENCE_S) as client:
+        async with httpx2.AsyncClient(base_url=address, trust_env=False, timeout=ENGINE_PATIENCE_S) as client:
             yield client
         nursery.cancel_scope.cancel()
 

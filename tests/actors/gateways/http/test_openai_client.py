@@ -20,8 +20,8 @@ from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.context.engine import EngineOptions
 from genbatch.proto.messages import GenerateRequest, Message, Result
 from tests.actors import holding_scheduler
-from tests.actors.gateways.scripted_batcher import PATIENCE_S
 from tests.actors.holding_scheduler import ENDLESS
+from tests.waiting import ENGINE_PATIENCE_S, a_moment, until_idle
 
 # The client leaves its own generators as they are when a stream says that it is done.
 pytestmark = pytest.mark.filterwarnings("ignore:Async generator '(httpx2|openai|httpcore2).* was garbage collected")
@@ -40,7 +40,7 @@ def serve(tiny_model_dir: Callable[[str], Path]) -> Any:
     async def running(*, tokens: str | None = None, **options: Any) -> AsyncIterator[Service]:
         engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
         batcher = BatcherOptions(batch_timeout=1.0, **options)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(ENGINE_PATIENCE_S):
             async with open_service(engine, batcher, ServiceOptions(http=":0", tokens=tokens)) as service:
                 yield service
 
@@ -54,14 +54,6 @@ def connect(service: Service, api_key: str = "none", max_retries: int = 0) -> op
 async def ask(service: Service, **params: Any) -> Result:
     result: Result = await service.batcher.call(Generate(GenerateRequest(**params)), timeout=None)
     return result
-
-
-async def until_idle(service: Service) -> dict[str, Any]:
-    while True:
-        stats: dict[str, Any] = await service.batcher.call(GetStats())
-        if not stats["requests_running"] and not stats["requests_waiting"]:
-            return stats
-        await trio.lowlevel.checkpoint()
 
 
 @pytest.mark.trio
@@ -236,13 +228,13 @@ async def test_errors_are_raised_as_the_clients_own_types(serve: Any, tmp_path: 
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(lambda: client.completions.create(**endless))
                         while not (await service.batcher.call(GetStats()))["requests_waiting"]:
-                            await trio.lowlevel.checkpoint()
+                            await a_moment()
                         with pytest.raises(openai.RateLimitError) as full:
                             await client.completions.create(**endless)
                         scope.cancel()
             assert full.value.code == "queue_full"
             assert int(full.value.response.headers["retry-after"]) >= 1
-        stats = await until_idle(service)
+        stats = await until_idle(lambda: service.batcher.call(GetStats()))
         assert stats["finished"] == {"cancelled": 2}
 
 
@@ -261,9 +253,9 @@ async def test_a_client_that_leaves_frees_its_sequence(serve: Any, stream: bool)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(lambda: client.completions.create(**params))
                 while not (await service.batcher.call(GetStats()))["requests_running"]:
-                    await trio.lowlevel.checkpoint()
+                    await a_moment()
                 nursery.cancel_scope.cancel()
-        stats = await until_idle(service)
+        stats = await until_idle(lambda: service.batcher.call(GetStats()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
 
@@ -279,13 +271,13 @@ async def test_a_client_that_leaves_frees_its_sequence(serve: Any, stream: bool)
 async def test_a_stream_of_another_door_that_is_left_frees_its_kv(serve: Any, path: str, body: dict[str, Any]) -> None:
     async with serve(scheduler=holding_scheduler.NAME) as service:
         url = f"{service.addresses[0]}/v1{path}"
-        async with httpx2.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
+        async with httpx2.AsyncClient(trust_env=False, timeout=ENGINE_PATIENCE_S) as client:
             async with client.stream("POST", url, json=body | {"stream": True}) as response:
                 assert response.status_code == 200
                 async for line in response.aiter_lines():
                     if "delta" in line:
                         break
-            stats = await until_idle(service)
+            stats = await until_idle(lambda: service.batcher.call(GetStats()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
 

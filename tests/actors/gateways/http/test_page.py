@@ -16,12 +16,13 @@ from genbatch.actors.gateways.http.front import OPEN_PATHS
 from genbatch.actors.runtime.actor import From
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.actors.service.service import Service, open_service
+from genbatch.actors.service.service import open_service
 from genbatch.nif.context.engine import EngineOptions
 from genbatch.proto.messages import Token, ToolCall, ToolCallDelta
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http
-from tests.actors.gateways.scripted_batcher import PATIENCE_S, Held, ScriptedBatcher
+from tests.actors.gateways.scripted_batcher import Held, ScriptedBatcher
+from tests.waiting import ENGINE_PATIENCE_S, until_idle
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium or Chrome on the PATH")
 
@@ -39,11 +40,6 @@ async def test_the_pages_files_come_with_a_policy_that_lets_nothing_else_run() -
     assert FILES.keys() <= OPEN_PATHS
 
 
-async def _until(service: Service, key: str, value: int) -> None:
-    while (await service.batcher.call(GetStats()))[key] != value:
-        await trio.lowlevel.checkpoint()
-
-
 @needs_chromium
 @pytest.mark.trio
 async def test_the_page_streams_prompts_side_by_side_and_stops_them(
@@ -55,7 +51,7 @@ async def test_the_page_streams_prompts_side_by_side_and_stops_them(
     engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
     options = ServiceOptions(http=":0", tokens=str(store.tokens))
     batcher = BatcherOptions(batch_timeout=1.0, n_parallel=4)
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(ENGINE_PATIENCE_S):
         async with (
             open_service(engine, batcher, options) as service,
             open_page(service.addresses[0] + "/compare", tmp_path) as page,
@@ -80,7 +76,7 @@ async def test_the_page_streams_prompts_side_by_side_and_stops_them(
             await page.until("document.querySelector('.count').textContent > 0")
             await page.evaluate("document.getElementById('stop-all').click()")
             await page.until("!document.querySelector('[aria-busy=true]')")
-            await _until(service, "requests_running", 0)
+            await until_idle(lambda: service.batcher.call(GetStats()))
             # But for the refusals that made the field for the token appear.
             assert [problem for problem in page.problems if "status of 401" not in problem] == []
 
