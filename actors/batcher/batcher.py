@@ -15,21 +15,17 @@ Messages are handled while a step runs, so the Batcher always answers; only it t
 only between two steps or on the worker.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.adapters import AdapterCalls, AdapterReady, UnloadOver
-from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals, Encoded
-from genbatch.actors.batcher.calls import SessionCalls, SessionEnded, SessionRead, TextCalls
-from genbatch.actors.batcher.draining import Draining, DrainOver
-from genbatch.actors.batcher.flight import OpenFlight, unrecorded
-from genbatch.actors.batcher.grammars import Compiled, Grammars, Prepared
-from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.adapters import AdapterReady, UnloadOver
+from genbatch.actors.batcher.arrivals import Encoded
+from genbatch.actors.batcher.calls import SessionEnded, SessionRead
+from genbatch.actors.batcher.draining import DrainOver
+from genbatch.actors.batcher.grammars import Compiled, Prepared
 from genbatch.actors.batcher.messages import (
     Detokenize,
     Drain,
@@ -44,36 +40,13 @@ from genbatch.actors.batcher.messages import (
     Tokenize,
     UnloadAdapter,
 )
-from genbatch.actors.batcher.open_requests import OpenRequests
-from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.planner import KVView, Planner
-from genbatch.actors.batcher.prompt_sharing import PromptSharing
-from genbatch.actors.batcher.report import StallWatch, model_cards, stats_report
+from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
-from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
-from genbatch.actors.batcher.stats import BatcherStats
-from genbatch.actors.batcher.stepper import Decoded, RunEnded, StepCommit, Stepped, Stepper
-from genbatch.actors.runtime.actor import NOREPLY, Down, From, GenServer, Reason, Timer, reply
-from genbatch.actors.runtime.worker import Worker
-from genbatch.actors.scheduling.fair_share import FairShare
+from genbatch.actors.batcher.stepper import Decoded, RunEnded, Stepped
+from genbatch.actors.runtime.actor import NOREPLY, Down, From, reply
 from genbatch.actors.scheduling.plan import SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest, Phase
-from genbatch.nif.context import Context
-from genbatch.nif.context.engine import Engine
-from genbatch.nif.errors import OptionError, OutOfBlocks
-from genbatch.proto.errors import PromptTooLong, Unavailable
-from genbatch.proto.messages import Health, Models
-
-
-def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:
-    """Makes a context over the loaded model, at a Batcher's start and at each restart."""
-    return partial(
-        engine.open_context,
-        n_parallel=options.n_parallel,
-        n_held=options.max_held_prompts,
-        n_batch=options.max_batch_tokens,
-    )
-
+from genbatch.proto.errors import PromptTooLong
 
 # Seconds by which a timer is set behind a deadline: it would be set again if it came the last bit of a float too soon.
 LATE_S = 1e-6
@@ -89,7 +62,7 @@ class DeadlinePassed:
     """A request's deadline, while nothing was evaluated."""
 
 
-class Batcher(GenServer):
+class Batcher(BatcherParts):
     """Owns the context; see the module's docstring for a request's way.
 
     Args:
@@ -100,40 +73,7 @@ class Batcher(GenServer):
         on_models: called with what is served, whenever that has changed.
     """
 
-    arrivals_type = Arrivals  # a replay has others
-
-    def __init__(
-        self,
-        open_context: Callable[[], Context],
-        options: BatcherOptions | None = None,
-        *,
-        open_worker: Callable[[str], Worker] = Worker,
-        open_flight: OpenFlight = unrecorded,
-        on_models: Callable[[Models], None] | None = None,
-    ) -> None:
-        self.options = options or BatcherOptions()
-        self.stats = BatcherStats()
-        self._open_context = open_context
-        self._open_worker = open_worker
-        self._open_flight = open_flight
-        self._on_models = on_models
-        self._stepping = False  # whether the context is in use by its thread
-        self._window: Timer | None = None
-        self._deadline: Timer | None = None  # the next one; steps look for themselves
-        self._draining = Draining(lambda: len(self.requests), self.send_after)
-        self._runs_ahead = self.options.async_batching and self.options.record is None
-
     # Callbacks
-
-    async def init(self) -> None:
-        self._worker = self._open_worker("genbatch-model")
-        self._tokenizing = self._open_worker("genbatch-tokenizer")
-        try:
-            await self._open()
-        except BaseException:
-            with trio.CancelScope(shield=True):  # an actor that did not start is not terminated: its threads end here
-                await self._close_workers()
-            raise
 
     async def handle_call(self, request: object, from_: From[Any]) -> object:
         self._flight.began()
@@ -225,99 +165,6 @@ class Batcher(GenServer):
                 self._flight.prompted()
                 self._deadline = None
                 self._tick_when_idle()
-
-    async def terminate(self, reason: Reason) -> None:
-        self._flight.close(f"the batcher has stopped: {reason!r}")
-        self.stepper.hurry()
-        self.requests.end_all(Unavailable("the batcher has stopped"))
-        self.sessions.end_all(Unavailable("the batcher has stopped"))
-        await self.adapters.close()
-        await self._worker.run(self.ctx.close)
-        await self._close_workers()
-
-    async def _open(self) -> None:
-        self.ctx = await self._worker.run(self._open_context)
-        self.intake = self._open_intake()
-        self._texts = TextCalls(self.intake, self._tokenizing, INLINE_PROMPT_CHARS)
-        self.grammars = Grammars(
-            self.ctx.model,
-            self.options.limits.max_grammar_s,
-            lambda done: self.ref.info(done, control=True),
-            self._open_worker,
-        )
-        self._watch = StallWatch(self.options.stall_s, trio.current_time())
-        self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
-        self.sessions = SessionCalls(
-            self.ctx, self.held, self.intake, self._tokenizing, lambda message: self.ref.info(message, control=True)
-        )
-        self.swap = Swap(self.ctx, self.options.cpu_offload_space)
-        self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name)
-        fair = FairShare()
-        in_turn = fair if self.options.fair_share else None
-        self._flight = self._open_flight(self.options)
-        now = self._flight.now
-        self.slots = Slots(self.ctx, self.held, self.swap, in_turn, self.options.n_parallel, self.journal, now)
-        self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
-        self.adapters = AdapterCalls(
-            ctx=self.ctx,
-            slots=self.slots,
-            held=self.held,
-            requests=self.requests,
-            open_worker=self._open_worker,
-            send=lambda message: self.ref.info(message, control=True),
-            send_after=self.send_after,
-            on_change=self._tell_models,
-        )
-        self.commit = StepCommit(self.ctx, self.requests, self.journal)
-        view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
-        self.intake.longest = view.longest
-        self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held)
-        self.sharing = PromptSharing(self.intake, self.held, self.slots)
-        self.arrivals = self.arrivals_type(
-            options=self.options,
-            draining=self._draining,
-            intake=self.intake,
-            grammars=self.grammars,
-            worker=self._tokenizing,
-            slots=self.slots,
-            requests=self.requests,
-            journal=self.journal,
-            flight=self._flight,
-            watch=self._watch,
-            monitor=self.monitor,
-            send=lambda message: self.ref.info(message, control=True),
-            on_ready=self._enqueue,
-        )
-        self.stepper = Stepper(
-            worker=self._worker,
-            ctx=self.ctx,
-            swap=self.swap,
-            slots=self.slots,
-            requests=self.requests,
-            commit=self.commit,
-            journal=self.journal,
-            watch=self._watch,
-            send=lambda message: self.ref.info(message, control=True),
-        )
-        self._flight.begin(self.ctx, [self.intake.system_prompt(content) for content in self.options.system_prompts])
-        for content in self.options.system_prompts:
-            held = self.sharing.hold_configured(content)
-            if held.seq_id is not None:
-                try:
-                    await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
-                except OutOfBlocks as error:
-                    reason = f"{content!r:.60} has {len(held.tokens)} tokens, for which the KV cache has no room"
-                    raise OptionError("system_prompts", reason) from error
-            held.num_computed = len(held.tokens)
-
-    def _open_intake(self) -> Intake:
-        return Intake(self.ctx.model, self.options, self.ctx.max_positions, self.ctx.adapters)
-
-    async def _close_workers(self) -> None:
-        if hasattr(self, "grammars"):  # else it did not get that far
-            await self.grammars.close()
-        await self._tokenizing.close()
-        await self._worker.close()
 
     # The tick
 
@@ -453,31 +300,3 @@ class Batcher(GenServer):
                 request.abandoned = "cancelled"
                 self._draining.num_cancelled += 1
         self._end_abandoned()
-
-    def _models(self) -> Models:
-        return Models(models=model_cards(self.ctx, self.options.n_parallel))
-
-    def _tell_models(self) -> None:
-        if self._on_models is not None:
-            self._on_models(self._models())
-
-    def _health(self) -> Health:
-        return self._watch.health(
-            trio.current_time(),
-            num_open=len(self.requests),
-            draining=self._draining.has_begun,
-            steps=self.stats.steps,
-            running=len(self.slots.sequences),
-            waiting=len(self.slots.pending) + len(self.arrivals),
-        )
-
-    def _stats(self) -> dict[str, Any]:
-        return stats_report(
-            self.stats,
-            self.ctx,
-            self.slots,
-            self.held,
-            self.swap,
-            n_parallel=self.options.n_parallel,
-            now=trio.current_time(),
-        )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import trio
 
-from genbatch.actors.batcher.batcher import Batcher, context_factory
+from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.engine.child_process import AdapterSource, StartEngine, decode_options
 from genbatch.actors.observing.observe import observe
 from genbatch.actors.recording.recorder import open_flight

@@ -16,9 +16,10 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.batcher import Batcher, context_factory
+from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.engine.child_process import StartEngine, encode_options
 from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.runtime.actor import ActorRef

@@ -1,0 +1,214 @@
+"""BatcherParts: what a Batcher is made of, opened and closed with it, and what can be told of it.
+
+A part is made once and given what it works with, so that this file shows who knows whom. The tick, which has them work
+together, is in batcher.py.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import trio
+
+from genbatch.actors.batcher.adapters import AdapterCalls
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals
+from genbatch.actors.batcher.calls import SessionCalls, TextCalls
+from genbatch.actors.batcher.draining import Draining
+from genbatch.actors.batcher.flight import OpenFlight, unrecorded
+from genbatch.actors.batcher.grammars import Grammars
+from genbatch.actors.batcher.intake import Intake
+from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.open_requests import OpenRequests
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.planner import KVView, Planner
+from genbatch.actors.batcher.prompt_sharing import PromptSharing
+from genbatch.actors.batcher.report import StallWatch, model_cards, stats_report
+from genbatch.actors.batcher.requests import Request
+from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
+from genbatch.actors.batcher.stats import BatcherStats
+from genbatch.actors.batcher.stepper import StepCommit, Stepper
+from genbatch.actors.runtime.actor import GenServer, Reason, Timer
+from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.scheduling.fair_share import FairShare
+from genbatch.nif.context import Context
+from genbatch.nif.context.engine import Engine
+from genbatch.nif.errors import OptionError, OutOfBlocks
+from genbatch.proto.errors import Unavailable
+from genbatch.proto.messages import Health, Models
+
+
+def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:
+    """Makes a context over the loaded model, at a Batcher's start and at each restart."""
+    return partial(
+        engine.open_context,
+        n_parallel=options.n_parallel,
+        n_held=options.max_held_prompts,
+        n_batch=options.max_batch_tokens,
+    )
+
+
+class BatcherParts(GenServer):
+    """Opens and closes the parts of a Batcher, which says what the arguments are."""
+
+    arrivals_type = Arrivals  # a replay has others
+
+    def __init__(
+        self,
+        open_context: Callable[[], Context],
+        options: BatcherOptions | None = None,
+        *,
+        open_worker: Callable[[str], Worker] = Worker,
+        open_flight: OpenFlight = unrecorded,
+        on_models: Callable[[Models], None] | None = None,
+    ) -> None:
+        self.options = options or BatcherOptions()
+        self.stats = BatcherStats()
+        self._open_context = open_context
+        self._open_worker = open_worker
+        self._open_flight = open_flight
+        self._on_models = on_models
+        self._stepping = False  # whether the context is in use by its thread
+        self._window: Timer | None = None
+        self._deadline: Timer | None = None  # the next one; steps look for themselves
+        self._runs_ahead = self.options.async_batching and self.options.record is None
+        self._draining = Draining(lambda: len(self.requests), self.send_after)
+
+    @abstractmethod
+    def _enqueue(self, request: Request) -> None:
+        """A request is ready: its sequences wait for a slot."""
+
+    # From its start to its end
+
+    async def init(self) -> None:
+        self._worker = self._open_worker("genbatch-model")
+        self._tokenizing = self._open_worker("genbatch-tokenizer")
+        try:
+            await self._open()
+        except BaseException:
+            with trio.CancelScope(shield=True):  # an actor that did not start is not terminated: its threads end here
+                await self._close_workers()
+            raise
+
+    async def terminate(self, reason: Reason) -> None:
+        self._flight.close(f"the batcher has stopped: {reason!r}")
+        self.stepper.hurry()
+        self.requests.end_all(Unavailable("the batcher has stopped"))
+        self.sessions.end_all(Unavailable("the batcher has stopped"))
+        await self.adapters.close()
+        await self._worker.run(self.ctx.close)
+        await self._close_workers()
+
+    async def _open(self) -> None:
+        self.ctx = await self._worker.run(self._open_context)
+        self.intake = self._open_intake()
+        self._texts = TextCalls(self.intake, self._tokenizing, INLINE_PROMPT_CHARS)
+        self.grammars = Grammars(
+            self.ctx.model,
+            self.options.limits.max_grammar_s,
+            lambda done: self.ref.info(done, control=True),
+            self._open_worker,
+        )
+        self._watch = StallWatch(self.options.stall_s, trio.current_time())
+        self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
+        self.sessions = SessionCalls(
+            self.ctx, self.held, self.intake, self._tokenizing, lambda message: self.ref.info(message, control=True)
+        )
+        self.swap = Swap(self.ctx, self.options.cpu_offload_space)
+        self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name)
+        fair = FairShare()
+        in_turn = fair if self.options.fair_share else None
+        self._flight = self._open_flight(self.options)
+        now = self._flight.now
+        self.slots = Slots(self.ctx, self.held, self.swap, in_turn, self.options.n_parallel, self.journal, now)
+        self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
+        self.adapters = AdapterCalls(
+            ctx=self.ctx,
+            slots=self.slots,
+            held=self.held,
+            requests=self.requests,
+            open_worker=self._open_worker,
+            send=lambda message: self.ref.info(message, control=True),
+            send_after=self.send_after,
+            on_change=self._tell_models,
+        )
+        self.commit = StepCommit(self.ctx, self.requests, self.journal)
+        view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
+        self.intake.longest = view.longest
+        self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held)
+        self.sharing = PromptSharing(self.intake, self.held, self.slots)
+        self.arrivals = self.arrivals_type(
+            options=self.options,
+            draining=self._draining,
+            intake=self.intake,
+            grammars=self.grammars,
+            worker=self._tokenizing,
+            slots=self.slots,
+            requests=self.requests,
+            journal=self.journal,
+            flight=self._flight,
+            watch=self._watch,
+            monitor=self.monitor,
+            send=lambda message: self.ref.info(message, control=True),
+            on_ready=self._enqueue,
+        )
+        self.stepper = Stepper(
+            worker=self._worker,
+            ctx=self.ctx,
+            swap=self.swap,
+            slots=self.slots,
+            requests=self.requests,
+            commit=self.commit,
+            journal=self.journal,
+            watch=self._watch,
+            send=lambda message: self.ref.info(message, control=True),
+        )
+        self._flight.begin(self.ctx, [self.intake.system_prompt(content) for content in self.options.system_prompts])
+        for content in self.options.system_prompts:
+            held = self.sharing.hold_configured(content)
+            if held.seq_id is not None:
+                try:
+                    await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
+                except OutOfBlocks as error:
+                    reason = f"{content!r:.60} has {len(held.tokens)} tokens, for which the KV cache has no room"
+                    raise OptionError("system_prompts", reason) from error
+            held.num_computed = len(held.tokens)
+
+    def _open_intake(self) -> Intake:
+        return Intake(self.ctx.model, self.options, self.ctx.max_positions, self.ctx.adapters)
+
+    async def _close_workers(self) -> None:
+        if hasattr(self, "grammars"):  # else it did not get that far
+            await self.grammars.close()
+        await self._tokenizing.close()
+        await self._worker.close()
+
+    # What is asked of it
+
+    def _models(self) -> Models:
+        return Models(models=model_cards(self.ctx, self.options.n_parallel))
+
+    def _tell_models(self) -> None:
+        if self._on_models is not None:
+            self._on_models(self._models())
+
+    def _health(self) -> Health:
+        return self._watch.health(
+            trio.current_time(),
+            num_open=len(self.requests),
+            draining=self._draining.has_begun,
+            steps=self.stats.steps,
+            running=len(self.slots.sequences),
+            waiting=len(self.slots.pending) + len(self.arrivals),
+        )
+
+    def _stats(self) -> dict[str, Any]:
+        return stats_report(
+            self.stats,
+            self.ctx,
+            self.slots,
+            self.held,
+            self.swap,
+            n_parallel=self.options.n_parallel,
+            now=trio.current_time(),
+        )
