@@ -352,6 +352,10 @@ class GgufWeights:
             self._family.norm_offset if norm else 0.0,
         )
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `WeightSource`."""
+        return self.tensor(name).shape
+
     def release(self) -> None:
         """As in `WeightSource`."""
         self._file.release()

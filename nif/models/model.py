@@ -30,6 +30,7 @@ from genbatch.nif.models.encoder import GROUPS, LAYERS, encoder_positions, is_en
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens, gguf_tokenizer
 from genbatch.nif.models.model_layout import layer_groups, layer_shapes, max_position
 from genbatch.nif.models.model_source import ModelSource, resolve_model
+from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, WeightSource
@@ -210,7 +211,7 @@ def _check_complete(source: str, hf: PreTrainedModel, weights: WeightSource) -> 
     if missing := sorted(name for name, stored in names.items() if stored not in weights.names()):
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     for name, parameter in wanted.items():
-        shape = weights.tensor(names[name]).shape
+        shape = weights.shape(names[name])
         if shape != tuple(parameter.shape):
             raise ModelError(
                 source,
@@ -267,7 +268,13 @@ class _Directory:
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {_line(fault)}") from fault
         self.config = config
+        self.quantisation = quantisation_of(source, config, directory)
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config  # the weights are read here; transformers would ask for other packages
         self.is_encoder = is_encoder(config)
+        if self.is_encoder and self.quantisation is not None:
+            kind = f"quantised by {self.quantisation.method}"
+            raise ModelError(source, f"it is an encoder {kind}; encoders are read as plain numbers only")
         self.model_class = None if self.is_encoder else _supported_class(source, config)
 
     def pooling(self) -> Pooling | None:
@@ -283,7 +290,8 @@ class _Directory:
         return Tokenizer(loaded)
 
     def weights(self) -> WeightSource:
-        return SafetensorsWeights(self._source, self.directory)
+        files = SafetensorsWeights(self._source, self.directory)
+        return files if self.quantisation is None else QuantisedWeights(self._source, files, self.quantisation)
 
     def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
         """What generation_config.json names, else config.json; and the tokenizer's own."""
@@ -456,11 +464,11 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
     """The module with its weights; from safetensors, or each tensor dequantised."""
     settings: dict[str, Any] = {"config": files.config, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
-        if isinstance(files, _Directory):
+        if isinstance(files, _Directory) and files.quantisation is None:
             place, settings["use_safetensors"] = files.directory, True
         else:
             place, weights = None, files.weights()
-            stored = {name: weights.tensor(name).whole() for name in weights.names()}
+            stored = {name: weights.tensor(name).whole().to(dtype) for name in weights.names()}
             settings["state_dict"] = _merged_experts(files, stored)
         hf, report = files.model_class.from_pretrained(place, output_loading_info=True, **settings)
     except ModelError:

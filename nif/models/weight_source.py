@@ -25,7 +25,24 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from genbatch.nif.errors import ModelError
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The kinds that are plain numbers, with their types; every other kind is a type of block in GGML's spelling."""
+"""The kinds that are plain numbers, with their types; every other kind is a type of block in GGML's spelling, or of
+`GROUP_KINDS`."""
+
+GROUP_KINDS = {"G4_32": (4, 32), "G4_64": (4, 64), "G4_128": (4, 128), "G8_32": (8, 32), "G8_128": (8, 128)}
+"""Bits of a code, and inputs of a block: its scale as float32, its zero as float16, and its codes in the inputs' order,
+of 4 bits the first in the low half of a byte. A weight is scale * (code - zero)."""
+
+# Of safetensors, beside FLOAT_KINDS: what checkpoints that are quantised already hold their parts in.
+_PART_KINDS = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 _MAX_HEADER_BYTES = 1 << 27  # of a safetensors file; the format's own limit is 100 MB
 
@@ -36,7 +53,7 @@ class StoredTensor:
 
     Args:
         name: transformers' name.
-        kind: "F32", "F16", "BF16", or a block type such as "Q4_K".
+        kind: "F32", "F16", "BF16", a block type such as "Q4_K", or one of `GROUP_KINDS`.
         shape: as transformers has it.
         rows: [product of all but the last dimension, bytes of a row] uint8, usually a view of the file.
         row_order: where the file has the rows in another order: row i of the tensor is `rows[row_order[i]]`.
@@ -76,6 +93,8 @@ class StoredTensor:
         rows = self.rows[first:end] if self.row_order is None else self.rows[self.row_order[first:end]]
         if self.kind in FLOAT_KINDS:
             values = torch.from_numpy(np.array(rows)).view(FLOAT_KINDS[self.kind]).float()
+        elif self.kind in GROUP_KINDS:
+            values = torch.from_numpy(_group_values(self.kind, rows))
         else:
             with np.errstate(invalid="ignore", over="ignore"):  # a scale may be infinite; the model's check says so
                 values = torch.from_numpy(gguf.dequantize(rows, GGMLQuantizationType[self.kind]))
@@ -99,6 +118,10 @@ class WeightSource(Protocol):
         Raises:
             ModelError: there is none of that name, or not in a form that can be read; it names file and tensor.
         """
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that `tensor` would have, without reading it; raises as `tensor`."""
         ...
 
     def release(self) -> None:
@@ -174,6 +197,32 @@ class SafetensorsWeights:
         rows = file.bytes[start:end].reshape(int(np.prod(shape[:-1])), -1)
         return StoredTensor(name, kind, shape, rows)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `WeightSource`; of any kind that safetensors has."""
+        if name not in self._entries:
+            raise ModelError(self._model, f"its weights lack {name} ({self._directory.name})")
+        return self._entries[name][2]
+
+    def kind(self, name: str) -> str:
+        """What safetensors calls the type of a tensor that is there."""
+        return self._entries[name][1]
+
+    def file(self, name: str) -> str:
+        """The name of the file that a tensor is in, which is there."""
+        return self._entries[name][0].path.name
+
+    def part(self, name: str) -> torch.Tensor:
+        """A copy of a tensor that is there, in the type that the file has it in.
+
+        Raises:
+            ModelError: the type is none that is read.
+        """
+        file, kind, shape, start, end = self._entries[name]
+        dtype = FLOAT_KINDS.get(kind) or _PART_KINDS.get(kind)
+        if dtype is None:
+            raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}, which is not read")
+        return torch.from_numpy(np.array(file.bytes[start:end])).view(dtype).reshape(shape)
+
     def release(self) -> None:
         """As in `WeightSource`."""
         for file in self._files:
@@ -201,8 +250,25 @@ class ModuleWeights:
         rows = values.reshape(-1, values.shape[-1]).cpu().view(torch.uint8).numpy()
         return StoredTensor(name, kind, tuple(values.shape), rows)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `WeightSource`."""
+        return tuple(self._tensors[name].shape)
+
     def release(self) -> None:
         """Nothing is mapped."""
+
+
+def _group_values(kind: str, rows: np.ndarray) -> np.ndarray:
+    """The weights [rows, inputs] float32 of rows of a kind of `GROUP_KINDS`."""
+    bits, inputs = GROUP_KINDS[kind]
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 6 + inputs * bits // 8)
+    scales = blocks[:, :, :4].copy().view("<f4")  # [rows, blocks, 1]
+    zeros = blocks[:, :, 4:6].copy().view("<f2").astype(np.float32)
+    codes = blocks[:, :, 6:]
+    if bits == 4:
+        codes = np.stack((codes & 15, codes >> 4), axis=3).reshape(*codes.shape[:2], inputs)
+    values: np.ndarray = (scales * (codes.astype(np.float32) - zeros)).reshape(len(rows), -1)
+    return values
 
 
 def _shards(model: str, directory: Path) -> list[Path]:
@@ -246,7 +312,8 @@ def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tup
             if first > end or start + end > size:
                 raise broken(f"{name} ends at byte {start + end} of {size}")
             kind = dtype
-            if kind in FLOAT_KINDS and end - first != int(np.prod(shape, dtype=object)) * FLOAT_KINDS[kind].itemsize:
+            known = FLOAT_KINDS.get(kind) or _PART_KINDS.get(kind)
+            if known is not None and end - first != int(np.prod(shape, dtype=object)) * known.itemsize:
                 raise broken(f"{name} has {end - first} bytes, which {kind} of shape {list(shape)} does not take")
             yield name, (kind, shape, start + first, start + end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 5 /* bumped with any change to the structs below; library.py compares */
+#define ABI_VERSION 6 /* bumped with any change to the structs below; library.py compares */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
@@ -35,6 +35,11 @@ enum weight_kind {
     WEIGHT_Q6_K,
     WEIGHT_IQ4_NL,
     WEIGHT_IQ4_XS,
+    WEIGHT_G4_32, /* codes of 4 and of 8 bits in groups of so many inputs, as GPTQ, AWQ and compressed-tensors have them */
+    WEIGHT_G4_64,
+    WEIGHT_G4_128,
+    WEIGHT_G8_32,
+    WEIGHT_G8_128,
     WEIGHT_I24 /* of rows alone: floats as integers of 24 bits, see gemm_stored_digits.c */
 };
 enum kv_kind { KV_F32, KV_BF16, KV_I8 };

@@ -8,7 +8,7 @@ from pathlib import Path
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.errors import NativeUnavailable
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -34,6 +34,11 @@ STORED = (
     "Q6_K",
     "IQ4_NL",
     "IQ4_XS",
+    "G4_32",
+    "G4_64",
+    "G4_128",
+    "G8_32",
+    "G8_128",
 )
 STORED_KINDS = {name: WEIGHT_U4 + 1 + place for place, name in enumerate(STORED)}
 WEIGHT_I24 = WEIGHT_U4 + 1 + len(STORED)  # of rows alone, where their weights are stored blocks

@@ -1,4 +1,4 @@
-/* Puts the blocks of a GGUF file into the form of stored.h: each file's block of one row becomes one lane of a unit.
+/* Puts the blocks of a GGUF file, and groups as nif/models/quantised_checkpoint.py lays them out, into the form of stored.h: each file's block of one row becomes one lane of a unit.
  *
  * Rows come as pointers, so that merged, interleaved and permuted matrices need no copy; a NULL row is zeros. Little
  * endian, as the format. */
@@ -21,6 +21,16 @@ static void put4(const uint8_t *bytes, int shift, uint8_t *out)
     for (int j = 0; j < 4; j++) {
         uint32_t low = word(bytes + 8 * j) >> shift & 0x0f0f0f0f, high = word(bytes + 8 * j + 4) >> shift & 0x0f0f0f0f;
         put(out, j, low | high << 4);
+    }
+}
+
+/* 32 codes in the order of the inputs, two a byte, the first in the low half: the plane of 4 bits. */
+static void put4_pairs(const uint8_t *bytes, uint8_t *out)
+{
+    for (int j = 0; j < 4; j++) {
+        uint32_t w = word(bytes + 4 * j), even = w & 0x0f0f0f0f, odd = w >> 4 & 0x0f0f0f0f; /* 0 2 4 6, 1 3 5 7 */
+        even |= even >> 12, odd |= odd >> 12; /* 0 and 4, 2 and 6; 1 and 5, 3 and 7 */
+        put(out, j, (even & 0xff) | (odd & 0xff) << 8 | (even & 0xff00) << 8 | (odd & 0xff00) << 16);
     }
 }
 
@@ -105,6 +115,21 @@ static void pack_unit(const int kind, const uint8_t *from, int c, uint8_t *unit)
         memcpy(d, from, 2);
         for (int j = 0; j < 8; j++) put(codes, j, word(from + 2 + 4 * j) ^ 0x80808080u);
         return;
+    case WEIGHT_G4_32:
+    case WEIGHT_G4_64:
+    case WEIGHT_G4_128:
+    case WEIGHT_G8_32:
+    case WEIGHT_G8_128:
+        memcpy(unit + 4 * c, from, 4);
+        memcpy(unit + 2 * HALVES + 2 * c, from + 4, 2);
+        for (int g = 0; g < t.unit / CELL; g++, codes += size) {
+            const uint8_t *cell = from + 6 + g * CELL * t.bits / 8;
+            if (t.bits == 4)
+                put4_pairs(cell, codes);
+            else
+                for (int j = 0; j < 8; j++) put(codes, j, word(cell + 4 * j));
+        }
+        return;
     case WEIGHT_Q4_K:
     case WEIGHT_Q5_K: {
         const uint8_t *high = from + 16, *low = kind == WEIGHT_Q5_K ? from + 48 : from + 16;
@@ -176,6 +201,11 @@ static int64_t file_block_bytes(int kind)
     case WEIGHT_Q4_K: return 144;
     case WEIGHT_Q5_K: return 176;
     case WEIGHT_Q6_K: return 210;
+    case WEIGHT_G4_32: return 22;
+    case WEIGHT_G4_64: return 38;
+    case WEIGHT_G4_128: return 70;
+    case WEIGHT_G8_32: return 38;
+    case WEIGHT_G8_128: return 134;
     default: return 136; /* IQ4_XS */
     }
 }

@@ -1,9 +1,11 @@
-/* Weights in the block types of GGUF, as they are multiplied: 32 outputs side by side, a lane of a vector each.
+/* Weights in the block types of GGUF, and in the groups of GPTQ's kind (G4, G8), as they are multiplied: 32 outputs side
+ * by side, a lane of a vector each.
  *
- * A weight block of COLUMNS outputs is a run of units; a unit is as many inputs as one block of the file has (32 or
- * 256), and is cut into cells of 32 inputs:
+ * A weight block of COLUMNS outputs is a run of units; a unit is as many inputs as one block of the file has (32, 64,
+ * 128 or 256), and is cut into cells of 32 inputs:
  *
- *     unit:  d [COLUMNS] float16, then dmin or m [COLUMNS] float16 where the type has one, then its cells
+ *     unit:  d [COLUMNS] float16, then dmin or m [COLUMNS] float16 where the type has one, then its cells;
+ *            of G4 and G8: scale [COLUMNS] float32, zero [COLUMNS] float16
  *     cell:  scales [32 / scale group][COLUMNS] bytes, then as many minima, where the type has them; then the codes
  *     codes: of 4 bits  [4][COLUMNS] words of 8 inputs: byte c holds input c in its low and c + 4 in its high nibble
  *            of 2 bits  [2][COLUMNS] words of 16 inputs: byte c holds the inputs c, c + 4, c + 8, c + 12, low bits first
@@ -12,7 +14,8 @@
  *
  * Codes of 5, 6 and 3 bits are two planes. A weight is scale * code - minus with scale and minus of its group of 16 or
  * 32 inputs, computed so that it is, to the last bit, what the `gguf` package makes of the file: the products of the
- * factors fit float32, and one fused operation rounds once. (Only a zero may have the other sign.)
+ * factors fit float32, and one fused operation rounds once. (Only a zero may have the other sign.) So it is with G4 and
+ * G8 where scale * zero fits float32: with scales of 16 bits, and wherever the zero is a power of two.
  * The bytes are those of the file, but for the 6-bit scales of K-quants, which take a byte each: 2 to 4 percent more.
  * Float types of 16 bits are [k][COLUMNS] halves. */
 #ifndef GENBATCH_STORED_H
@@ -34,27 +37,33 @@ typedef struct {
     bool packed_minima; /* Q2_K: scale and minimum are nibbles of one byte */
     int zero; /* the code that means 0 */
     bool levels; /* codes stand for the levels of IQ4_NL */
+    bool wide; /* G4, G8: a float32 scale and a zero for every unit */
 } stored_type;
 
-#define NO_TYPE {0, 0, 0, false, false, 0, false}
+#define NO_TYPE {0, 0, 0, false, false, 0, false, false}
 
 ALWAYS_INLINE stored_type stored_type_of(const int kind)
 {
     switch (kind) {
     case WEIGHT_F16:
-    case WEIGHT_WIDE: return (stored_type){1, 16, 0, false, false, 0, false};
-    case WEIGHT_Q4_0: return (stored_type){32, 4, 0, false, false, 8, false};
-    case WEIGHT_Q4_1: return (stored_type){32, 4, 0, true, false, 0, false};
-    case WEIGHT_Q5_0: return (stored_type){32, 5, 0, false, false, 16, false};
-    case WEIGHT_Q5_1: return (stored_type){32, 5, 0, true, false, 0, false};
-    case WEIGHT_Q8_0: return (stored_type){32, 8, 0, false, false, 128, false};
-    case WEIGHT_Q2_K: return (stored_type){256, 2, 16, true, true, 0, false};
-    case WEIGHT_Q3_K: return (stored_type){256, 3, 16, false, false, 4, false};
-    case WEIGHT_Q4_K: return (stored_type){256, 4, 32, true, false, 0, false};
-    case WEIGHT_Q5_K: return (stored_type){256, 5, 32, true, false, 0, false};
-    case WEIGHT_Q6_K: return (stored_type){256, 6, 16, false, false, 32, false};
-    case WEIGHT_IQ4_NL: return (stored_type){32, 4, 0, false, false, 0, true};
-    case WEIGHT_IQ4_XS: return (stored_type){256, 4, 32, false, false, 0, true};
+    case WEIGHT_WIDE: return (stored_type){1, 16, 0, false, false, 0, false, false};
+    case WEIGHT_Q4_0: return (stored_type){32, 4, 0, false, false, 8, false, false};
+    case WEIGHT_Q4_1: return (stored_type){32, 4, 0, true, false, 0, false, false};
+    case WEIGHT_Q5_0: return (stored_type){32, 5, 0, false, false, 16, false, false};
+    case WEIGHT_Q5_1: return (stored_type){32, 5, 0, true, false, 0, false, false};
+    case WEIGHT_Q8_0: return (stored_type){32, 8, 0, false, false, 128, false, false};
+    case WEIGHT_Q2_K: return (stored_type){256, 2, 16, true, true, 0, false, false};
+    case WEIGHT_Q3_K: return (stored_type){256, 3, 16, false, false, 4, false, false};
+    case WEIGHT_Q4_K: return (stored_type){256, 4, 32, true, false, 0, false, false};
+    case WEIGHT_Q5_K: return (stored_type){256, 5, 32, true, false, 0, false, false};
+    case WEIGHT_Q6_K: return (stored_type){256, 6, 16, false, false, 32, false, false};
+    case WEIGHT_IQ4_NL: return (stored_type){32, 4, 0, false, false, 0, true, false};
+    case WEIGHT_IQ4_XS: return (stored_type){256, 4, 32, false, false, 0, true, false};
+    case WEIGHT_G4_32: return (stored_type){32, 4, 0, true, false, 0, false, true};
+    case WEIGHT_G4_64: return (stored_type){64, 4, 0, true, false, 0, false, true};
+    case WEIGHT_G4_128: return (stored_type){128, 4, 0, true, false, 0, false, true};
+    case WEIGHT_G8_32: return (stored_type){32, 8, 0, true, false, 0, false, true};
+    case WEIGHT_G8_128: return (stored_type){128, 8, 0, true, false, 0, false, true};
     default: return (stored_type)NO_TYPE;
     }
 }
@@ -72,7 +81,7 @@ ALWAYS_INLINE int scale_bytes(const stored_type t) /* of a cell */
 
 ALWAYS_INLINE int head_bytes(const stored_type t) /* of a unit, before its cells */
 {
-    return HALVES * (t.minima ? 2 : 1);
+    return HALVES * (t.wide ? 3 : t.minima ? 2 : 1);
 }
 
 ALWAYS_INLINE int64_t unit_bytes(const stored_type t)

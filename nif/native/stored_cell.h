@@ -27,6 +27,10 @@ ALWAYS_INLINE vf bytes_to_floats(const uint8_t *p, const bool is_signed)
 ALWAYS_INLINE group group_of(const stored_type t, const int kind, const uint8_t *head, const uint8_t *scales, int which,
                              int column)
 {
+    if (t.wide) {
+        vf scale = vf_load((const float *)head + column);
+        return (group){scale, scale * vf_from_f16((const uint16_t *)(head + 2 * HALVES) + column)};
+    }
     vf d = vf_from_f16((const uint16_t *)head + column), m = {0};
     if (t.minima) m = vf_from_f16((const uint16_t *)(head + HALVES) + column);
     if (!t.scale_group) {
@@ -76,6 +80,11 @@ ALWAYS_INLINE words words_of(const stored_type t, const uint8_t *codes, int j, i
     case WEIGHT_Q5_K: CALL(use_units, WEIGHT_Q5_K); break;                                                     \
     case WEIGHT_Q6_K: CALL(use_units, WEIGHT_Q6_K); break;                                                     \
     case WEIGHT_IQ4_NL: CALL(use_units, WEIGHT_IQ4_NL); break;                                                 \
+    case WEIGHT_G4_32: CALL(use_units, WEIGHT_G4_32); break;                                                   \
+    case WEIGHT_G4_64: CALL(use_units, WEIGHT_G4_64); break;                                                   \
+    case WEIGHT_G4_128: CALL(use_units, WEIGHT_G4_128); break;                                                 \
+    case WEIGHT_G8_32: CALL(use_units, WEIGHT_G8_32); break;                                                   \
+    case WEIGHT_G8_128: CALL(use_units, WEIGHT_G8_128); break;                                                 \
     default: CALL(use_units, WEIGHT_IQ4_XS); break;                                                            \
     }
 

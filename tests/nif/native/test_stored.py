@@ -11,7 +11,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.models.weight_source import StoredTensor
+from genbatch.nif.models.weight_source import GROUP_KINDS, StoredTensor
 from genbatch.nif.native import reference
 from genbatch.nif.native.library import (
     COLUMNS,
@@ -33,6 +33,8 @@ _HALVES["Q6_K"] = (208,)
 def random_tensor(kind: str, n: int, blocks: int, seed: int = 0) -> StoredTensor:
     """A matrix of arbitrary blocks with finite factors."""
     random = np.random.default_rng(seed)
+    if kind in GROUP_KINDS:
+        return random_groups(kind, n, blocks, random)
     per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if kind in ("F16", "BF16", "F32"):
         dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[kind]
@@ -43,6 +45,16 @@ def random_tensor(kind: str, n: int, blocks: int, seed: int = 0) -> StoredTensor
         factors = random.normal(size=(n, blocks)).astype(np.float16)
         raw[:, :, at : at + 2] = factors.view(np.uint8).reshape(n, blocks, 2)
     return StoredTensor("w", kind, (n, blocks * per_block), raw.reshape(n, -1))
+
+
+def random_groups(kind: str, n: int, blocks: int, random: np.random.Generator) -> StoredTensor:
+    """A matrix of arbitrary codes in groups, with scales of 16 bits, as nearly all checkpoints have them."""
+    bits, inputs = GROUP_KINDS[kind]
+    raw = random.integers(0, 256, (n, blocks, 6 + inputs * bits // 8), dtype=np.uint8)
+    scales = random.normal(size=(n, blocks, 1)).astype(np.float16).astype(np.float32)
+    raw[:, :, :4] = scales.view(np.uint8)
+    raw[:, :, 4:6] = random.integers(0, 2**bits, (n, blocks, 1)).astype(np.float16).view(np.uint8)
+    return StoredTensor("w", kind, (n, blocks * inputs), raw.reshape(n, -1))
 
 
 def packed(
@@ -230,5 +242,6 @@ def test_gates_and_ups_of_two_types_in_8_bits_are_those_of_the_rounded_row() -> 
     assert torch.equal(multiply(linear, x[100:101]), together[100:101])
 
 
-def test_every_type_is_one_that_gguf_reads() -> None:
-    assert all(hasattr(gguf.GGMLQuantizationType, kind) for kind in STORED)
+def test_every_type_is_one_that_gguf_reads_or_has_groups_of_its_own() -> None:
+    assert all(hasattr(gguf.GGMLQuantizationType, kind) for kind in set(STORED) - set(GROUP_KINDS))
+    assert set(GROUP_KINDS) < set(STORED)

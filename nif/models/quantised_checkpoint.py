@@ -1,0 +1,538 @@
+"""Checkpoints that are quantised already: GPTQ, AWQ, compressed-tensors and FP8 in safetensors.
+
+scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint; refuses what is not read
+weights = QuantisedWeights("model", SafetensorsWeights("model", directory), scheme)
+weights.tensor("model.layers.0.mlp.up_proj.weight").kind    # "G4_128": the file's own codes, scales and zeros
+
+A linear of such a checkpoint is several tensors. Here they become one, under the name that a plain checkpoint has for
+it, so that nothing behind this file knows of them. Which linears are quantised is what the files say: what the
+configuration calls `modules_to_not_convert` or `ignore` is there as plain numbers.
+
+    gptq                qweight [k / codes, n] int32, qzeros [groups, n / codes] int32, scales [groups, n], g_idx [k]
+    awq                 qweight [k, n / 8] int32 in the order of `_AWQ_ORDER`, qzeros [groups, n / 8] likewise, scales
+    compressed-tensors  weight_packed [n, k / codes] int32, weight_shape, weight_scale [n, groups], weight_zero_point;
+                        or weight [n, k] in int8 or FP8 beside weight_scale
+    fp8                 weight [n, k] in FP8, weight_scale_inv [n / 128, k / 128] or one number
+
+n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * (code - zero), computed in float32.
+Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`). What has no such form is widened
+to float32, one matrix at a time: FP8, and groups that take their inputs from everywhere (`desc_act`).
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.weight_source import FLOAT_KINDS, GROUP_KINDS, SafetensorsWeights, StoredTensor
+
+_REMEDY = (
+    "take the model as it was before, with quantize int8 or int4, or its GPTQ, AWQ or compressed-tensors form in 4 or "
+    "8 bits, its FP8 form, or a GGUF file"
+)
+_BITS = (4, 8)
+_WORD = 32  # bits
+_FP8_METHODS = ("fp8", "fbgemm_fp8")
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense")
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight that each half byte of a word holds, lowest first
+_FP8_KINDS = ("F8_E4M3", "F8_E5M2")
+_SCALE_KINDS = (*FLOAT_KINDS, "F8_E8M0")
+
+# What stands beside the codes, and scales of activations and of the KV cache, which are computed otherwise here.
+_BESIDE = (
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "output_scale", "k_scale", "v_scale"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What a configuration says of its checkpoint's weights.
+
+    Args:
+        method: "gptq", "awq", "compressed-tensors" or "fp8".
+        bits: of a code; None where linears differ, or have no codes.
+        groups: inputs that share a scale, in each way that some linears have it; -1 is all of a linear's.
+        less_one: whether zeros are stored less one, as GPTQ's first format has them.
+        tile: outputs and inputs that share a scale of FP8; None: not by tiles.
+    """
+
+    method: str
+    bits: int | None = None
+    groups: tuple[int, ...] = ()
+    less_one: bool = False
+    tile: tuple[int, int] | None = None
+
+
+def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation | None:
+    """How a checkpoint is quantised; None of plain numbers.
+
+    Args:
+        source: what the user called the model, for errors.
+        config: transformers' configuration.
+        directory: where config.json is, and quantize_config.json of GPTQ's first tools.
+
+    Raises:
+        ModelError: it is quantised in a way that is not read; the reason names the field and what to take instead.
+    """
+    said = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    where = "quantization_config"
+    if said is None and (directory / "quantize_config.json").is_file():
+        where = "quantize_config.json"
+        try:
+            said = {"quant_method": "gptq", **json.loads((directory / where).read_text())}
+        except (OSError, ValueError, TypeError) as fault:
+            raise ModelError(source, f"{where} cannot be read: {fault}") from fault
+    if said is None:
+        return None
+    fields: Any = said if isinstance(said, Mapping) else said.to_dict()
+    return _Reading(source, where, fields).scheme()
+
+
+class _Reading:
+    """The fields of a quantization_config, and the errors that name them."""
+
+    def __init__(self, source: str, where: str, fields: Mapping[str, Any]) -> None:
+        self._source = source
+        self._where = where
+        self._fields = fields
+
+    def scheme(self) -> Quantisation:
+        method = self._fields.get("quant_method", "")
+        known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}
+        if method in _FP8_METHODS:
+            return self._fp8()
+        if method not in known:
+            raise self._refused(f"quant_method is {method!r}")
+        try:
+            return known[method]()
+        except (TypeError, ValueError, AttributeError) as fault:
+            raise ModelError(self._source, f"{self._where} contradicts itself: {fault}") from fault
+
+    def _refused(self, what: str) -> ModelError:
+        return ModelError(self._source, f"{self._where}: {what}, which is not read; {_REMEDY}")
+
+    def _first(self, *names: str) -> Any:
+        """The first of these fields that says something."""
+        return next((self._fields[name] for name in names if self._fields.get(name) is not None), None)
+
+    def _bits(self, *names: str) -> int:
+        bits = self._first(*names)
+        if isinstance(bits, bool) or bits not in _BITS:
+            raise self._refused(f"{names[0]} is {bits!r}")
+        return int(bits)
+
+    def _gptq(self) -> Quantisation:
+        layout = self._first("checkpoint_format", "format") or "gptq"
+        if self._fields.get("is_marlin_format"):
+            layout = "marlin"
+        if layout not in ("gptq", "gptq_v2"):
+            raise self._refused(f"checkpoint_format is {layout!r}")
+        if self._fields.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
+            raise self._refused(f"pack_dtype is {self._fields['pack_dtype']!r}")
+        bits, groups = self._bits("bits"), [int(self._fields.get("group_size") or -1)]
+        # GPTQModel's settings for some linears: "-:" leaves them out, others may have bits and groups of their own.
+        own = [value for value in (self._fields.get("dynamic") or {}).values() if isinstance(value, Mapping)]
+        for value in own:
+            if value.get("bits", bits) not in _BITS:
+                raise self._refused(f"dynamic names {value['bits']!r} bits")
+            groups.append(int(value.get("group_size", groups[0])))
+        mixed = any(value.get("bits", bits) != bits for value in own)
+        return Quantisation("gptq", None if mixed else bits, tuple(groups), layout == "gptq")
+
+    def _awq(self) -> Quantisation:
+        layout = str(self._first("version", "checkpoint_format", "format") or "gemm").lower()
+        if layout != "gemm":
+            raise self._refused(f"version is {layout!r}")
+        bits = self._bits("bits", "w_bit")
+        if bits != 4:
+            raise self._refused(f"bits is {bits} of AWQ")
+        return Quantisation("awq", bits, (int(self._first("group_size", "q_group_size") or -1),))
+
+    def _compressed(self) -> Quantisation:
+        formats = [self._fields.get("format") or "dense"]
+        sparse = (self._fields.get("sparsity_config") or {}).get("format", "dense")
+        if sparse != "dense":
+            raise self._refused(f"sparsity_config.format is {sparse!r}")
+        if (self._fields.get("transform_config") or {}).get("config_groups"):
+            raise self._refused("transform_config turns activations")
+        groups: list[int] = []
+        tile: tuple[int, int] | None = None
+        for name, group in (self._fields.get("config_groups") or {}).items():
+            if group.get("format"):
+                formats.append(group["format"])
+            weights = group.get("weights") or {}
+            bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+            if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+                raise self._refused(f"config_groups.{name}.weights is {kind} of {bits} bits")
+            groups.append(int(weights.get("group_size") or -1))
+            if weights.get("strategy") == "block":
+                tile = _tile(weights.get("block_structure"))
+        several = len(formats) > 1 and formats[0] == "mixed-precision"
+        for layout in formats[1:] if several else formats:
+            if layout not in _COMPRESSED_FORMATS:
+                raise self._refused(f"format is {layout!r}")
+        return Quantisation("compressed-tensors", None, tuple(groups), tile=tile)
+
+    def _fp8(self) -> Quantisation:
+        try:
+            tile = self._fields.get("weight_block_size")
+            return Quantisation("fp8", tile=None if tile is None else _tile(tile))
+        except (TypeError, ValueError) as fault:
+            raise ModelError(self._source, f"{self._where}: weight_block_size is {tile!r}: {fault}") from fault
+
+
+def _tile(said: Any) -> tuple[int, int]:
+    """Outputs and inputs of a tile, as a list or as "128x128"."""
+    outputs, inputs = said.split("x") if isinstance(said, str) else said
+    if not (int(outputs) > 0 and int(inputs) > 0):
+        raise ValueError(f"a tile of {outputs} x {inputs}")
+    return int(outputs), int(inputs)
+
+
+class QuantisedWeights:
+    """The tensors of a checkpoint that is quantised already. A `WeightSource`.
+
+    Args:
+        model: what the user called the model, for errors.
+        files: the checkpoint's own tensors.
+        scheme: what its configuration says.
+    """
+
+    def __init__(self, model: str, files: SafetensorsWeights, scheme: Quantisation) -> None:
+        self._model = model
+        self._files = files
+        self._scheme = scheme
+        self._linears: dict[str, str] = {}  # of quantised linears, by the name of the weight: the linear's own
+        plain: list[str] = []
+        for name in files.names():
+            linear, _, part = name.rpartition(".")
+            if part in _BESIDE[:3] or part == "weight_packed" or (part == "weight" and self._has_codes(name)):
+                self._linears[f"{linear}.weight"] = linear
+            elif part not in _BESIDE:
+                plain.append(name)
+        self._names = frozenset((*plain, *self._linears))
+
+    def names(self) -> Collection[str]:
+        """As in `WeightSource`."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `WeightSource`; also compares the shapes of the parts."""
+        return self._files.shape(name) if name not in self._linears else self._form(name).shape
+
+    def tensor(self, name: str) -> StoredTensor:
+        """As in `WeightSource`."""
+        return self._files.tensor(name) if name not in self._linears else self._form(name).read()
+
+    def release(self) -> None:
+        """As in `WeightSource`."""
+        self._files.release()
+
+    def _has_codes(self, name: str) -> bool:
+        return self._files.kind(name) in ("I8", *_FP8_KINDS)
+
+    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain":
+        linear = self._linears[name]
+        parts = _Parts(self._model, self._files, linear, self._scheme)
+        if self._scheme.method == "gptq":
+            return _Gptq(parts)
+        if self._scheme.method == "awq":
+            return _Awq(parts)
+        return _Packed(parts) if parts.has("weight_packed") else _Plain(parts)
+
+
+class _Parts:
+    """The tensors of one linear, and the errors that name them."""
+
+    def __init__(self, model: str, files: SafetensorsWeights, linear: str, scheme: Quantisation) -> None:
+        self._model = model
+        self._files = files
+        self._linear = linear
+        self.scheme = scheme
+        self.name = f"{linear}.weight"
+
+    def has(self, part: str) -> bool:
+        return f"{self._linear}.{part}" in self._files.names()
+
+    def fault(self, part: str, what: str) -> ModelError:
+        name = f"{self._linear}.{part}"
+        file = self._files.file(name) if name in self._files.names() else "no file"
+        return ModelError(self._model, f"its weights cannot be read: {file}: {name} {what}")
+
+    def shape(self, part: str, kinds: Sequence[str], dims: int | None = None) -> tuple[int, ...]:
+        """The shape of a part that must be there, of one of these types, with so many dimensions."""
+        name = f"{self._linear}.{part}"
+        if name not in self._files.names():
+            beside = next(other for other in self._files.names() if other.startswith(f"{self._linear}."))
+            raise ModelError(self._model, f"its weights lack {name}, which {self._files.file(beside)} has {beside} for")
+        shape, kind = self._files.shape(name), self._files.kind(name)
+        if kind not in kinds:
+            raise self.fault(part, f"is of type {kind}, where {', '.join(kinds)} is needed")
+        if dims is not None and (len(shape) != dims or 0 in shape):
+            raise self.fault(part, f"has the shape {list(shape)}, where {dims} dimensions are needed")
+        return shape
+
+    def expect(self, part: str, wanted: tuple[int, ...], kinds: Sequence[str]) -> None:
+        shape = self.shape(part, kinds)
+        if shape != wanted:
+            raise self.fault(part, f"has the shape {list(shape)}, where {list(wanted)} is needed")
+
+    def read(self, part: str) -> torch.Tensor:
+        return self._files.part(f"{self._linear}.{part}")
+
+    def scales(self, part: str) -> np.ndarray:
+        """A part of finite numbers, float32."""
+        values = self.read(part).float().numpy()
+        if not np.isfinite(values).all():
+            raise self.fault(part, "has a scale that is no finite number")
+        return values
+
+    def group(self, part: str, inputs: int, count: int) -> int:
+        """Inputs that share one of `count` scales."""
+        for size in self.scheme.groups:
+            known = inputs if size < 1 else min(size, inputs)
+            if -(-inputs // known) == count:
+                return known
+        if count == 1:
+            return inputs
+        said = " or ".join(map(str, self.scheme.groups)) or "no"
+        raise self.fault(part, f"has {count} groups of {inputs} inputs; the configuration says groups of {said}")
+
+    def group_of_inputs(self, part: str, inputs: int, group: int, count: int) -> np.ndarray | None:
+        """The group of each input [inputs]; None where one follows the other."""
+        if not self.has(part):
+            return None
+        self.expect(part, (inputs,), ("I32", "I64"))
+        groups = self.read(part).numpy().astype(np.int64)
+        if (groups == -1).all() or np.array_equal(groups, np.arange(inputs) // group):  # -1: it was never set
+            return None
+        if groups.min() < 0 or groups.max() >= count:
+            raise self.fault(part, f"names the groups {groups.min()} to {groups.max()} of {count}")
+        return groups
+
+
+class _Gptq:
+    """Codes along the inputs; zeros along the outputs."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+        self._count, outputs = parts.shape("scales", _SCALE_KINDS, 2)
+        words, _ = parts.shape("qweight", ("I32",), 2)
+        _, zero_words = parts.shape("qzeros", ("I32",), 2)
+        self._bits = parts.scheme.bits or zero_words * _WORD // outputs
+        if self._bits not in _BITS:
+            raise parts.fault("qzeros", f"has {self._bits} bits an output, where 4 or 8 are read")
+        inputs = words * _WORD // self._bits
+        if outputs * self._bits % _WORD:
+            raise parts.fault("scales", f"has {outputs} outputs, whose zeros fill no whole words")
+        parts.expect("qweight", (words, outputs), ("I32",))
+        parts.expect("qzeros", (self._count, outputs * self._bits // _WORD), ("I32",))
+        self._group = parts.group("scales", inputs, self._count)
+        self.shape = (outputs, inputs)
+
+    def read(self) -> StoredTensor:
+        parts, inputs = self._parts, self.shape[1]
+        codes = _bytes(parts.read("qweight").T)  # [outputs, inputs * bits / 8]
+        zeros = _codes(_bytes(parts.read("qzeros")), self._bits)  # [groups, outputs]
+        if parts.scheme.less_one:
+            zeros = (zeros + 1) & (2**self._bits - 1)
+        order = parts.group_of_inputs("g_idx", inputs, self._group, self._count)
+        return _Groups(self._bits, codes, parts.scales("scales").T, zeros.T, self._group, order).stored(
+            parts.name, inputs
+        )
+
+
+class _Awq:
+    """Codes and zeros along the outputs, eight of them in an order of their own."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+        count, outputs = parts.shape("scales", _SCALE_KINDS, 2)
+        inputs, _ = parts.shape("qweight", ("I32",), 2)
+        if outputs % 8:
+            raise parts.fault("scales", f"has {outputs} outputs, which fill no whole words")
+        parts.expect("qweight", (inputs, outputs // 8), ("I32",))
+        parts.expect("qzeros", (count, outputs // 8), ("I32",))
+        self._group = parts.group("scales", inputs, count)
+        self.shape = (outputs, inputs)
+
+    def read(self) -> StoredTensor:
+        parts, inputs = self._parts, self.shape[1]
+        codes = np.ascontiguousarray(_in_order(parts.read("qweight")).T)  # [outputs, inputs]
+        codes = codes if inputs % 2 == 0 else np.pad(codes, ((0, 0), (0, 1)))
+        halves = codes[:, ::2] | codes[:, 1::2] << 4
+        zeros = _in_order(parts.read("qzeros")).T
+        return _Groups(4, halves, parts.scales("scales").T, zeros, self._group).stored(parts.name, inputs)
+
+
+class _Packed:
+    """compressed-tensors: codes along the inputs, plus half their range; zeros along the outputs."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+        parts.expect("weight_shape", (2,), ("I32", "I64"))
+        outputs, inputs = parts.read("weight_shape").tolist()
+        if min(outputs, inputs) < 1:
+            raise parts.fault("weight_shape", f"says {outputs} outputs of {inputs} inputs")
+        _, words = parts.shape("weight_packed", ("I32",), 2)
+        fitting = [bits for bits in _BITS if -(-inputs // (_WORD // bits)) == words]
+        if not fitting:
+            raise parts.fault("weight_packed", f"has {words} words for {inputs} inputs, which is neither 4 nor 8 bits")
+        self._bits = fitting[0]
+        parts.expect("weight_packed", (outputs, words), ("I32",))
+        self._scales = _ScaleShape(parts, outputs, inputs)
+        self.shape = (outputs, inputs)
+
+    def read(self) -> StoredTensor:
+        parts, (outputs, inputs) = self._parts, self.shape
+        middle = 1 << (self._bits - 1)
+        zeros = np.full((outputs, self._scales.count), middle, np.uint8)
+        if parts.has("weight_zero_point"):
+            zeros = self._zeros(outputs, middle)
+        group, count = self._scales.group, self._scales.count
+        order = parts.group_of_inputs("weight_g_idx", inputs, group, count)
+        codes = _bytes(parts.read("weight_packed"))
+        return _Groups(self._bits, codes, self._scales.read(), zeros, group, order).stored(parts.name, inputs)
+
+    def _zeros(self, outputs: int, middle: int) -> np.ndarray:
+        """The zeros [outputs, groups] as codes; packed along the outputs, or a byte each."""
+        parts, count = self._parts, self._scales.count
+        if parts.shape("weight_zero_point", ("I8", "I32")) == (outputs, count) and outputs > 1:
+            return (parts.read("weight_zero_point").numpy().astype(np.int16) + middle).astype(np.uint8)
+        per_word = _WORD // self._bits
+        words = -(-outputs // per_word)
+        parts.expect("weight_zero_point", (words, count), ("I32",))
+        packed = _codes(_bytes(parts.read("weight_zero_point").T), self._bits)  # [groups, outputs and what pads them]
+        return packed.T[:outputs]
+
+
+class _ScaleShape:
+    """compressed-tensors' weight_scale: one, one for each output, or for each output's groups."""
+
+    def __init__(self, parts: _Parts, outputs: int, inputs: int) -> None:
+        self._parts = parts
+        self._outputs = outputs
+        shape = parts.shape("weight_scale", _SCALE_KINDS)
+        single = int(np.prod(shape, dtype=object)) == 1
+        if not single and (len(shape) not in (1, 2) or shape[0] != outputs or 0 in shape):
+            raise parts.fault("weight_scale", f"has the shape {list(shape)} for {outputs} outputs of {inputs} inputs")
+        self.count = 1 if single or len(shape) == 1 else shape[1]
+        self.group = parts.group("weight_scale", inputs, self.count)
+
+    def read(self) -> np.ndarray:  # [outputs, groups] float32
+        scales = self._parts.scales("weight_scale")
+        return np.broadcast_to(scales.reshape(-1, self.count), (self._outputs, self.count))
+
+
+class _Plain:
+    """A code a byte, int8 or FP8, under the name of a plain weight."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+        outputs, inputs = self.shape = parts.shape("weight", ("I8", *_FP8_KINDS), 2)
+        self._scale = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
+        shape = parts.shape(self._scale, _SCALE_KINDS)
+        self._tile = parts.scheme.tile
+        if int(np.prod(shape, dtype=object)) == 1:
+            self._tile = (outputs, inputs)
+        elif len(shape) in (1, 2) and shape[0] == outputs and (len(shape) == 1 or shape[1] == 1):
+            self._tile = (1, inputs)
+        elif len(shape) == 2 and shape[0] == outputs and self._tile is None:
+            self._tile = (1, parts.group(self._scale, inputs, shape[1]))
+        elif self._tile is not None:
+            tiles = tuple(-(-size // tile) for size, tile in zip(self.shape, self._tile, strict=True))
+            parts.expect(self._scale, tiles, _SCALE_KINDS)
+        else:
+            raise parts.fault(self._scale, f"has the shape {list(shape)} for weights of {list(self.shape)}")
+
+    def read(self) -> StoredTensor:
+        parts, (outputs, inputs) = self._parts, self.shape
+        assert self._tile is not None
+        weight = parts.read("weight")
+        tall, wide = self._tile
+        scales = parts.scales(self._scale).reshape(-(-outputs // tall), -(-inputs // wide))
+        if weight.dtype == torch.int8 and tall in (1, outputs):
+            zeros = np.full((outputs, scales.shape[1]), 128, np.uint8)
+            if parts.has("weight_zero_point"):
+                points = parts.read("weight_zero_point").numpy().reshape(-1, scales.shape[1])
+                zeros[:] = (points.astype(np.int16) + 128).astype(np.uint8)
+            codes = weight.view(torch.uint8).numpy() ^ 128
+            every = np.broadcast_to(scales, zeros.shape)
+            return _Groups(8, codes, every, zeros, wide).stored(parts.name, inputs)
+        if parts.has("weight_zero_point"):
+            raise parts.fault("weight_zero_point", "stands beside scales by tiles, or FP8")
+        scale = torch.from_numpy(scales).repeat_interleave(tall, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
+        return _floats(parts.name, weight.float().mul_(scale).numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """One matrix in codes.
+
+    Args:
+        bits: of a code.
+        codes: [outputs, bytes]; of 4 bits two a byte, the first in the low half.
+        scales: [outputs, groups] float32.
+        zeros: [outputs, groups] uint8.
+        group: inputs that share a scale.
+        group_of: of each input its group, where they do not follow one another.
+    """
+
+    bits: int
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    group: int
+    group_of: np.ndarray | None = None
+
+    def stored(self, name: str, inputs: int) -> StoredTensor:
+        """The matrix in the widest blocks that its groups fill, else in float32."""
+        outputs = len(self.codes)
+        if self.group_of is None:
+            for kind, (bits, block) in reversed(GROUP_KINDS.items()):
+                if bits == self.bits and inputs % block == 0 and (self.group >= inputs or self.group % block == 0):
+                    return StoredTensor(name, kind, (outputs, inputs), self._blocks(inputs, block))
+        group_of = np.arange(inputs) // self.group if self.group_of is None else self.group_of
+        codes = _codes(self.codes, self.bits)[:, :inputs].astype(np.float32)
+        codes -= self.zeros[:, group_of]
+        codes *= self.scales[:, group_of]
+        return _floats(name, codes)
+
+    def _blocks(self, inputs: int, block: int) -> np.ndarray:
+        outputs, count, size = len(self.codes), inputs // block, block * self.bits // 8
+        which = np.arange(count) * block // self.group
+        made = np.empty((outputs, count, 6 + size), np.uint8)
+        made[:, :, :4] = self.scales[:, which].astype("<f4")[:, :, None].view(np.uint8)
+        made[:, :, 4:6] = self.zeros[:, which].astype("<f2")[:, :, None].view(np.uint8)
+        made[:, :, 6:] = self.codes[:, : count * size].reshape(outputs, count, size)
+        return made.reshape(outputs, -1)
+
+
+def _floats(name: str, values: np.ndarray) -> StoredTensor:
+    plain = np.ascontiguousarray(values, np.float32)
+    return StoredTensor(name, "F32", plain.shape, plain.view(np.uint8))
+
+
+def _bytes(words: torch.Tensor) -> np.ndarray:
+    """Each row of int32 words as its bytes, lowest first: [rows, 4 * words]."""
+    return np.ascontiguousarray(words.numpy()).view(np.uint8)
+
+
+def _codes(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Codes of bytes, one a byte: [rows, codes]."""
+    return packed if bits == 8 else np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
+
+
+def _in_order(words: torch.Tensor) -> np.ndarray:
+    """AWQ's words [rows, words] as codes in the order of the outputs, one a byte: [rows, 8 * words]."""
+    held = _codes(_bytes(words), 4).reshape(len(words), -1, 8)
+    codes = np.empty_like(held)
+    codes[:, :, list(_AWQ_ORDER)] = held
+    return codes.reshape(len(words), -1)

@@ -1,0 +1,320 @@
+"""Checkpoints that are quantised already: token for token what transformers generates with the weights they hold."""
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from genbatch.nif.batch import Entry, Logits
+from genbatch.nif.context import Context
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.model import describe_model, load_model
+from genbatch.nif.native.runner import NativeRunner
+from tests.nif.models.quantised_files import (
+    FORMATS,
+    NEW_TOKENS,
+    Checkpoint,
+    Format,
+    edit_config,
+    make_checkpoint,
+    without,
+)
+
+MAKE = Callable[..., Checkpoint]
+
+
+@pytest.fixture
+def make(tmp_path: Path, tiny_models: ModuleType) -> MAKE:
+    """make("awq-32", "qwen2") is such a checkpoint with a tokenizer."""
+    torch.set_num_threads(1)
+
+    def checkpoint(form: Format | str, family: str = "llama", **config: Any) -> Checkpoint:
+        made = make_checkpoint(tmp_path / "model", form, family, **config)
+        tiny_models.build_tokenizer(made.directory)
+        return made
+
+    return checkpoint
+
+
+def served(directory: Path, **options: Any) -> Context:
+    plain = {"n_gpu_layers": 0, "runner": "native", "dtype": "float32", "n_ctx": 1024, **options}
+    return load_engine(EngineOptions(model_path=str(directory), **plain)).open_context(
+        n_parallel=3, n_held=0, n_batch=64
+    )
+
+
+def greedy(context: Context, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """All prompts in one batch; they begin one step after another."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    step = 0
+    while batch := [
+        Entry(i, answer[-1:] or list(prompts[i]), context.kv.length(i), Logits.LAST)
+        for i, answer in enumerate(answers)
+        if i <= step and len(answer) < NEW_TOKENS
+    ]:
+        for entry, logits in zip(batch, context.eval(batch), strict=True):
+            answers[entry.seq_id].append(int(logits[-1].argmax()))
+        step += 1
+    for i in range(len(prompts)):
+        context.seq_rm(i)
+    return answers
+
+
+def prompts() -> list[list[int]]:
+    drawn: list[int] = torch.randint(3, 320, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    return [drawn[:33], drawn[33:38], drawn[38:60]]
+
+
+def check(checkpoint: Checkpoint, **options: Any) -> Context:
+    """The prompts alone and in one batch."""
+    wanted = [checkpoint.generate(prompt) for prompt in prompts()]
+    context = served(checkpoint.directory, **options)
+    assert [greedy(context, [prompt])[0] for prompt in prompts()] == wanted
+    assert greedy(context, prompts()) == wanted
+    return context
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_checkpoint_equals_generate_natively(make: MAKE, form: str) -> None:
+    checkpoint = make(form)
+    context = check(checkpoint)
+    assert isinstance(context.runner, NativeRunner)
+    context.close()
+
+
+@pytest.mark.parametrize("form", ["gptq-4-128-gptq", "awq-32", "packed-8-channel", "fp8-block"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral"])
+def test_merged_matrices_biases_and_experts_equal_generate(make: MAKE, form: str, family: str) -> None:
+    check(make(form, family)).close()
+
+
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [
+        ("gptq-4-32-desc_act", "llama"),
+        ("awq-128", "qwen2"),
+        ("packed-4-64-asymmetric", "phi3"),
+        ("fp8-tensor", "mixtral"),
+    ],
+)
+def test_torch_reads_the_same(make: MAKE, form: str, family: str) -> None:
+    check(make(form, family), runner="torch").close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_are_to_the_bit_what_the_file_says(make: MAKE, form: str) -> None:
+    checkpoint = make(form, "qwen2")
+    model = describe_model(str(checkpoint.directory))
+    assert model is not None and model.weights is not None
+    state = checkpoint.hf.state_dict()
+    assert set(model.weights.names()) == set(state)
+    for name, values in state.items():
+        assert torch.equal(model.weights.tensor(name).whole(), values), name
+        assert model.weights.shape(name) == tuple(values.shape)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("gptq-4-0-gptq", "G4_128"),
+        ("gptq-4-32-gptq_v2", "G4_32"),
+        ("gptq-4-64-gptq", "G4_64"),
+        ("gptq-8-0-symmetric", "G8_128"),
+        ("gptq-8-32", "G8_32"),
+        ("awq-128", "G4_128"),
+        ("packed-4-32-float32", "G4_32"),
+        ("packed-8-channel", "G8_128"),
+        ("int-quantized", "G8_128"),
+        ("naive-quantized", "G8_32"),
+        ("gptq-4-32-desc_act", "F32"),
+        ("gptq-4-odd-groups", "F32"),
+        ("fp8-block", "F32"),
+    ],
+)
+def test_codes_stay_codes_where_their_groups_are_whole_blocks(make: MAKE, form: str, kind: str) -> None:
+    model = describe_model(str(make(form).directory))
+    assert model is not None and model.weights is not None
+    tensor = model.weights.tensor("model.layers.0.mlp.down_proj.weight")
+    assert tensor.kind == kind
+    if kind[0] == "G":
+        bits, inputs = int(kind[1]), int(kind[3:])
+        assert tensor.rows.nbytes == tensor.shape[0] * tensor.shape[1] // inputs * (6 + inputs * bits // 8)
+
+
+@pytest.mark.parametrize("form", ["gptq-4-32-gptq", "awq-0", "packed-4-128", "int-quantized", "fp8-block"])
+def test_linears_that_are_not_converted_stay_as_they_are(make: MAKE, form: str) -> None:
+    """Also some of those that are merged: queries in codes beside keys that are plain numbers."""
+    check(make(without(form, "k_proj", "layers.1.mlp.up_proj", "o_proj"))).close()
+
+
+def test_a_head_and_every_other_linear_may_be_quantised(make: MAKE) -> None:
+    check(make(replace(FORMATS["gptq-4-128-gptq"], plain=()), "qwen2")).close()
+
+
+def test_gptqmodels_settings_for_some_linears_are_read(make: MAKE) -> None:
+    """`dynamic`: downs in 8 bits and groups of 64, the others in 4 bits and groups of 32."""
+    fine, coarse = FORMATS["gptq-4-32-gptq"], FORMATS["gptq-8-32"]
+    coarse = replace(coarse, group=64, config={**coarse.config, "checkpoint_format": "gptq"})
+
+    def write(form: Format, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        mine = coarse if weight.shape == (128, 256) else fine
+        return mine.write(mine, weight)
+
+    own = {r"+:.*\.down_proj": {"bits": 8, "group_size": 64}, "-:lm_head": {}}
+    check(make(replace(fine, write=write, config={**fine.config, "dynamic": own}))).close()
+
+
+def test_shards_and_the_first_tools_own_file_are_read(make: MAKE) -> None:
+    checkpoint = make("gptq-4-128-gptq")
+    tensors, directory = load_file(checkpoint.directory / "model.safetensors"), checkpoint.directory
+    names = sorted(tensors)
+    halves = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, held in halves.items():
+        save_file({name: tensors[name] for name in held}, directory / file, {"format": "pt"})
+    index = {"weight_map": {name: file for file, held in halves.items() for name in held}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "model.safetensors").unlink()
+    settings = {key: FORMATS["gptq-4-128-gptq"].config[key] for key in ("bits", "group_size", "desc_act", "sym")}
+    (directory / "quantize_config.json").write_text(json.dumps(settings))
+    edit_config(directory, quantization_config=None)
+    check(checkpoint).close()
+
+
+@pytest.mark.parametrize("form", ["gptq-4-128-gptq", "packed-8-128-asymmetric"])
+def test_8_bit_activations_meet_the_same_codes(make: MAKE, form: str) -> None:
+    """No text is promised; logits are near, and the same bit for bit alone and in company."""
+    checkpoint = make(form)
+    exact, rounded = served(checkpoint.directory), served(checkpoint.directory, quantize="int8")
+    rows = []
+    for context in (exact, rounded):
+        whole = [Entry(i, prompt, 0, Logits.LAST) for i, prompt in enumerate(prompts())]
+        rows.append(torch.cat([logits[-1:] for logits in context.eval(whole)]))
+        for i in range(len(prompts())):
+            context.seq_rm(i)
+    alone = rounded.eval([Entry(1, prompts()[1], 0, Logits.LAST)])[0][-1]
+    assert torch.equal(alone, rows[1][1])
+    assert float((rows[0] - rows[1]).std()) < 0.05 * float(rows[0].std())
+    exact.close()
+    rounded.close()
+
+
+# What is not read, and files that are broken
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'"),
+        ({"quant_method": "hqq"}, "quant_method is 'hqq'"),
+        ({"bits": 4}, "quant_method is ''"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits is 3"),
+        ({"quant_method": "gptq", "bits": 2, "group_size": 128}, "bits is 2"),
+        ({"quant_method": "gptq", "group_size": 128}, "bits is None"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "checkpoint_format is 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "pack_dtype is 'int16'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 3}}}, "dynamic names 3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "awq", "bits": 8}, "bits is 8 of AWQ"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format is 'sparse-24-bitmask'",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}},
+            },
+            "config_groups.group_0.weights is int of 3 bits",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name_before_weights_are(
+    make: MAKE, settings: dict[str, Any], reason: str
+) -> None:
+    directory = make("awq-0").directory
+    edit_config(directory, quantization_config=settings)
+    (directory / "model.safetensors").write_bytes(b"no weights at all")
+    for load in (describe_model, load_model):
+        with pytest.raises(ModelError) as refused:
+            load(str(directory))
+        assert refused.value.reason.startswith(f"quantization_config: {reason}, which is not read; take the model")
+        assert "\n" not in refused.value.reason
+
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "change", "reason"),
+    [
+        ("gptq-4-32-gptq", "scales", None, f"its weights lack {NAME}.scales, which model.safetensors has"),
+        ("gptq-4-32-gptq", "qweight", None, f"its weights lack {NAME}.qweight, which model.safetensors has"),
+        ("awq-32", "qzeros", None, f"its weights lack {NAME}.qzeros, which model.safetensors has"),
+        ("packed-4-128", "weight_shape", None, f"its weights lack {NAME}.weight_shape, which model.safetensors has"),
+        ("fp8-tensor", "weight_scale", None, f"its weights lack {NAME}.weight_scale, which model.safetensors has"),
+        ("int-quantized", "weight_scale", None, f"its weights lack {NAME}.weight_scale, which model.safetensors has"),
+        ("gptq-4-32-gptq", "qzeros", lambda t: t[:-1], f"model.safetensors: {NAME}.qzeros has the shape [3, 32]"),
+        ("gptq-4-32-gptq", "qweight", lambda t: t[:8], f"model.safetensors: {NAME}.scales has 4 groups of 64 inputs"),
+        ("gptq-4-32-gptq", "qweight", lambda t: t.float(), f"model.safetensors: {NAME}.qweight is of type F32"),
+        ("gptq-4-32-gptq", "g_idx", lambda t: t + 9, f"model.safetensors: {NAME}.g_idx names the groups 9 to 12 of 4"),
+        ("gptq-4-32-gptq", "g_idx", lambda t: t[:5], f"model.safetensors: {NAME}.g_idx has the shape [5]"),
+        ("gptq-4-32-gptq", "scales", lambda t: t / 0, f"model.safetensors: {NAME}.scales has a scale that is no"),
+        ("awq-32", "qweight", lambda t: t[:, :-1], f"model.safetensors: {NAME}.qweight has the shape [128, 31]"),
+        ("awq-32", "scales", lambda t: t[:3], f"model.safetensors: {NAME}.qzeros has the shape [4, 32]"),
+        ("packed-4-128", "weight_packed", lambda t: t[:, :-1], f"model.safetensors: {NAME}.weight_packed has 15 words"),
+        ("packed-4-128", "weight_scale", lambda t: t[:-1], f"model.safetensors: {NAME}.weight_scale has the shape"),
+        ("packed-4-128", "weight_shape", lambda t: t[:1], f"model.safetensors: {NAME}.weight_shape has the shape [1]"),
+        ("packed-4-128", "weight_shape", lambda t: -t, f"model.safetensors: {NAME}.weight_shape"),
+        ("int-quantized", "weight_scale", lambda t: t[:7], f"model.safetensors: {NAME}.weight_scale has the shape [7"),
+        ("fp8-block", "weight_scale_inv", lambda t: t[:1], f"model.safetensors: {NAME}.weight_scale_inv has the shape"),
+    ],
+)
+def test_a_part_that_is_missing_or_wrong_is_named_with_its_file(
+    make: MAKE, form: str, part: str, change: Callable[[torch.Tensor], torch.Tensor] | None, reason: str
+) -> None:
+    directory = make(form).directory
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    found = tensors.pop(f"{NAME}.{part}")
+    if change is not None:
+        tensors[f"{NAME}.{part}"] = change(found).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        served(directory)
+    assert reason in refused.value.reason and "\n" not in refused.value.reason
+
+
+def test_a_file_that_is_cut_short_names_the_tensor(make: MAKE) -> None:
+    path = make("gptq-4-32-gptq").directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ModelError, match=r"model\.safetensors: model\..* ends at byte \d+ of \d+"):
+        served(path.parent)
+
+
+def test_codes_of_another_size_than_the_configuration_asks_for_are_refused(make: MAKE) -> None:
+    directory = make("awq-32").directory
+    edit_config(directory, intermediate_size=288)
+    with pytest.raises(ModelError, match=r"_proj\.weight has the shape \[256, 128\], the configuration says \[288"):
+        served(directory)
+
+
+def test_a_type_that_no_checkpoint_has_is_refused(make: MAKE) -> None:
+    path = make("fp8-block").directory / "model.safetensors"
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    path.write_bytes(raw[:8] + raw[8 : 8 + size].replace(b'"F8_E4M3"', b'"F4_E9M9"') + raw[8 + size :])
+    with pytest.raises(ModelError, match=r"model\.safetensors: .* is of type F4_E9M9"):
+        served(path.parent)
