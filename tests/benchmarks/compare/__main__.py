@@ -3,7 +3,7 @@
     python -m tests.benchmarks.compare            # 25 minutes on a quiet machine; the first run also builds llama.cpp
     python -m tests.benchmarks.compare --quick    # does everything work? Its figures mean nothing
     python -m tests.benchmarks.compare --parts agreement variants w5
-    python -m tests.benchmarks.compare --model MODEL.gguf        # this file instead, beside llama.cpp, on the terminal
+    python -m tests.benchmarks.compare --model MODEL.gguf        # this file instead, beside its peers, on the terminal
 
 Writes comparison.md, .svg and .json into a folder, but for --model.
 """
@@ -23,7 +23,7 @@ from tests.benchmarks.compare.engines import MODES, Engines, LlamaVariant
 from tests.benchmarks.compare.markdown import report
 from tests.benchmarks.compare.measured import Results
 from tests.benchmarks.compare.parts import run_parts
-from tests.benchmarks.compare.peers import gguf_files, peer_python
+from tests.benchmarks.compare.peers import file_engines, gguf_files, peer_python
 from tests.benchmarks.compare.plan import FULL, PARTS, QUICK, Plan
 from tests.benchmarks.compare.plot import plot
 from tests.benchmarks.compare.sigterm import exit_on_sigterm
@@ -66,7 +66,8 @@ def main() -> None:
         for path in options.model:
             batches = model_files.BATCHES[:1] if options.quick else model_files.BATCHES
             rounds = options.rounds or (1 if options.quick else 3)
-            model_files.measure(str(path), ("exact", "int8"), batches, rounds, llama_python=peer_python())
+            engines = file_engines(path, model_files.MODES)
+            print(model_files.tables(model_files.measure(path, engines, batches, rounds)), flush=True)
         return
     plan, results = chosen_plan(options), Results()
     if options.quick:

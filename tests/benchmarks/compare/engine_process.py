@@ -7,7 +7,7 @@ engine.close()
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.benchmarks.compare.process_group import ProcessGroup
@@ -23,10 +23,11 @@ class EngineProcess(ProcessGroup):
     Args:
         name: what the tables call it.
         command: starts it; its first line of output is a reply that describes it.
+        environment: variables beside those of this process.
     """
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        super().__init__(command)
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(command, environment)
         self.name = name
         try:
             self.described = self._reply()
