@@ -35,10 +35,15 @@ PREFILL = 256
 BATCHES = (1, 4, 8, 16, 32)
 FIRST = 16  # tokens of the prompt that ends the start
 POSITIONS = 512  # of a peer's sequence
-SECONDS = 2.0  # of one measurement
-LEAST_STEPS = 4
+SECONDS, LEAST_STEPS = 2.0, 4  # of one measurement
+MOST_SECONDS = 8.0  # however few its steps were
 MODES = ("exact", "int8")
 _START = ("first token, s", "memory after it, MB", "memory, MB")
+
+
+def enough(steps: int, seconds: float) -> bool:
+    """Whether a measurement may end."""
+    return (seconds >= SECONDS and steps >= LEAST_STEPS) or seconds >= MOST_SECONDS
 
 
 def rate(step: Callable[[], None], tokens: int, threads: int | None, *, most: int = 10**6) -> float:
@@ -46,7 +51,7 @@ def rate(step: Callable[[], None], tokens: int, threads: int | None, *, most: in
     clock = time.thread_time if threads == 1 else time.perf_counter
     step()
     started_at, steps = clock(), 0
-    while steps < most - 1 and (steps < LEAST_STEPS or clock() - started_at < SECONDS):
+    while steps < most - 1 and not enough(steps, clock() - started_at):
         step()
         steps += 1
     return tokens * steps / (clock() - started_at)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.benchmarks.model_files import CONTEXT, FIRST, LEAST_STEPS, POSITIONS, PREFILL, SECONDS
+from tests.benchmarks.model_files import CONTEXT, FIRST, POSITIONS, PREFILL, enough
 
 _IN_FLIGHT = 2  # steps that a pipeline may be ahead of the tokens it tells of
 _KV_BLOCK = 32  # OpenVINO's, on a CPU
@@ -39,7 +39,7 @@ class Pipeline:
         self._step()
         most = POSITIONS - CONTEXT - before - _IN_FLIGHT
         began, steps, tokens = self._clock(), 0, 0
-        while steps < most and (steps < LEAST_STEPS or self._clock() - began < SECONDS):
+        while steps < most and not enough(steps, self._clock() - began):
             tokens += sum(self._step().values())
             steps += 1
         rate = tokens / (self._clock() - began)
@@ -50,7 +50,7 @@ class Pipeline:
         """Prompt tokens a second."""
         self._prompt(PREFILL)
         began, prompts = self._clock(), 0
-        while prompts < LEAST_STEPS or self._clock() - began < SECONDS:
+        while not enough(prompts, self._clock() - began):
             self._prompt(PREFILL)
             prompts += 1
         return PREFILL * prompts / (self._clock() - began)

@@ -165,24 +165,37 @@ class Scripted(pipelines.Pipeline):
         self.dropped += request_ids
 
 
-def test_a_pipeline_is_timed_once_every_sequence_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "SECONDS", 0.0)
-    ticks = iter(range(1000))
+def test_a_pipeline_is_timed_once_every_sequence_decodes() -> None:
     pipeline = Scripted()
-    pipeline._clock = lambda: float(next(ticks))
-    rate = pipeline.decode(3)
+    pipeline._clock = lambda: float(len(pipeline.made))  # a second a step
+    assert pipeline.decode(3) == 3.0
     assert pipeline.made == [1, 2, 3, 3, *[3] * model_files.LEAST_STEPS]
-    assert rate == 3 * model_files.LEAST_STEPS / 2  # the clock is read at the begin, once after the last step, and then
     assert pipeline.dropped == [1, 2, 3]
 
 
-def test_a_pipeline_ends_before_its_sequences_are_full() -> None:
+def test_a_pipeline_is_not_timed_after_its_sequences_are_full() -> None:
     pipeline = Scripted()
-    pipeline._clock = lambda: 0.5
-    with pytest.raises(ZeroDivisionError):  # no time went by
-        pipeline.decode(32)
+    pipeline._clock = lambda: 1e-9 * len(pipeline.made)  # it would have time for more
+    assert pipeline.decode(32) == pytest.approx(32e9)
     assert min(pipeline.left.values()) >= 0
     assert set(pipeline.made[32:]) == {32}
+
+
+def test_a_pipeline_is_asked_whole_prompts() -> None:
+    pipeline = Scripted()
+    pipeline._clock = lambda: float(len(pipeline.made))
+    assert pipeline.prefill() == model_files.PREFILL
+    assert pipeline.dropped == list(range(1, model_files.LEAST_STEPS + 2))
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(3, 7.9), (400, 1.9)])
+def test_a_measurement_goes_on(steps: int, seconds: float) -> None:
+    assert not model_files.enough(steps, seconds)
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(4, 2.0), (1, 8.0)])
+def test_a_measurement_ends(steps: int, seconds: float) -> None:
+    assert model_files.enough(steps, seconds)
 
 
 # Peers that are not there
