@@ -12,7 +12,7 @@ no longer in anybody's way than a few requests would be.
 from collections.abc import Callable, Iterator
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Embedding, Output, PooledText, Request, Sequence
+from genbatch.actors.batcher.requests import Embedding, Output, OutputRules, PooledText, Request, Sequence
 from genbatch.nif.kv.prefix_cache import prefix_key
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.sampler import SamplerState
@@ -122,7 +122,7 @@ class EmbedIntake:
         backend, ageing_s = self._model.tokenizer.backend, self._options.priority_ageing_s
         # Nothing is drawn and nothing put out: one of each is there for all texts.
         sampler = SamplerState(SamplingParams(seed=0), ())
-        output = Output(backend, (), stop=(), stop_ids=(), max_tokens=1)
+        output = Output(backend, (), OutputRules(max_tokens=1))
         key = prefix_key(request.wanted.tenant)
 
         def make(place: int, tokens: list[int], now: float) -> Sequence:

@@ -18,7 +18,7 @@ from typing import Any
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import HeldPrompt, Output, Reading, Request, Sequence
+from genbatch.actors.batcher.requests import HeldPrompt, Output, OutputRules, Reading, Request, Sequence
 from genbatch.nif.kv.prefix_cache import prefix_key
 from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.models.lora import Adapters
@@ -404,7 +404,16 @@ class Intake:
         if not wanted.ignore_eos:
             stop_ids |= self._model.eos_token_ids
         seed = secrets.randbelow(MAX_SEED) if wanted.seed is None else wanted.seed
-        reading = self.reading(wanted, request.prompt_tokens)
+        rules = OutputRules(
+            stop=wanted.stop,
+            stop_ids=stop_ids,
+            max_tokens=max_tokens,
+            min_tokens=wanted.min_tokens,
+            echo=request.echo,
+            wants_logprobs=wanted.logprobs is not None,
+            keep_stop=wanted.keep_stop,
+            reading=self.reading(wanted, request.prompt_tokens),
+        )
         digest = "" if request.adapter is None else request.adapter.digest
         made: list[Sequence] = []
         for choice in range(wanted.n):
@@ -427,18 +436,7 @@ class Intake:
                     request.prompt_tokens,
                     request.constraints[choice] if request.constraints else None,
                 ),
-                output=Output(
-                    self._tokenizer.backend,
-                    request.prompt_tokens,
-                    stop=wanted.stop,
-                    stop_ids=stop_ids,
-                    max_tokens=max_tokens,
-                    min_tokens=wanted.min_tokens,
-                    echo=request.echo,
-                    wants_logprobs=wanted.logprobs is not None,
-                    keep_stop=wanted.keep_stop,
-                    reading=reading,
-                ),
+                output=Output(self._tokenizer.backend, request.prompt_tokens, rules),
             )
             if request.beam_width > 1:
                 sequence.width = request.beam_width

@@ -203,12 +203,4 @@ class BatcherParts(GenServer):
         )
 
     def _stats(self) -> dict[str, Any]:
-        return stats_report(
-            self.stats,
-            self.ctx,
-            self.slots,
-            self.held,
-            self.swap,
-            n_parallel=self.options.n_parallel,
-            now=trio.current_time(),
-        )
+        return stats_report(self.stats, self.ctx, self.slots, self.held, self.swap, trio.current_time())

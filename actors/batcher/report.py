@@ -68,7 +68,7 @@ MAX_SLOTS = 64
 
 
 def stats_report(
-    stats: BatcherStats, ctx: Context, slots: Slots, held: HeldPrompts, swap: Swap, *, n_parallel: int, now: float
+    stats: BatcherStats, ctx: Context, slots: Slots, held: HeldPrompts, swap: Swap, now: float
 ) -> dict[str, Any]:
     """Everything that is known at the time `now`, in seconds on the event loop's clock."""
     kv, cache = ctx.kv, ctx.kv.prefix_cache
@@ -80,7 +80,7 @@ def stats_report(
         "runner": ctx.runner.name,
         "requests_running": len(slots.sequences),
         "requests_waiting": len(slots.pending),
-        "n_parallel": n_parallel,
+        "n_parallel": slots.n_parallel,
         "slots": [_slot(seq_id, sequence, now) for seq_id, sequence in sorted(running)],
         "held_prompts": len(held),
         "prefix_cache_queries": cache.num_query_tokens if cache else 0,

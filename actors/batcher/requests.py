@@ -199,15 +199,14 @@ class Reading:
     several: bool = True
 
 
-class Output:
-    """Turns drawn tokens into text that never splits a code point nor shows a part of a stop string.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputRules:
+    """What an output holds, and what ends it.
 
     Args:
-        tokenizer: the backend that decodes.
-        prompt_tokens: what the output continues.
+        max_tokens: tokens after which the output ends with "length".
         stop: strings that end the output and are not part of it.
         stop_ids: token ids that end the output; their text is not part of it.
-        max_tokens: tokens after which the output ends with "length".
         min_tokens: tokens before which no stop string ends it.
         echo: what to put in front of the text.
         wants_logprobs: whether to keep each token's log-prob.
@@ -215,40 +214,41 @@ class Output:
         reading: how calls and thinking are told apart; None where all of it is text.
     """
 
-    __slots__ = ("_arguments", "_calls", "_detokenizer", "_echo", "_keep_stop", "_max_tokens", "_min_tokens",
-                 "_num_reasoning", "_reader", "_reading", "_reasoning", "_stop", "_stop_ids", "_wants_logprobs",
-                 "apart", "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
+    max_tokens: int
+    stop: ListOf[str] = ()
+    stop_ids: Collection[int] = ()
+    min_tokens: int = 0
+    echo: str = ""
+    wants_logprobs: bool = False
+    keep_stop: bool = False
+    reading: Reading | None = None
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_tokens: ListOf[int],
-        *,
-        stop: ListOf[str],
-        stop_ids: Collection[int],
-        max_tokens: int,
-        min_tokens: int = 0,
-        echo: str = "",
-        wants_logprobs: bool = False,
-        keep_stop: bool = False,
-        reading: Reading | None = None,
-    ) -> None:
-        self._arguments = (tokenizer, prompt_tokens, stop)
-        self._reading = reading
+
+class Output:
+    """Turns drawn tokens into text that never splits a code point nor shows a part of a stop string.
+
+    Args:
+        tokenizer: the backend that decodes.
+        prompt_tokens: what the output continues.
+        rules: what it holds, and what ends it.
+    """
+
+    __slots__ = ("_calls", "_detokenizer", "_num_reasoning", "_prompt_tokens", "_reader", "_reasoning", "_rules",
+                 "_stop", "_tokenizer", "apart", "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tokens: ListOf[int], rules: OutputRules) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_tokens = prompt_tokens
+        self._rules = rules
+        reading = rules.reading
         shown = reading.shown if reading is not None else frozenset()
         self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
         self._reader = reading.reader() if reading is not None else None
         self._reasoning: list[str] = []
         self._num_reasoning = 0  # tokens until the last of it
         self._calls: list[list[str]] = []  # id, name and the pieces of the arguments
-        self._keep_stop = keep_stop
-        self._stop = StopMatcher(stop, keep=keep_stop)
+        self._stop = StopMatcher(rules.stop, keep=rules.keep_stop)
         self.apart = _NOTHING  # what the last token made final beside its text
-        self._stop_ids = stop_ids
-        self._max_tokens = max_tokens
-        self._min_tokens = min_tokens
-        self._echo = echo
-        self._wants_logprobs = wants_logprobs
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -256,43 +256,32 @@ class Output:
 
     def blank(self) -> "Output":
         """An output of the same kind with nothing in it yet: each beam has its own."""
-        tokenizer, prompt_tokens, stop = self._arguments
-        return Output(
-            tokenizer,
-            prompt_tokens,
-            stop=stop,
-            stop_ids=self._stop_ids,
-            max_tokens=self._max_tokens,
-            echo=self._echo,
-            wants_logprobs=self._wants_logprobs,
-            keep_stop=self._keep_stop,
-            reading=self._reading,
-        )
+        return Output(self._tokenizer, self._prompt_tokens, self._rules)
 
     def push(self, drawn: Sampled) -> str:
         """Takes the next token; returns the text that became final and sets `finish_reason` when it was the last."""
         token_id = drawn.token_id
         self.token_ids.append(token_id)
-        if self._wants_logprobs:
+        if self._rules.wants_logprobs:
             assert drawn.logprob is not None, "log-probs were asked for and not computed"
             self.logprobs.append(TokenLogprob(token_id=token_id, logprob=drawn.logprob, top=dict(drawn.top)))
-        ended = token_id in self._stop_ids
+        ended = token_id in self._rules.stop_ids
         piece, stopped = ("", False) if ended else self._match(self._detokenizer.push(token_id))
         if ended or stopped:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._max_tokens:
+        elif len(self.token_ids) >= self._rules.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason:
             piece += self._flush()
         if self._reader is not None:
             piece = self._take_apart(self._reader, piece)
         if len(self.token_ids) == 1:
-            piece = self._echo + piece
+            piece = self._rules.echo + piece
         self.text_parts.append(piece)
         return piece
 
     def _match(self, text: str) -> tuple[str, bool]:
-        return self._stop.push(text, may_end=len(self.token_ids) >= self._min_tokens)
+        return self._stop.push(text, may_end=len(self.token_ids) >= self._rules.min_tokens)
 
     def _take_apart(self, reader: Reader, piece: str) -> str:
         """The text in a piece; the rest of it is in `apart`."""
@@ -305,7 +294,8 @@ class Output:
     def _keep(self, found: ListOf[Parts]) -> None:
         reasoning = "".join(parts.reasoning for parts in found)
         pieces = [piece for parts in found for piece in parts.calls]
-        if self._reading is not None and not self._reading.several and any(piece.index for piece in pieces):
+        reading = self._rules.reading
+        if reading is not None and not reading.several and any(piece.index for piece in pieces):
             pieces = [piece for piece in pieces if not piece.index]
             self.finish_reason = "stop"
         if reasoning:
@@ -341,7 +331,7 @@ class Output:
                 pieces joined are the text.
         """
         if self.finish_reason is None and not only_shown:
-            rest = self._flush() if self.token_ids else self._echo
+            rest = self._flush() if self.token_ids else self._rules.echo
             if self._reader is not None:
                 found = [self._reader.push(rest), self._reader.finish()]
                 self._keep(found)
@@ -356,7 +346,7 @@ class Output:
             tool_calls=tuple(
                 ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, *pieces in self._calls
             ),
-            logprobs=self.logprobs if self._wants_logprobs else None,
+            logprobs=self.logprobs if self._rules.wants_logprobs else None,
             stop_string=self._stop.found,
             reasoning_tokens=self._num_reasoning,
         )

@@ -262,7 +262,7 @@ class Slots:
         self._ctx = ctx
         self._held = held
         self._swap = swap
-        self._n_parallel = n_parallel
+        self.n_parallel = n_parallel
         self._journal = journal
         self._now = now
 
@@ -273,7 +273,7 @@ class Slots:
     def ready(self) -> list[Sequence]:
         """The waiting sequences that a plan may start, in turn."""
         ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_donor]
-        if len(self.sequences) + len(self.seq_pool) < self._n_parallel or any(s.width > 1 for s in ready):
+        if len(self.sequences) + len(self.seq_pool) < self.n_parallel or any(s.width > 1 for s in ready):
             return self._with_slots(ready)
         return ready
 

@@ -37,7 +37,7 @@ from genbatch.actors.batcher.flight import Flight
 from genbatch.actors.batcher.intake import Intake, Prompt
 from genbatch.actors.batcher.messages import Drain, Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Keep, Output, Request, Sequence
+from genbatch.actors.batcher.requests import Keep, Output, OutputRules, Request, Sequence
 from genbatch.actors.batcher.slots import SwapFault, run_copies
 from genbatch.actors.batcher.step import Evaluated, Planned
 from genbatch.actors.batcher.stepper import EngineFault
@@ -314,8 +314,7 @@ class ReplayedOutput(Output):
     __slots__ = ("raises",)
 
     def __init__(self, real: Output) -> None:
-        tokenizer, prompt_tokens, stop = real._arguments
-        super().__init__(tokenizer, prompt_tokens, stop=stop, stop_ids=(), max_tokens=0)
+        super().__init__(real._tokenizer, real._prompt_tokens, OutputRules(max_tokens=0))
         self.raises = False
 
     def blank(self) -> "ReplayedOutput":

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genbatch.actors.batcher.requests import Output
+from genbatch.actors.batcher.requests import Output, OutputRules
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
 from genbatch.nif.sampling.sampling_params import SamplingParams
@@ -152,15 +152,14 @@ def _alone(
 ) -> Choice:
     """What a choice of a request is when nothing else is there; `forced` are its first tokens."""
     stop_ids = frozenset(wanted.stop_token_ids)
-    output = Output(
-        model.tokenizer.backend,
-        prompt,
+    rules = OutputRules(
         stop=wanted.stop,
         stop_ids=stop_ids,
         max_tokens=wanted.max_tokens or 0,
         echo=_echo(model, prompt, wanted),
         wants_logprobs=wanted.logprobs is not None,
     )
+    output = Output(model.tokenizer.backend, prompt, rules)
     params = SamplingParams(
         temperature=wanted.temperature,
         top_k=wanted.top_k,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from genbatch.actors.batcher.requests import Output, Reading
+from genbatch.actors.batcher.requests import Output, OutputRules, Reading
 from genbatch.nif.sampling.sampler import Sampled
 from genbatch.nif.text.tools import HERMES, AnswerReader
 
@@ -23,7 +23,7 @@ def bytewise() -> Tokenizer:
 
 def run(tokenizer: Tokenizer, text: str, *, stop: Sequence[str] = (), max_tokens: int = 99, echo: str = "") -> Output:
     ids = tokenizer.encode(text).ids
-    output = Output(tokenizer, [], stop=stop, stop_ids=frozenset(), max_tokens=max_tokens, echo=echo)
+    output = Output(tokenizer, [], OutputRules(stop=stop, stop_ids=frozenset(), max_tokens=max_tokens, echo=echo))
     for token_id in ids:
         output.push(Sampled(token_id))
         if output.finish_reason:
@@ -63,7 +63,7 @@ def test_echo_comes_first_and_once(bytewise: Tokenizer) -> None:
 
 def test_a_stop_id_ends_it_and_shows_nothing(bytewise: Tokenizer) -> None:
     [a, b] = bytewise.encode("ab").ids
-    output = Output(bytewise, [], stop=[], stop_ids={b}, max_tokens=9)
+    output = Output(bytewise, [], OutputRules(stop=[], stop_ids={b}, max_tokens=9))
     assert output.push(Sampled(a)) == "a"
     assert output.push(Sampled(b)) == ""
     assert output.finish_reason == "stop"
@@ -80,7 +80,7 @@ def test_a_stop_string_that_is_complete_before_min_tokens_is_text(
     """A first one, of tokens 2 and 3, and a second one, of the last two; none of both where more is the least."""
     stop = ["bc"] if min_tokens <= 3 else ["c"]
     ids = bytewise.encode("abcabc").ids
-    output = Output(bytewise, [], stop=stop, stop_ids=frozenset(), max_tokens=6, min_tokens=min_tokens)
+    output = Output(bytewise, [], OutputRules(stop=stop, stop_ids=frozenset(), max_tokens=6, min_tokens=min_tokens))
     for token_id in ids:
         output.push(Sampled(token_id))
         if output.finish_reason:
@@ -94,7 +94,7 @@ def test_what_is_held_back_is_text_once_the_output_is_cut_short(bytewise: Tokeni
     output = run(bytewise, "aST", stop=["STOP"])
     assert output.text_parts == ["a", "", ""]
     assert (output.choice("deadline").text, output.choice("deadline").finish_reason) == ("aST", "deadline")
-    halved = Output(bytewise, [], stop=[], stop_ids=frozenset(), max_tokens=9)
+    halved = Output(bytewise, [], OutputRules(stop=[], stop_ids=frozenset(), max_tokens=9))
     for token_id in bytewise.encode("aé").ids[:2]:
         halved.push(Sampled(token_id))
     assert halved.choice("deadline").text == "a\ufffd"
@@ -113,7 +113,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 def test_an_answer_with_one_call_at_most_ends_where_a_second_one_begins(bytewise: Tokenizer, several: bool) -> None:
     written = f"See. {CALL}\n{CALL} on"
     reading = Reading(lambda: AnswerReader(HERMES), frozenset(), several)
-    output = Output(bytewise, [], stop=(), stop_ids=frozenset(), max_tokens=len(written), reading=reading)
+    output = Output(bytewise, [], OutputRules(stop=(), stop_ids=frozenset(), max_tokens=len(written), reading=reading))
     for token_id in bytewise.encode(written).ids:
         output.push(Sampled(token_id))
         if output.finish_reason:
@@ -122,3 +122,14 @@ def test_an_answer_with_one_call_at_most_ends_where_a_second_one_begins(bytewise
     assert choice.text == ("See.on" if several else "See.")  # white space beside calls is nobody's
     assert [call.arguments for call in choice.tool_calls] == ['{"a": 1}'] * (2 if several else 1)
     assert choice.finish_reason == ("length" if several else "tool_calls")
+
+
+def test_a_blank_output_ends_by_the_same_rules(bytewise: Tokenizer) -> None:
+    rules = OutputRules(stop=["b"], stop_ids=frozenset(), max_tokens=6, min_tokens=3, echo="<", wants_logprobs=False)
+    pair = bytewise.encode("ab").ids
+    ends = []
+    for output in (Output(bytewise, [], rules), Output(bytewise, [], rules).blank()):
+        while output.finish_reason is None:
+            output.push(Sampled(pair[len(output.token_ids) % 2]))
+        ends.append((output.choice(output.finish_reason).text, output.finish_reason))
+    assert ends == [("<aba", "stop")] * 2
