@@ -1,7 +1,7 @@
 """The interface between Context and whatever executes a forward pass over the paged KV cache."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -59,6 +59,13 @@ class ChoosingRunner(Protocol):
     def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
         """As `forward`: the logits, None if they are not wanted, and each row's largest."""
         ...
+
+
+@runtime_checkable
+class InvariantRunner(Protocol):
+    """A runner whose logits are the same, bit for bit, whether a sequence's tokens come one by one or together."""
+
+    rows_are_invariant: Literal[True]
 
 
 @runtime_checkable

@@ -110,15 +110,20 @@ class Journal:
             metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
-    def stepped(self, batch: list[Planned], seconds: float) -> None:
-        """Books one forward; to be called before its tokens are booked."""
+    def stepped(self, batch: list[Planned], seconds: float, *, num_drafted: int = 0) -> None:
+        """Books one forward, over so many drafted tokens besides; to be called before its tokens are booked."""
         self._now = trio.current_time()
-        num_tokens = sum([len(planned.entry.tokens) for planned in batch])
+        num_tokens = sum([len(planned.entry.tokens) for planned in batch]) + num_drafted
         self.stats.count_step(len(batch), num_tokens, seconds)
         self.stats.update_rates(self._now)
         if self._telemetry.attached:
             measurements = {"duration_s": seconds, "entries": len(batch), "tokens": num_tokens}
             self._telemetry.execute("step.end", measurements, {"model": self._model})
+
+    def drafted(self, num_drafted: int, num_accepted: int) -> None:
+        """Books the drafts of one forward, and how many of their tokens were right."""
+        self.stats.drafted_tokens += num_drafted
+        self.stats.accepted_draft_tokens += num_accepted
 
     def generated(self, sequence: Sequence, num_tokens: int = 1) -> None:
         """Books what a sequence has drawn in the last step: one token, or one a beam."""

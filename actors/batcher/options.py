@@ -135,6 +135,9 @@ class BatcherOptions:
         max_pauses: how often MAX_UTILIZATION pauses a request while it can pause another instead.
         async_batching: the model goes on with the next step while a step's tokens are handed out, as long as
             requests only decode and one of our own schedulers plans.
+        prompt_lookup: while at most four requests decode, and nothing else, tokens that followed the same words before,
+            in the prompt or the answer, are checked several at a time. Answers stay the same, and it begins and ends by
+            itself where it pays. Needs the native runner and `async_batching`.
         cpu_offload_space: GiB of host memory for the KV of paused sequences; 0: they are evaluated again.
         stall_s: seconds of pending work without the end of a step after which the service calls itself stuck.
         system_prompts: contents of system messages to hold from the start.
@@ -169,6 +172,7 @@ class BatcherOptions:
     pause_order: PauseOrder | None = None
     max_pauses: int = DEFAULT_MAX_PAUSES
     async_batching: bool = True
+    prompt_lookup: bool = True
     cpu_offload_space: float = 0.0
     stall_s: float = 30.0
     system_prompts: Sequence[str] = ()

@@ -162,6 +162,7 @@ class BatcherParts(GenServer):
             journal=self.journal,
             watch=self._watch,
             send=lambda message: self.ref.info(message, control=True),
+            looks_up=self.options.prompt_lookup,
         )
         self._flight.begin(self.ctx, [self.intake.system_prompt(content) for content in self.options.system_prompts])
         for content in self.options.system_prompts:

@@ -42,6 +42,7 @@ from genbatch.proto.validation import Grammar
 
 if TYPE_CHECKING:
     from genbatch.actors.batcher.beam_search import BeamSearch
+    from genbatch.actors.batcher.drafting import PromptLookup
 
 
 class Keep:
@@ -171,6 +172,7 @@ class Sequence(Slotted):
     num_vain: int = 0  # pauses in a row before which it got no further than before an earlier one
     pooled: "PooledText | None" = None  # it is a text to be embedded: it draws nothing, and ends with its prompt
     beams: "BeamSearch | None" = None  # a search over several continuations instead of one draw after another
+    lookup: "PromptLookup | None" = None  # once a run was to draft its tokens
 
 
 @dataclass(frozen=True, slots=True)

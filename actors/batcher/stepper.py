@@ -18,6 +18,7 @@ import outcome
 import torch
 import trio
 
+from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.open_requests import OpenRequests
 from genbatch.actors.batcher.report import StallWatch
@@ -37,15 +38,17 @@ from genbatch.proto.messages import Token
 # Most steps of a run: then a plan is made all the same.
 MAX_STEPS = 64
 
-Drawn: TypeAlias = list[Sampled | SampleFault]
+# What a step of a run drew for each sequence: a token, and one more for each that was drafted rightly.
+Drawn: TypeAlias = list[list[Sampled | SampleFault]]
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A step of a run has ended, and the next one has begun."""
+    """A step of a run has ended; unless it was the last one, the next has begun."""
 
     run: "RunAhead"
     drawn: Drawn
+    num_drafted: int
 
 
 class RunAhead:
@@ -55,12 +58,20 @@ class RunAhead:
         batch: an entry of one token for each sequence that runs; every one of them draws.
         max_steps: most steps, see `steps_ahead`.
         tell: called on the model's thread with each step but the last.
+        drafts: where tokens to check are looked up; None: nowhere.
     """
 
-    def __init__(self, batch: list[Planned], max_steps: int, tell: Callable[[Decoded], None]) -> None:
+    def __init__(
+        self,
+        batch: list[Planned],
+        max_steps: int,
+        tell: Callable[[Decoded], None],
+        drafts: RunDrafts | None = None,
+    ) -> None:
         self.batch = batch
         self._max_steps = max_steps
         self._tell = tell
+        self._drafts = drafts
         # Each is written by one thread and read by the other; what is read too old costs or saves one step.
         self._stopping = False
         self._booked = 0
@@ -73,14 +84,16 @@ class RunAhead:
         """One more step's tokens are handed out."""
         self._booked += 1
 
-    def evaluate(self, context: Context, copies: list[Callable[[], None]]) -> Drawn | None:
-        """Runs to the end and returns what the last step drew; None if that was told already.
+    def evaluate(self, context: Context, copies: list[Callable[[], None]]) -> Decoded | None:
+        """Runs to the end and returns its last step; None if that was told already.
 
         Raises:
             DeviceFault: the device failed, and the context with it.
             Exception: what the first step raised; it left no trace.
         """
         run_copies(copies)
+        if self._drafts is not None:
+            self._drafts.begin()
         samplers = [planned.owner.sampler for planned in self.batch if isinstance(planned.owner, Sequence)]
         run = context.decode_run([planned.entry for planned in self.batch], samplers, max_steps=self._max_steps)
         try:
@@ -88,11 +101,11 @@ class RunAhead:
         finally:
             run.close()
 
-    def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState]) -> Drawn | None:
+    def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState]) -> Decoded | None:
         steps, ends = 0, False
         while True:
             try:
-                drawn = run.step(ahead=not ends)
+                decoded = self._step(run, ahead=not ends)
             except DeviceFault:
                 raise
             except Exception:
@@ -101,16 +114,26 @@ class RunAhead:
                 return None  # the next plan meets the same and has the means to deal with it
             steps += 1
             whole = True
-            for sampler, draw in zip(samplers, drawn, strict=True):
-                if isinstance(draw, Sampled):
-                    sampler.accept(draw.token_id)
-                    whole = whole and not sampler.is_slow
-                else:
-                    whole = False
+            for sampler, draws in zip(samplers, decoded.drawn, strict=True):
+                for draw in draws:
+                    if isinstance(draw, Sampled):
+                        sampler.accept(draw.token_id)
+                        whole = whole and not sampler.is_slow
+                    else:
+                        whole = False
+            if self._drafts is not None:
+                whole = self._drafts.took(decoded.drawn, decoded.num_drafted) and whole
             ends = ends or self._stopping or self._booked < steps - 1
             if not whole or steps == self._max_steps or (ends and not run.is_ahead):
-                return drawn
-            self._tell(Decoded(self, drawn))
+                return decoded
+            self._tell(decoded)
+
+    def _step(self, run: DecodeRun | OverlappedRun, *, ahead: bool) -> Decoded:
+        if self._drafts is not None and isinstance(run, DecodeRun):
+            drafts = self._drafts.next()
+            if drafts and run.has_room(drafts):
+                return Decoded(self, run.verify(drafts), sum(map(len, drafts)))
+        return Decoded(self, [[draw] for draw in run.step(ahead=ahead)], 0)
 
 
 def steps_ahead(batch: list[Planned]) -> int:
@@ -275,18 +298,19 @@ class StepCommit:
             self._journal.stats.embedded_texts += 1
             self._requests.finish(sequence, "stop")
 
-    def book_decodes(self, batch: list[Planned], drawn: list[Sampled | SampleFault]) -> None:
-        """Books one step of a run, in which every sequence decoded one token."""
-        for planned, draw in zip(batch, drawn, strict=True):
+    def book_decodes(self, batch: list[Planned], drawn: Drawn) -> None:
+        """Books one step of a run, in which every sequence decoded a token, or several that were drafted."""
+        for planned, draws in zip(batch, drawn, strict=True):
             sequence = planned.owner
             assert isinstance(sequence, Sequence)
-            if sequence.ended:
-                continue  # computed in vain: its end was found after this step had begun
-            sequence.num_computed += 1
-            if isinstance(draw, SampleFault):
-                self._requests.fail(sequence.request, _refusal(sequence.request, draw))
-            elif sequence.request.abandoned is None:
-                self._accept(sequence, draw)
+            for draw in draws:
+                if sequence.ended:
+                    break  # computed in vain: its end was found after this step had begun, or in it
+                sequence.num_computed += 1
+                if isinstance(draw, SampleFault):
+                    self._requests.fail(sequence.request, _refusal(sequence.request, draw))
+                elif sequence.request.abandoned is None:
+                    self._accept(sequence, draw)
 
     def _draw_beam(self, sequence: Sequence, slot: int, evaluated: Evaluated) -> None:
         """Books one beam's candidates; after the last beam's, the best ones go on, each with its parent's KV."""
@@ -369,7 +393,7 @@ class RunEnded:
     """A run has ended on the model's thread: with its last step's draws, or None if those were told before."""
 
     run: RunAhead
-    result: outcome.Outcome[Drawn | None]
+    result: outcome.Outcome[Decoded | None]
 
 
 StepMessage = Stepped | Decoded | RunEnded
@@ -385,6 +409,7 @@ class Stepper:
         slots, requests: for what a step that failed takes away.
         commit, journal, watch: where steps are booked.
         send: brings a message back to the actor that owns this.
+        looks_up: whether runs draft tokens where their text has them already.
     """
 
     def __init__(
@@ -399,6 +424,7 @@ class Stepper:
         journal: Journal,
         watch: StallWatch,
         send: Callable[[StepMessage], None],
+        looks_up: bool,
     ) -> None:
         self._worker = worker
         self._ctx = ctx
@@ -409,6 +435,8 @@ class Stepper:
         self._journal = journal
         self._watch = watch
         self._send = send
+        self._looks_up = looks_up
+        self._costs = DraftCosts()
         self._groups: deque[list[Planned]] = deque()  # what is left to evaluate
         self._began = 0.0  # seconds on the event loop's clock, of the step under way
         self._run: RunAhead | None = None
@@ -430,8 +458,8 @@ class Stepper:
     def take(self, message: StepMessage) -> bool:
         """Books what the model's thread has done; returns whether nothing is under way any more."""
         match message:
-            case Decoded(run, drawn):
-                self._decoded(run, drawn)
+            case Decoded():
+                self._decoded(message)
                 return False
             case Stepped(batch, result):
                 return self._stepped(batch, result)
@@ -506,7 +534,8 @@ class Stepper:
     def _run_ahead(self, batch: list[Planned], steps: int) -> None:
         """Lets the model's thread decode step after step."""
         self._began = trio.current_time()
-        self._run = run = RunAhead(batch, steps, lambda decoded: self._worker.tell(self._send, decoded))
+        tell = self._worker.tell
+        self._run = run = RunAhead(batch, steps, lambda decoded: tell(self._send, decoded), self._drafts_of(batch))
         self._requests.defer()
         self._worker.submit(
             run.evaluate,
@@ -515,24 +544,33 @@ class Stepper:
             on_done=lambda result: self._send(RunEnded(run, result)),
         )
 
-    def _decoded(self, run: RunAhead, drawn: Drawn) -> None:
+    def _drafts_of(self, batch: list[Planned]) -> RunDrafts | None:
+        if not (self._looks_up and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
+            return None
+        sequences = [planned.owner for planned in batch if isinstance(planned.owner, Sequence)]
+        return RunDrafts(sequences, self._costs, self._worker.now, max_rows=self._ctx.n_batch)
+
+    def _decoded(self, decoded: Decoded) -> None:
         """Books a step of a run, while its next step is under way."""
+        run, drawn = decoded.run, decoded.drawn
         now = trio.current_time()
         self._watch.restart(now)
-        self._journal.stepped(run.batch, now - self._began)
+        self._journal.stepped(run.batch, now - self._began, num_drafted=decoded.num_drafted)
+        if decoded.num_drafted:
+            self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
         self._began = now
         self._commit.book_decodes(run.batch, drawn)
         if self._requests.overdue():
             run.stop()
         run.booked()
 
-    def _run_ended(self, run: RunAhead, result: "outcome.Outcome[Drawn | None]") -> bool:
+    def _run_ended(self, run: RunAhead, result: "outcome.Outcome[Decoded | None]") -> bool:
         self._run = None
         if isinstance(result, outcome.Error):  # its first step's: nothing of it was told
             self._requests.settle()
             return self._stepped(run.batch, result)
-        drawn = result.unwrap()
-        if drawn is not None:
-            self._decoded(run, drawn)
+        decoded = result.unwrap()
+        if decoded is not None:
+            self._decoded(decoded)
         self._requests.settle()
         return True

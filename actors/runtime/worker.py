@@ -11,6 +11,7 @@ Jobs run one at a time, in order. A job cannot be interrupted.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple
@@ -93,6 +94,11 @@ class Worker:
         """
 
         self._tell(lambda: _call_back(self.name, callback, *args))
+
+    @staticmethod
+    def now() -> float:
+        """The clock for how long something in a job takes, in seconds."""
+        return time.perf_counter()
 
     async def close(self) -> None:
         """Refuses new jobs, waits for those taken, ends the thread (even if this is cancelled)."""

@@ -33,6 +33,8 @@ _SECTIONS = {
         "shared_tokens": "shared (seq_cp)",
         "reused_tokens": "reused (prefix cache)",
         "generation_tokens": "generated",
+        "drafted_tokens": "drafted (prompt lookup)",
+        "accepted_draft_tokens": "of those, right",
     },
     "Steps": {
         "steps": "steps",

@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from genbatch.nif.batch import Entry, Logits, RaggedBatch, num_logits, num_states
-from genbatch.nif.context.decode_run import DecodeRun, Read, Steps
+from genbatch.nif.context.decode_run import DecodeRun, Kept, Read, Steps
 from genbatch.nif.context.overlapped_run import OverlappedRun, can_overlap
 from genbatch.nif.context.ragged_layout import lay_out
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
@@ -35,6 +35,7 @@ from genbatch.nif.runner import (
     AdaptingRunner,
     BackgroundCopies,
     ChoosingRunner,
+    InvariantRunner,
     LaunchingRunner,
     Runner,
     StateRunner,
@@ -128,6 +129,11 @@ class Context:
         if self.kv.max_per_sequence is not None:
             bounds.append(self.kv.max_per_sequence)
         return min(bounds)
+
+    @property
+    def can_verify(self) -> bool:
+        """Whether the runs of this context can check drafts, and draw with them what they draw without."""
+        return isinstance(self.runner, InvariantRunner) and self._launcher is None
 
     # Adapters
 
@@ -416,7 +422,15 @@ class Context:
         steps = [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch]
         return self._forward(steps, lambda: lay_out(batch, self.kv, self.runner.device), read, with_logits=with_logits)
 
-    def _forward(self, steps: Steps, layout: Callable[[], RaggedBatch], read: Read[T], *, with_logits: bool) -> T:
+    def _forward(
+        self,
+        steps: Steps,
+        layout: Callable[[], RaggedBatch],
+        read: Read[T],
+        *,
+        with_logits: bool,
+        kept: Kept[T] | None = None,
+    ) -> T:
         """One forward; see `decode_run.Forward`."""
         reservation = self.kv.reserve(steps)
         try:
@@ -436,5 +450,5 @@ class Context:
             # A step that failed must leave no trace, wherever it did: the same entries may be evaluated again.
             reservation.rollback()
             raise
-        reservation.commit()
+        reservation.commit(None if kept is None else kept(result))
         return result

@@ -5,17 +5,20 @@ drawn = run.step()
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
-from genbatch.nif.batch import Entry, RaggedBatch
-from genbatch.nif.context.ragged_layout import run_layout
+from genbatch.nif.batch import Entry, Logits, RaggedBatch
+from genbatch.nif.context.ragged_layout import RunLayout, lay_out, run_layout
 from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.largest import Largest
 from genbatch.nif.sampling.choose import choose
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 T = TypeVar("T")
+Kept: TypeAlias = Callable[[T], Sequence[Sequence[int]]]  # of what `read` made: each entry's tokens that count
 Steps = Sequence[tuple[int, Sequence[int], int]]  # seq_id, tokens, n_past
 # Rows of logits, the largest in each, and after these, where any are wanted, rows of hidden states.
 Read: TypeAlias = Callable[..., T]
@@ -25,10 +28,18 @@ class Forward(Protocol):
     """Evaluates entries whose layout is made once their blocks are there.
 
     Returns what `read` makes of the rows of logits, and of what is largest in each where the runner finds it by the
-    way. Only then do the positions count: if it raises, nothing was evaluated.
+    way. Only then do the positions count, all of them or those that are `kept`: if it raises, nothing was evaluated.
     """
 
-    def __call__(self, steps: Steps, layout: Callable[[], RaggedBatch], read: "Read[T]", *, with_logits: bool) -> T: ...
+    def __call__(
+        self,
+        steps: Steps,
+        layout: Callable[[], RaggedBatch],
+        read: "Read[T]",
+        *,
+        with_logits: bool,
+        kept: "Kept[T] | None" = None,
+    ) -> T: ...
 
 
 class DecodeRun:
@@ -55,12 +66,16 @@ class DecodeRun:
         max_steps: int,
     ) -> None:
         assert all(len(entry.tokens) == 1 for entry in batch)
+        self._kv = kv
+        self._device = device
+        self._batch = batch
         self._states = states
         self._forward = forward
+        self._steps_left = max_steps
         self._seq_ids = [entry.seq_id for entry in batch]
         self._tokens = [entry.tokens[0] for entry in batch]
         self._n_past = [entry.n_past for entry in batch]
-        self._layout = run_layout(kv, device, batch, max_steps)
+        self._layout: RunLayout | None = run_layout(kv, device, batch, max_steps)
 
     @property
     def is_ahead(self) -> bool:
@@ -88,12 +103,78 @@ class DecodeRun:
             with_logits=reads,
         )
         self._n_past = positions
-        # A sequence without a token ends with this step; what the run would evaluate for it means nothing.
-        self._tokens = [draw.token_id if isinstance(draw, Sampled) else 0 for draw in drawn]
+        self._tokens = [_input(draw) for draw in drawn]
+        self._steps_left -= 1
+        return drawn
+
+    def has_room(self, drafts: Sequence[Sequence[int]]) -> bool:
+        """Whether the pool has the blocks for these drafts, too."""
+        paper = self._kv.draft()
+        ends = [n + 1 + len(draft) for n, draft in zip(self._n_past, drafts, strict=True)]
+        return all(paper.grow([seq_id], end) for seq_id, end in zip(self._seq_ids, ends, strict=True))
+
+    def verify(self, drafts: Sequence[Sequence[int]]) -> list[list[Sampled | SampleFault]]:
+        """One step for what single ones would draw, as far as each sequence's draft says it beforehand.
+
+        Each draft is evaluated behind its sequence's newest token, and a token is drawn at each place. Those count that
+        follow tokens drafted rightly: what was evaluated for the others is forgotten.
+
+        Args:
+            drafts: each sequence's next tokens as somebody guesses them, none for some. The pool `has_room` for them,
+                and no sampler of a sequence with a draft edits its logits.
+
+        Returns:
+            What each sequence draws: its draft as far as that is right, and one more.
+
+        Raises:
+            BatchError, OutOfBlocks: as `step`.
+        """
+        batch = [
+            Entry(first.seq_id, (token, *draft), n, Logits.ALL, first.adapter)
+            for first, token, n, draft in zip(self._batch, self._tokens, self._n_past, drafts, strict=True)
+        ]
+        states = [state for state, entry in zip(self._states, batch, strict=True) for _ in entry.tokens]
+        positions = [entry.n_past + 1 + place for entry in batch for place in range(len(entry.tokens))]
+
+        def read(rows: torch.Tensor | None, largest: Largest | None) -> list[list[Sampled | SampleFault]]:
+            draws = iter(choose(rows, largest, states, positions))
+            return [_that_count(draft, list(islice(draws, len(draft) + 1))) for draft in drafts]
+
+        drawn = self._forward(
+            [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch],
+            lambda: lay_out(batch, self._kv, self._device),
+            read,
+            with_logits=any(state.reads_logits for state in states),
+            kept=lambda drawn: [entry.tokens[: len(draws)] for entry, draws in zip(batch, drawn, strict=True)],
+        )
+        self._n_past = [n + len(draws) for n, draws in zip(self._n_past, drawn, strict=True)]
+        self._tokens = [_input(draws[-1]) for draws in drawn]
+        self._steps_left -= 1
+        self._layout = None  # the sequences have not moved on by one position each
         return drawn
 
     def close(self) -> None:
         """Ends the run; to be called before anybody else changes the sequences."""
 
     def _lay_out(self) -> RaggedBatch:
+        if self._layout is None:
+            batch = [
+                Entry(first.seq_id, (token,), n, adapter=first.adapter)
+                for first, token, n in zip(self._batch, self._tokens, self._n_past, strict=True)
+            ]
+            self._layout = run_layout(self._kv, self._device, batch, self._steps_left)
         return self._layout.next(self._tokens)
+
+
+def _input(draw: Sampled | SampleFault) -> int:
+    """The next step's token. A sequence without one ends with this step, and what is evaluated for it means nothing."""
+    return draw.token_id if isinstance(draw, Sampled) else 0
+
+
+def _that_count(draft: Sequence[int], draws: list[Sampled | SampleFault]) -> list[Sampled | SampleFault]:
+    """The draws up to the first that is not what was drafted: the ones after it follow a wrong token."""
+    for place, token in enumerate(draft):
+        draw = draws[place]
+        if not isinstance(draw, Sampled) or draw.token_id != token:
+            return draws[: place + 1]
+    return draws

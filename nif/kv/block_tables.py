@@ -167,6 +167,14 @@ class BlockTables:
         sequence.wake = 0
         return filled
 
+    def trim(self, sequence: KVSequence) -> None:
+        """Gives back the blocks behind the last position held; nobody else can hold them."""
+        kept = self.blocks(len(sequence.tokens))
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.release(reversed(table[kept:]))
+            del table[kept:]
+        sequence.writable = min(sequence.writable, kept * self.block_size)
+
     def truncate(self, sequence: KVSequence, length: int) -> None:
         """Forgets the positions from `length` on; with 0, also whose sequence it was."""
         kept = self.blocks(length)

@@ -44,13 +44,16 @@ class Reservation:
         """The step succeeded: the sequences hold the new positions.
 
         Args:
-            told: each entry's tokens, where those it was reserved with only said how many there would be.
+            told: each entry's tokens, where those it was reserved with only said how many there would be; where they
+                are fewer, blocks behind them are given back.
         """
         self._on_end()
-        if told is not None:
-            entries = zip(self._entries, told, strict=True)
-            self._entries = [(seq_id, tokens, n_past) for (seq_id, _, n_past), tokens in entries]
         sequences, settle = self._tables.sequences, self._tables.settle
+        shorter: list[KVSequence] = []
+        if told is not None:
+            entries = list(zip(self._entries, told, strict=True))
+            shorter = [sequences[seq_id] for (seq_id, tokens, _), kept in entries if len(kept) < len(tokens)]
+            self._entries = [(seq_id, kept, n_past) for (seq_id, _, n_past), kept in entries]
         for seq_id, tokens, _ in self._entries:
             sequence = sequences[seq_id]
             held = sequence.tokens
@@ -59,6 +62,8 @@ class Reservation:
                 settle(sequence)
         for group, block in self.replaced():
             self._tables.pools[group].release((block,))
+        for sequence in shorter:
+            self._tables.trim(sequence)
 
     def rollback(self) -> None:
         """The step failed: every table, length and reference count is what it was.

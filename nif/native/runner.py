@@ -5,7 +5,7 @@ runner = native_runner(load_model("smollm2"), quantize="int8")
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def native_runner(
 
 
 class NativeRunner:
-    """Runs steps in C. Implements `Runner` and `AdaptingRunner`.
+    """Runs steps in C. Implements `Runner`, `AdaptingRunner` and `InvariantRunner`.
 
     A row's logits depend, to the last bit, on its own sequence only: not on the rest of the batch, on its place in
     it, on how its prompt was chunked or on the number of threads.
@@ -80,6 +80,8 @@ class NativeRunner:
     Raises:
         OptionError: an option has no such value.
     """
+
+    rows_are_invariant: Literal[True] = True
 
     def __init__(
         self, weights: ModelWeights, *, kv_dtype: torch.dtype | None = None, n_threads: int | None = None

@@ -17,7 +17,37 @@ NAN_ROW = (
     "actors/batcher/test_batcher.py::test_a_row_of_nan_fails_its_request_alone",
 )
 
+DRAFTS = "actors/batcher/test_drafting.py::test_drafts_right_and_wrong_take_fewer_steps_and_give_the_same_bits"
+CHECKED = "nif/test_decode_run.py::test_checked_drafts_leave_what_single_steps_leave"
+
 ENGINE_GUARDS = (
+    Mutation(
+        "draws after a wrong draft do not count",
+        "nif/context/decode_run.py",
+        "        if not isinstance(draw, Sampled) or draw.token_id != token:\n",
+        "        if not isinstance(draw, Sampled):\n",
+        (CHECKED, DRAFTS),
+        "an answer goes on after a token that was never drawn",
+    ),
+    Mutation(
+        "nobody's draft goes beyond its last token",
+        "actors/batcher/drafting.py",
+        "min(MAX_DRAFT, self._left[best] - 1)",
+        "MAX_DRAFT",
+        ("actors/batcher/test_drafting.py::test_nobody_is_drafted_beyond_its_last_token",),
+        "a sequence takes more blocks than it was promised",
+    ),
+    Mutation(
+        "what the tokens before edit is not drafted",
+        "actors/batcher/drafting.py",
+        "0.0 if sequence.sampler.edits else lookup.chance",
+        "lookup.chance",
+        (
+            "actors/batcher/test_drafting.py::test_what_edits_its_logits_by_the_tokens_before_is_not_drafted",
+            "actors/batcher/test_drafting.py::test_what_is_never_drafted",
+        ),
+        "a penalty is reckoned by tokens that were not there yet",
+    ),
     Mutation(
         "epoch of tokens",
         LEDGER,

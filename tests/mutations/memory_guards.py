@@ -9,6 +9,14 @@ FOREIGN = ("nif/test_context.py::test_a_damaged_or_foreign_saved_sequence_is_ref
 
 MEMORY_GUARDS = (
     Mutation(
+        "blocks of wrong drafts come back",
+        "nif/kv/reservation.py",
+        "            self._tables.trim(sequence)\n",
+        "            pass\n",
+        ("nif/test_decode_run.py::test_checked_drafts_leave_what_single_steps_leave", MACHINE),
+        "sequences hold blocks that the planner does not know of",
+    ),
+    Mutation(
         "reference count at release",
         POOL,
         "            if self.references[block] == 0:\n                if",

@@ -1,5 +1,6 @@
 """DecodeRun against single steps: the same tokens, the same KV, and nothing left behind by a step that failed."""
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 
 from genbatch.nif.batch import Entry
 from genbatch.nif.context import Context
+from genbatch.nif.context.decode_run import DecodeRun
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.sampling.sampling_params import SamplingParams
+from tests.simulation.history_runner import HistoryRunner, expected
 
 TinyModel = Callable[[str], Model]
 
@@ -96,3 +99,59 @@ def test_a_run_that_finds_no_block_leaves_its_last_step_whole(tiny_model: TinyMo
         run.step()
     assert [context.kv.length(seq_id) for seq_id in range(2)] == [8, 8]
     context.kv.check_integrity()
+
+
+@pytest.mark.parametrize("windows", [(None,), (8, None)])
+def test_checked_drafts_leave_what_single_steps_leave(tiny_model: TinyModel, windows: tuple[int | None, ...]) -> None:
+    """Right ones, wrong ones, none: beside one another, and with plain steps in between."""
+    model = tiny_model("llama")
+    prompts = [list(range(20, 31)), list(range(50, 57)), list(range(80, 99))]
+    told = [expected(prompt, 60) for prompt in prompts]
+    context = Context(model, HistoryRunner(windows=windows), n_ctx=512, n_parallel=3, block_size=4)
+    for seq_id, prompt in enumerate(prompts):
+        context.prefill(prompt[:-1], seq_id, 0)
+    entries = [Entry(seq_id, prompt[-1:], len(prompt) - 1) for seq_id, prompt in enumerate(prompts)]
+    states = [SamplerState(PARAMS[0], ()) for _ in prompts]
+    run = context.decode_run(entries, states, max_steps=STEPS)
+    assert isinstance(run, DecodeRun)
+    drawn: list[list[int]] = [[], [], []]
+    rng = random.Random(4)
+    for step in range(STEPS):
+        drafts = []
+        for index, tokens in enumerate(told):
+            at = len(drawn[index])
+            draft = tokens[at : at + rng.randint(0, 5)]
+            if draft and rng.random() < 0.5:
+                draft[rng.randrange(len(draft))] = 11 + rng.randrange(9)
+            drafts.append([] if step % 4 == 3 else draft)
+        if any(drafts):
+            assert run.has_room(drafts)
+            of_each = run.verify(drafts)
+        else:
+            of_each = [[draw] for draw in run.step()]
+        for index, (draft, draws) in enumerate(zip(drafts, of_each, strict=True)):
+            tokens = [draw.token_id for draw in draws if isinstance(draw, Sampled)]
+            assert len(tokens) == len(draws) <= len(draft) + 1
+            drawn[index] += tokens
+        context.kv.check_integrity()
+    for index, (prompt, tokens) in enumerate(zip(prompts, drawn, strict=True)):
+        assert tokens == told[index][: len(tokens)] and len(tokens) > STEPS
+        held = [*prompt, *tokens[:-1]]
+        assert list(context.kv.tokens(index)) == held
+        # Neither a block too many, nor the name of one that holds what was drafted in vain.
+        assert len(context.kv.block_table(0, index)) == -(-len(held) // 4)
+    context.close()
+
+
+def test_drafts_for_which_there_is_no_block_are_told_from_others(tiny_model: TinyModel) -> None:
+    context = Context(tiny_model("llama"), HistoryRunner(), num_blocks=[4], n_parallel=2, block_size=4)
+    context.prefill([15, 16, 17], 0, 0)
+    context.prefill([18, 19, 20], 1, 0)
+    states = [SamplerState(PARAMS[0], ()), SamplerState(PARAMS[0], ())]
+    run = context.decode_run([Entry(0, [11], 3), Entry(1, [12], 3)], states, max_steps=20)
+    assert isinstance(run, DecodeRun)
+    assert run.has_room([[9] * 4, [9] * 4])
+    assert not run.has_room([[9] * 5, [9] * 4])
+    assert run.has_room([[9] * 8, []]) and not run.has_room([[9] * 9, []])
+    run.verify([[9] * 8, []])
+    assert context.kv.free_blocks == (2,)

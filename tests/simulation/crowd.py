@@ -2,10 +2,11 @@
 
 A seed draws a pool, layer groups, options and requests: windows, mixed groups, prompts held because they are configured
 or noticed, several choices, beams, odd blocks, both policies, all batching types, swapping, schedulers that ignore
-memory or raise. Each request runs alone first, on a Batcher with the same options, then all run together. Promised:
+memory or raise. Each request runs alone first, on a Batcher with the same options but without prompt lookup, then all
+run together. Promised:
 
     the same tokens and text; one answer each; what fits alone is never refused; no block is left over;
-    a step takes the blocks that were drafted for it;
+    a step takes the blocks that were drafted for it, with what prompt lookup drafts and without it;
     and the Batcher never goes in circles: between two pauses too many somebody gets a token.
 
 The model is a runner over any kind of layers: a simulated one (`history`), or a small real one.
@@ -13,7 +14,7 @@ The model is a runner over any kind of layers: a simulated one (`history`), or a
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import ge, sub
 from typing import Any
 
@@ -34,7 +35,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runner import Runner
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Message, Result
-from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, ChoosingHistoryRunner, HistoryRunner
+from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, ChoosingHistoryRunner, HistoryRunner, LoopingRunner
 from tests.simulation.seeded_loop import run_seeded
 from tests.simulation.sim_worker import SimWorker
 
@@ -94,6 +95,8 @@ class Crowd:
         rng = self.rng = random.Random(self.seed)
         if self.open_runner is None:
             windows, runner_type = rng.choice(WINDOWS), rng.choice((HistoryRunner, ChoosingHistoryRunner))
+            if self.seed % 3 == 0:
+                runner_type = LoopingRunner
             self.open_runner = lambda: runner_type(windows=windows)
         self.options = _draw_options(rng)
         self.memory = {
@@ -114,13 +117,13 @@ class Crowd:
     def check(self) -> None:
         """Raises AssertionError unless every promise holds."""
         try:
-            alone = [self._run([one])[0] for one in self.asked]
+            alone = [self._run([one], replace(self.options, prompt_lookup=False))[0] for one in self.asked]
         except ExceptionGroup as group:
             refused, others = group.split(OptionError)
             if refused is None or others is not None:
                 raise
             return  # there is no room for what is configured to be held
-        together = self._run(self.asked)
+        together = self._run(self.asked, self.options)
         for asked, expected, answer in zip(self.asked, alone, together, strict=True):
             if isinstance(expected, GenbatchError):
                 assert self._may_be_refused(asked), f"refused alone with {expected!r}: {asked}"
@@ -195,7 +198,7 @@ class Crowd:
             **self.memory,
         )
 
-    def _run(self, crowd: Sequence[Asked]) -> list[Result | GenbatchError]:
+    def _run(self, crowd: Sequence[Asked], options: BatcherOptions) -> list[Result | GenbatchError]:
         """Answers, in the order of the questions."""
         answers: list[Any] = [None] * len(crowd)
 
@@ -206,9 +209,7 @@ class Crowd:
         async def live() -> None:
             async with trio.open_nursery() as nursery:
                 rng = random.Random(self.seed)
-                batcher = Batcher(
-                    self._open_context, self.options, open_worker=lambda _: SimWorker(nursery, rng, STEP_S)
-                )
+                batcher = Batcher(self._open_context, options, open_worker=lambda _: SimWorker(nursery, rng, STEP_S))
                 ref = await start(nursery, batcher, name="batcher")
                 watch(batcher)
 
@@ -285,6 +286,7 @@ def _watch_drafts(batcher: Batcher) -> None:
     kv, planner = batcher.ctx.kv, batcher.planner
     draft, reserve, start_plan = kv.draft, kv.reserve, planner.start
     drafted: list[tuple[StepDraft, tuple[int, ...]]] = []  # the last one, and what was free then
+    planned: list[StepDraft] = []  # the planner's last one
     left: list[tuple[tuple[int, ...], bool]] = []  # what the next step leaves, and whether it has to be just that
 
     def remember() -> StepDraft:
@@ -297,15 +299,19 @@ def _watch_drafts(batcher: Batcher) -> None:
         left.clear()
         if len(groups) == 1:
             made, free = drafted[0]
+            planned[:] = [made]
             # A swap may take over a block that was to be found again: then that is evaluated, and less is held.
             is_exact = not swaps
             left.append((tuple(map(sub, free, made.taken)), is_exact))
         return groups
 
     def check(entries: Entries) -> Reservation:
+        made, free = drafted[0]
         reservation = reserve(entries)
         if left:
             most, is_exact = left.pop()
+            if made is not planned[0]:  # with drafts of prompt lookup the step has a draft of its own
+                most = tuple(map(sub, free, made.taken))
             now = kv.free_blocks
             assert now == most if is_exact else all(map(ge, now, most)), f"{most} were to be left free, {now} are"
         return reservation

@@ -49,6 +49,9 @@ class SimWorker:
     def tell(self, callback: Callable[..., object], *args: object) -> None:
         self._told.append(lambda: callback(*args))
 
+    def now(self) -> float:
+        return trio.current_time()
+
     async def close(self) -> None:
         self._jobs.close()
         await trio.lowlevel.checkpoint()

@@ -33,6 +33,8 @@ VLLM_NAMES = {
     "prompt_tokens": "counter",
     "generation_tokens": "counter",
     "request_success": "counter",
+    "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens": "counter",
     "num_preemptions": "counter",
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",

@@ -119,6 +119,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         pause_order=PauseOrder.OLDEST,
         max_pauses=5,
         async_batching=False,
+        prompt_lookup=False,
         cpu_offload_space=1.5,
         system_prompts=("Be brief.", "Be kind."),
         max_held_prompts=6,

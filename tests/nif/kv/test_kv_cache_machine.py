@@ -63,6 +63,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         self._step(chunks, succeed=False)
         assert self._snapshot() == before
 
+    @rule(
+        chunks=st.dictionaries(_seq_ids, _chunks, min_size=1), kept=st.lists(st.integers(1, 8), min_size=4, max_size=4)
+    )
+    def step_of_which_less_counts(self, chunks: dict[int, list[int]], kept: list[int]) -> None:
+        self._step(chunks, succeed=True, kept={seq_id: tokens[: kept[seq_id]] for seq_id, tokens in chunks.items()})
+
     @rule(seq_id=_seq_ids, prompt=st.sampled_from(_PROMPTS), key=st.sampled_from(_KEYS), length=st.integers(1, 20))
     def prefill_after_attaching(self, seq_id: int, prompt: list[int], key: bytes, length: int) -> None:
         tokens = prompt[:length]
@@ -202,7 +208,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     # Helpers
 
-    def _step(self, chunks: dict[int, list[int]], *, succeed: bool) -> None:
+    def _step(self, chunks: dict[int, list[int]], *, succeed: bool, kept: dict[int, list[int]] | None = None) -> None:
         entries = [(seq_id, tokens, len(self.model[seq_id])) for seq_id, tokens in chunks.items()]
         before = self._snapshot()
         draft, free = self.kv.draft(), self.kv.free_blocks
@@ -228,9 +234,12 @@ class KVCacheMachine(RuleBasedStateMachine):
                 ):
                     self.slots[group][slot] = _content(whole, position) if succeed else _GARBAGE
         if succeed:
-            reservation.commit()
-            for seq_id, tokens in chunks.items():
+            reservation.commit(None if kept is None else list(kept.values()))
+            for seq_id, tokens in (chunks if kept is None else kept).items():
                 self.model[seq_id] += tokens
+                if kept is not None and len(tokens) < len(chunks[seq_id]):
+                    blocks = -(-len(self.model[seq_id]) // _BLOCK_SIZE)
+                    assert all(len(self.kv.block_table(g, seq_id)) == blocks for g in range(len(self.windows)))
         else:
             reservation.rollback()
 

@@ -1,0 +1,224 @@
+"""Drafting: what a sequence may say next is looked up in what it has said, and checked several tokens at a time.
+
+    lookup = PromptLookup()                 # one a sequence
+    lookup.catch_up(tokens)                 # the prompt's
+    lookup.draft(4)                         # what followed when the last tokens stood there before
+    lookup.push(token)                      # what was drawn; whether the lookup knew it is remembered
+
+    drafts = RunDrafts(sequences, costs, now, max_rows=512)     # of one run of decode steps
+    proposed = drafts.next()
+    drafts.took(draws)
+
+A draft costs rows of a forward and saves a step where it is right. Both are measured: how often a lookup is right by
+letting it guess every token, drafted or not, which costs no forward; what a row costs by timing steps. So drafts begin
+where they pay and end by themselves where they do not. All of this is for the model's thread.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from math import inf
+
+from genbatch.actors.batcher.requests import Sequence
+from genbatch.nif.sampling.sampler import Sampled, SampleFault
+
+# With more sequences a step's further rows cost as much as its first ones do.
+MAX_SEQUENCES = 4
+# Tokens of a draft at most; longer ones bring no more, since a copy is seldom without a change for so long.
+MAX_DRAFT = 8
+# Tokens of a prompt, its last ones, in which is looked: a bound for memory and for the time that a first run waits.
+MAX_PROMPT = 32_768
+# From so many tokens in common on a guess is counted apart from those after shorter matches, which are often chance.
+SURE_MATCH = 4
+# The share of right guesses that is reckoned with before there was any: too low to draft.
+UNTRIED = 0.1
+# Weight of the newest guess in the share of right ones, and of the newest step in what steps take; at least.
+NEWEST = 0.1
+# How much more likely than its cost a drafted token must be.
+MARGIN = 1.25
+# What a drafted token adds to a step, in steps: before it was measured, and at least.
+FIRST_PRICE, LEAST_PRICE = 0.08, 0.02
+# With each plain step a price comes down by so much: one that was measured too high is tried again.
+FORGETTING = 0.998
+# By what share a step may take longer for drafts while somebody in it has none.
+NEIGHBOURLY = 0.1
+
+
+class PromptLookup:
+    """The last place of each pair of tokens in one sequence; a token costs the same however many came before it."""
+
+    __slots__ = ("_guesses", "_latest", "_match", "_num_seen", "_place", "_right", "_tokens")
+
+    def __init__(self) -> None:
+        self._num_seen = 0  # of the sequence's tokens, those before the first of `_tokens` included
+        self._tokens: list[int] = []
+        self._latest: dict[tuple[int, int], int] = {}  # the last place after a pair
+        self._place = 0  # of the token that is guessed to come next; 0: none
+        self._match = 0  # tokens in front of it that are the last ones, too
+        # Of guesses after short and after sure matches the share that was right lately, and how many there were.
+        self._right = [UNTRIED, UNTRIED]
+        self._guesses = [0, 0]
+
+    @property
+    def chance(self) -> float:
+        """How likely the next token is the one that a draft begins with; 0 where there is none."""
+        return self._right[self._match >= SURE_MATCH] if self._place else 0.0
+
+    def catch_up(self, tokens: ListOf[int]) -> None:
+        """Takes those of the sequence's tokens that it has not seen."""
+        if self._num_seen:
+            for token in tokens[self._num_seen :]:
+                self.push(token)
+            return
+        self._num_seen = len(tokens)
+        for token in tokens[-MAX_PROMPT:]:
+            self._append(token)
+        self._find()
+
+    def draft(self, most: int) -> list[int]:
+        """The tokens, at most so many, that followed the last ones where they stood before."""
+        if not self._place:
+            return []
+        # What is behind the end repeats what is in front of it: a text that goes round goes on so.
+        tokens, first, period = self._tokens, self._place, len(self._tokens) - self._place
+        return [tokens[first + step % period] for step in range(most)]
+
+    def push(self, token: int) -> None:
+        """Takes the next token, and guesses the one after it."""
+        self._num_seen += 1
+        is_right = False
+        if self._place:
+            is_right = self._tokens[self._place] == token
+            kind = self._match >= SURE_MATCH
+            self._guesses[kind] += 1
+            newest = max(NEWEST, 1 / (self._guesses[kind] + 1))
+            self._right[kind] += newest * (is_right - self._right[kind])
+        self._append(token)
+        if is_right:
+            self._place += 1
+            self._match += 1
+        else:
+            self._find()
+
+    def _append(self, token: int) -> None:
+        tokens = self._tokens
+        if len(tokens) >= 2:
+            self._latest[tokens[-2], tokens[-1]] = len(tokens)
+        tokens.append(token)
+
+    def _find(self) -> None:
+        """Guesses what followed the last two tokens when they stood together last."""
+        tokens = self._tokens
+        self._place = place = self._latest.get((tokens[-2], tokens[-1]), 0) if len(tokens) >= 2 else 0
+        self._match = match = 2
+        while place > match and match < SURE_MATCH and tokens[place - 1 - match] == tokens[-1 - match]:
+            self._match = match = match + 1
+
+
+class DraftCosts:
+    """What steps take, and what each drafted token adds: one for all runs, as the machine is the same."""
+
+    def __init__(self) -> None:
+        self._plain_s: dict[int, float] = {}  # by the number of sequences
+        self._row_s = 0.0
+
+    def price(self, num_sequences: int) -> float:
+        """What a drafted token adds to a step of so many sequences, in such steps."""
+        plain_s = self._plain_s.get(num_sequences)
+        if plain_s is None:
+            return inf  # a step without drafts comes first, to compare with
+        return max(LEAST_PRICE, self._row_s / plain_s) if plain_s else FIRST_PRICE
+
+    def took(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        """Books a step."""
+        plain_s = self._plain_s.get(num_sequences)
+        if not num_drafted:
+            if not self._plain_s:
+                self._row_s = FIRST_PRICE * seconds
+            known = seconds if plain_s is None else plain_s
+            self._plain_s[num_sequences] = known + NEWEST * (seconds - known)
+            self._row_s *= FORGETTING
+        elif plain_s is not None:
+            row_s = min(max(seconds - plain_s, -plain_s), num_drafted * plain_s) / num_drafted
+            # Of several rows the difference is told more exactly.
+            self._row_s += NEWEST * min(num_drafted, 4) / 2 * (row_s - self._row_s)
+
+
+class RunDrafts:
+    """The drafts of one run.
+
+    Args:
+        sequences: those of the run; each has its lookup.
+        costs: of all runs.
+        now: a clock, in seconds.
+        max_rows: most tokens of a step.
+    """
+
+    def __init__(
+        self, sequences: ListOf[Sequence], costs: DraftCosts, now: Callable[[], float], *, max_rows: int
+    ) -> None:
+        self._lookups = [sequence.lookup or PromptLookup() for sequence in sequences]
+        for sequence, lookup in zip(sequences, self._lookups, strict=True):
+            sequence.lookup = lookup
+        self._sequences = sequences
+        # How many tokens each may still draw.
+        self._left = [sequence.max_new_tokens - sequence.num_generated for sequence in sequences]
+        self._costs = costs
+        self._now = now
+        self._max_drafted = max_rows - len(sequences)
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Before the first step, while nobody appends to the sequences' tokens."""
+        for sequence, lookup in zip(self._sequences, self._lookups, strict=True):
+            lookup.catch_up(sequence.tokens)
+
+    def next(self) -> list[list[int]]:
+        """What to draft in the step that begins now, for each sequence; nothing at all where none of it would pay."""
+        lengths = self._lengths()
+        drafts = [lookup.draft(length) for lookup, length in zip(self._lookups, lengths, strict=True)]
+        self._began = self._now()
+        return drafts if any(drafts) else []
+
+    def took(self, draws: ListOf[ListOf[Sampled | SampleFault]], num_drafted: int) -> bool:
+        """Books a step, which has ended now; returns whether every sequence may draw another token."""
+        self._costs.took(len(draws), num_drafted, self._now() - self._began)
+        for index, (lookup, drawn) in enumerate(zip(self._lookups, draws, strict=True)):
+            self._left[index] -= len(drawn)
+            for draw in drawn:
+                if isinstance(draw, Sampled):
+                    lookup.push(draw.token_id)
+        return all(left > 0 for left in self._left)
+
+    def _lengths(self) -> list[int]:
+        """How many tokens to draft for each sequence: as many as make the most tokens of the time."""
+        size = len(self._sequences)
+        chances = [
+            # What a sampler makes of logits by the tokens before is not known for several tokens at once.
+            0.0 if sequence.sampler.edits else lookup.chance
+            for sequence, lookup in zip(self._sequences, self._lookups, strict=True)
+        ]
+        lengths = [0] * size
+        if max(chances) == 0.0:
+            return lengths
+        price = self._costs.price(size)
+        lengths = self._share_out(chances, price, self._max_drafted)
+        if 0 in lengths:
+            lengths = self._share_out(chances, price, min(self._max_drafted, int(NEIGHBOURLY / price)))
+        return lengths
+
+    def _share_out(self, chances: ListOf[float], price: float, most: int) -> list[int]:
+        lengths, gains = [0] * len(chances), list(chances)
+        tokens, steps = float(len(chances)), 1.0  # what the step is to bring, and what it takes
+        while sum(lengths) < most:
+            best = max(range(len(gains)), key=gains.__getitem__)
+            if gains[best] < 0.0 or gains[best] <= MARGIN * price * tokens / steps:
+                break
+            # A step draws one token more than it drafts, and nobody draws more than it may.
+            if lengths[best] >= min(MAX_DRAFT, self._left[best] - 1):
+                gains[best] = -1.0
+                continue
+            lengths[best] += 1
+            tokens += gains[best]
+            steps += price
+            gains[best] *= chances[best]
+        return lengths

@@ -1,0 +1,544 @@
+"""Prompt lookup: tokens that were said before are checked several at a time, and nothing but the time changes."""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as ListOf
+from contextlib import asynccontextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genbatch.actors.batcher import drafting
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.drafting import DraftCosts, PromptLookup, RunDrafts
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import Sequence
+from genbatch.actors.runtime.actor import start
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
+from genbatch.nif.context import Context
+from genbatch.nif.context.engine import choose_runner
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runners.attention import ATTENTION_NAME
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.sampler import Sampled, SampleFault
+from genbatch.proto.messages import GenerateRequest, Result, Token
+from tests.nif.native.models import build_native_model
+from tests.nif.tiny_models import build_tokenizer
+from tests.simulation.history_runner import LoopingRunner
+
+TinyModel = Callable[[str], Model]
+NativeModel = Callable[[str], tuple[Model, Callable[[], Any]]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+# The lookup
+
+
+def fed(tokens: list[int], prompt: int = 1) -> PromptLookup:
+    lookup = PromptLookup()
+    lookup.catch_up(tokens[:prompt])
+    for token in tokens[prompt:]:
+        lookup.push(token)
+    return lookup
+
+
+def test_a_draft_is_what_followed_the_last_two_tokens_before() -> None:
+    lookup = PromptLookup()
+    lookup.catch_up([5, 6, 7, 8, 9, 1, 5, 6])
+    assert lookup.draft(3) == [7, 8, 9]
+    lookup.push(7)
+    assert lookup.draft(2) == [8, 9]
+    lookup.push(4)  # another one than it guessed, after which nothing is known
+    assert lookup.draft(2) == [] and lookup.chance == 0.0
+
+
+def test_of_several_places_the_last_one_counts() -> None:
+    lookup = PromptLookup()
+    lookup.catch_up([5, 6, 1, 5, 6, 2, 5, 6])
+    assert lookup.draft(1) == [2]
+
+
+def test_a_text_that_goes_round_is_drafted_beyond_its_end() -> None:
+    assert fed([1, 2, 3, 1, 2, 3, 1, 2], prompt=8).draft(7) == [3, 1, 2, 3, 1, 2, 3]
+    assert fed([4, 4, 4], prompt=3).draft(3) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2]])
+def test_too_few_tokens_give_no_draft(tokens: list[int]) -> None:
+    lookup = PromptLookup()
+    lookup.catch_up(tokens)
+    assert lookup.draft(4) == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 60), st.integers(1, 10))
+def test_a_lookup_that_was_fed_token_by_token_is_one_that_was_fed_at_once(
+    tokens: list[int], prompt: int, most: int
+) -> None:
+    one, other = fed(tokens, prompt), PromptLookup()
+    other.catch_up(tokens[:prompt])
+    other.catch_up(tokens)
+    assert one.draft(most) == other.draft(most) and one.chance == other.chance
+    # What a search through all of it finds, unless an earlier guess is being followed.
+    places = [at for at in range(2, len(tokens)) if tokens[at - 2 : at] == tokens[-2:]]
+    if places:
+        assert any(tokens[at] == one.draft(1)[0] for at in places)
+    else:
+        assert one.draft(1) == []
+
+
+def test_the_chance_is_the_share_of_right_guesses_and_none_is_drafted_before_one_was_right() -> None:
+    rng = random.Random(1)
+    copied = [rng.randrange(1000) for _ in range(40)]
+    good, bad = fed(copied + copied, prompt=40), fed([3, 4] + [t for n in range(40) for t in (3, 4, 10 + n)], prompt=4)
+    assert good.chance > 0.9
+    bad.push(3)
+    bad.push(4)
+    assert bad.draft(1) and bad.chance < 0.1
+
+
+def test_of_a_long_prompt_the_end_is_looked_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "MAX_PROMPT", 10)
+    lookup = PromptLookup()
+    tokens = [1, 2, 3, *range(100, 110), 1, 2]
+    lookup.catch_up(tokens)
+    assert lookup.draft(1) == []
+    lookup.catch_up([*tokens, 107, 108])
+    assert lookup.draft(1) == [109]
+
+
+# When a draft pays
+
+
+class Sequences:
+    """Sequences that copy or do not, and a clock on which a step and a row take what they are told."""
+
+    def __init__(self, texts: list[list[int]], prompt: int, *, step_s: float, row_s: float, left: int = 10**6) -> None:
+        self.now, self.step_s, self.row_s = 0.0, step_s, row_s
+        self.texts, self.at = texts, [prompt] * len(texts)
+        self.drafted = self.steps = 0
+        self.sequences = [
+            SimpleNamespace(
+                lookup=None, max_new_tokens=left, num_generated=0, tokens=text[:prompt], sampler=self.sampler()
+            )
+            for text in texts
+        ]
+        self.drafts = RunDrafts(cast("list[Sequence]", self.sequences), DraftCosts(), lambda: self.now, max_rows=64)
+        self.drafts.begin()
+
+    @staticmethod
+    def sampler() -> Any:
+        return SimpleNamespace(edits=False)
+
+    def step(self) -> list[int]:
+        """Lengths of the drafts."""
+        proposed = self.drafts.next() or [[] for _ in self.texts]
+        draws: list[list[Sampled | SampleFault]] = []
+        for index, draft in enumerate(proposed):
+            right = 0
+            text = self.texts[index][self.at[index] :]
+            while right < len(draft) and draft[right] == text[right]:
+                right += 1
+            draws.append([Sampled(token) for token in text[: right + 1]])
+            self.at[index] += right + 1
+        lengths = [len(draft) for draft in proposed]
+        self.now += self.step_s + self.row_s * sum(lengths)
+        self.going = self.drafts.took(draws, sum(lengths))
+        self.drafted += sum(lengths)
+        self.steps += 1
+        return lengths
+
+
+def copying(rng: random.Random, times: int = 40) -> list[int]:
+    return [rng.randrange(10**6) for _ in range(50)] * times
+
+
+def chatting(rng: random.Random, size: int = 4000) -> list[int]:
+    """Pairs come again and again, and what follows them is chance."""
+    return [rng.randrange(12) for _ in range(size)]
+
+
+def test_what_copies_is_drafted_in_full_where_rows_are_cheap() -> None:
+    world = Sequences([copying(random.Random(2))], 60, step_s=1.0, row_s=0.02)
+    lengths = [world.step()[0] for _ in range(40)]
+    assert lengths[0] == 0  # a step to compare with
+    assert lengths[-20:] == [drafting.MAX_DRAFT] * 20
+
+
+def test_the_dearer_a_row_the_shorter_the_draft_and_where_it_never_pays_there_is_none() -> None:
+    totals = []
+    for row_s in (0.02, 0.1, 0.3, 1.0):
+        world = Sequences([copying(random.Random(3))], 60, step_s=1.0, row_s=row_s)
+        for _ in range(150):
+            world.step()
+        totals.append(world.drafted)
+        tokens = world.at[0] - 60
+        assert world.now < tokens * 1.02, "slower than without"
+    assert totals == sorted(totals, reverse=True) and totals[-1] < 60
+
+
+@pytest.mark.parametrize("row_s", [0.02, 0.1, 0.3, 1.0])
+def test_what_does_not_copy_loses_next_to_nothing(row_s: float) -> None:
+    world = Sequences([chatting(random.Random(4))], 100, step_s=1.0, row_s=row_s)
+    for _ in range(1000):
+        world.step()
+    assert world.now < (world.at[0] - 100) * 1.02
+
+
+def test_one_that_begins_to_copy_late_is_drafted_then() -> None:
+    rng = random.Random(5)
+    once = [rng.randrange(10**6) for _ in range(300)]
+    world = Sequences([chatting(rng, 300) + once + once[100:]], 100, step_s=1.0, row_s=0.1)
+    for _ in range(500):
+        world.step()
+    before = world.drafted
+    while world.at[0] < 780:
+        world.step()
+    assert world.drafted - before > 100
+
+
+def test_a_price_that_was_measured_too_high_is_tried_again() -> None:
+    world = Sequences([copying(random.Random(6), 300)], 60, step_s=1.0, row_s=5.0)
+    for _ in range(100):
+        world.step()
+    world.row_s = 0.05
+    assert max(world.step()[0] for _ in range(1500)) == drafting.MAX_DRAFT
+
+
+def test_beside_one_without_a_draft_a_step_is_made_a_tenth_longer_at_most() -> None:
+    rng = random.Random(7)
+    texts = [copying(rng), [rng.randrange(10**9) for _ in range(3000)]]
+    world = Sequences(texts, 60, step_s=1.0, row_s=0.03)
+    lengths = [world.step() for _ in range(200)]
+    assert max(first for first, _ in lengths) == 3 and not any(second for _, second in lengths)
+
+
+def test_nobody_is_drafted_beyond_its_last_token() -> None:
+    world = Sequences([copying(random.Random(8))], 60, step_s=1.0, row_s=0.02, left=41)
+    while True:
+        world.step()
+        if not world.going:
+            break
+    assert world.at[0] - 60 == 41
+
+
+def test_what_edits_its_logits_by_the_tokens_before_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sequences, "sampler", staticmethod(lambda: SimpleNamespace(edits=True)))
+    world = Sequences([copying(random.Random(9))], 60, step_s=1.0, row_s=0.02)
+    assert [world.step() for _ in range(30)] == [[0]] * 30
+
+
+# The Batcher
+
+
+@pytest.fixture
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drafted depends on no machine: a step takes the same whatever is in it."""
+    monkeypatch.setattr("genbatch.actors.runtime.worker.Worker.now", staticmethod(lambda: 0.0))
+
+
+@asynccontextmanager
+async def serving(
+    model: Model, open_runner: Callable[[], Any], *, n_ctx: int = 512, **options: Any
+) -> AsyncIterator[tuple[Batcher, Any]]:
+    chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, **options})
+    async with trio.open_nursery() as nursery:
+        actor = Batcher(
+            lambda: Context(model, open_runner(), n_ctx=n_ctx, n_parallel=chosen.n_parallel, n_held=4, block_size=4),
+            chosen,
+        )
+        ref = await start(nursery, actor, name="batcher")
+        yield actor, ref
+        assert actor.slots.seq_pool == set(range(chosen.n_parallel))
+        actor.ctx.kv.check_integrity()
+        for held in list(actor.held):
+            actor.slots.drop_held(held)
+        assert actor.ctx.kv.counts().used == 0
+        await ref.stop()
+
+
+Answers = tuple[list[Result], list[list[Token]], dict[str, int]]
+
+
+async def ask(model: Model, open_runner: Callable[[], Any], requests: list[dict[str, Any]], **options: Any) -> Answers:
+    """Results, streams and what was counted, of requests that come at once."""
+    results: dict[int, Result] = {}
+    streams: list[list[Token]] = [[] for _ in requests]
+    async with serving(model, open_runner, **options) as (actor, ref):
+
+        async def one(index: int, fields: dict[str, Any]) -> None:
+            request = GenerateRequest(**{"max_tokens": 60, "ignore_eos": True, "temperature": 0.0, **fields})
+            results[index] = await ref.call(Generate(request, streams[index].append), timeout=None)
+
+        async with trio.open_nursery() as nursery:
+            for index, fields in enumerate(requests):
+                nursery.start_soon(one, index, fields)
+        stats = actor.stats
+        counted = {
+            "drafted": stats.drafted_tokens,
+            "accepted": stats.accepted_draft_tokens,
+            "steps": stats.steps,
+            "generated": stats.generation_tokens,
+            "preemptions": stats.preemptions,
+        }
+    return [results[index] for index in range(len(requests))], streams, counted
+
+
+def same(one: Answers, other: Answers) -> None:
+    """Everything that a caller sees but what the prefix cache gave, log-probabilities to the last bit."""
+    for mine, theirs in zip(one[0], other[0], strict=True):
+        for field in ("text", "token_ids", "finish_reason", "logprobs", "prompt_logprobs", "choices", "stop_string"):
+            assert getattr(mine, field) == getattr(theirs, field), field
+    for mine_streamed, theirs_streamed in zip(one[1], other[1], strict=True):
+        for choice in {token.choice for token in mine_streamed}:
+            mine_tokens = [token for token in mine_streamed if token.choice == choice]
+            assert [token.index for token in mine_tokens] == list(range(len(mine_tokens)))
+            assert mine_tokens == [token for token in theirs_streamed if token.choice == choice]
+
+
+NATIVE = ("llama", "llama_odd", "mistral", "gemma3", "qwen3_moe", "gpt_oss")
+
+
+@pytest.fixture(scope="session")
+def native_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Model, Callable[[], Any]]]:
+    """native_model("llama") is a small model of that family that the C kernels run, and what opens its runner."""
+
+    @cache
+    def made(name: str) -> tuple[Model, Callable[[], Any]]:
+        directory = build_native_model(name, tmp_path_factory.mktemp(name), build_tokenizer)
+        model = load_model(str(directory), dtype="float32", n_gpu_layers=0)
+        opened = choose_runner(model, EngineOptions(runner="native", n_threads=1))
+        return model, lambda: opened(4)
+
+    return made
+
+
+def prompt_of(seed: int, repeats: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 320) for _ in range(rng.randint(1, 9))] * repeats
+
+
+class Guessing(PromptLookup):
+    """Guesses what it was told, but for every fifth token: random models do not copy."""
+
+    __slots__ = ("_own",)
+    told: ClassVar[list[list[int]]] = []  # prompts with their answers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: list[int] = []
+
+    @property
+    def chance(self) -> float:
+        return 0.9
+
+    def catch_up(self, tokens: ListOf[int]) -> None:
+        self._own = list(tokens)
+
+    def push(self, token: int) -> None:
+        self._own.append(token)
+
+    def draft(self, most: int) -> list[int]:
+        length = len(self._own)
+        known = next((one for one in self.told if one[:length] == self._own), [])
+        return [token if at % 5 else 9 for at, token in enumerate(known[length : length + most], length)]
+
+
+@pytest.fixture
+def _guessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "PromptLookup", Guessing)
+    monkeypatch.setattr(Guessing, "told", [])
+
+
+def tell(requests: list[dict[str, Any]], answers: Answers) -> None:
+    Guessing.told = [
+        [*asked["token_ids"], *choice.token_ids]
+        for asked, answer in zip(requests, answers[0], strict=True)
+        for choice in answer.choices or (answer,)
+    ]
+
+
+ASKED = st.lists(
+    st.fixed_dictionaries(
+        {
+            "token_ids": st.builds(prompt_of, st.integers(0, 50), st.integers(1, 4)),
+            "max_tokens": st.integers(1, 50),
+            "ignore_eos": st.booleans(),
+            "temperature": st.sampled_from([0.0, 0.0, 0.2, 0.9]),
+            "seed": st.integers(0, 9),
+            "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3]),
+            "stop": st.sampled_from([[], [], ["a"], ["e", "th"]]),
+            "min_tokens": st.sampled_from([0, 0, 7]),
+            "logprobs": st.sampled_from([None, None, 0, 3]),
+            "prompt_logprobs": st.sampled_from([None, None, 1]),
+            "logit_bias": st.sampled_from([None, None, {7: 4.0}]),
+            "n": st.sampled_from([1, 1, 2]),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    requests=ASKED,
+    n_ctx=st.sampled_from([64, 512]),
+    family=st.sampled_from(NATIVE),
+    policy=st.sampled_from(list(SchedulerPolicy)),
+)
+def test_lookup_changes_no_answer_no_stream_and_no_bit_of_a_logprob(
+    native_model: NativeModel,
+    _clock: None,
+    _guessing: None,
+    requests: list[dict[str, Any]],
+    n_ctx: int,
+    family: str,
+    policy: SchedulerPolicy,
+) -> None:
+    """The small pool pauses sequences in between; windows move on under drafts."""
+    model, opened = native_model(family)
+    requests = [{**one, "max_tokens": min(one["max_tokens"], n_ctx - len(one["token_ids"]))} for one in requests]
+    options = {"n_ctx": n_ctx, "scheduler_policy": policy}
+    plain = trio.run(lambda: ask(model, opened, requests, prompt_lookup=False, **options))
+    tell(requests, plain)
+    same(trio.run(lambda: ask(model, opened, requests, prompt_lookup=True, **options)), plain)
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_drafts_right_and_wrong_take_fewer_steps_and_give_the_same_bits(
+    native_model: NativeModel, _clock: None, _guessing: None, family: str
+) -> None:
+    model, opened = native_model(family)
+    requests = [{"token_ids": prompt_of(seed, 3), "max_tokens": 150, "logprobs": 2} for seed in (1, 2)]
+    plain = trio.run(lambda: ask(model, opened, requests, prompt_lookup=False))
+    tell(requests, plain)
+    looked_up = trio.run(lambda: ask(model, opened, requests, prompt_lookup=True))
+    same(looked_up, plain)
+    counted = looked_up[2]
+    assert 0.9 * counted["drafted"] > counted["accepted"] > 100
+    assert counted["steps"] < 0.7 * plain[2]["steps"]
+    assert counted["generated"] == plain[2]["generated"] == 300
+    assert plain[2]["drafted"] == plain[2]["accepted"] == 0
+
+
+def test_the_default_models_copies_are_what_generate_says(smollm2: Model, _clock: None) -> None:
+    text = "The keeper wrote every name into a green book: Aurora, Swift, Marigold, Old Thomas, the Lady Grey."
+    turns = [{"role": "user", "content": f"Repeat the following text exactly, word by word:\n\n{text}"}]
+    prompt = smollm2.tokenizer.apply_chat_template(turns)
+    ids = torch.tensor([prompt])
+    smollm2.hf.set_attn_implementation("sdpa")
+    try:
+        out = smollm2.hf.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
+        )
+    finally:
+        smollm2.hf.set_attn_implementation(ATTENTION_NAME)
+    opened = choose_runner(smollm2, EngineOptions(runner="native"))
+    request = {"token_ids": prompt, "max_tokens": 24}
+    [answer], _, counted = trio.run(lambda: ask(smollm2, lambda: opened(4), [request]))
+    assert answer.token_ids == out[0, len(prompt) :].tolist()
+    assert counted["accepted"] >= 8
+
+
+def test_every_right_draft_saves_a_step(tiny_model: TinyModel, _clock: None) -> None:
+    model = tiny_model("llama")
+    request = {"token_ids": list(range(20, 32)), "max_tokens": 200}
+    _, _, counted = trio.run(lambda: ask(model, LoopingRunner, [request]))
+    assert counted["steps"] + counted["accepted"] == 200
+    assert counted["drafted"] > counted["accepted"] > 60
+
+
+LOOPING: dict[str, Any] = {"token_ids": list(range(20, 32)), "max_tokens": 120}
+
+
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [
+        ([LOOPING], {"prompt_lookup": False}),
+        ([LOOPING], {"async_batching": False}),
+        ([{**LOOPING, "frequency_penalty": 0.1}], {}),
+        ([{**LOOPING, "logit_bias": {7: 1.0}}], {}),
+        ([{**LOOPING, "regex": "(ab)*", "ignore_eos": False}], {}),
+        ([{**LOOPING, "min_tokens": 120, "ignore_eos": False}], {}),
+    ],
+    ids=["option off", "no runs", "penalty", "bias", "grammar", "min_tokens"],
+)
+def test_what_is_never_drafted(
+    tiny_model: TinyModel, _clock: None, requests: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    _, _, counted = trio.run(lambda: ask(tiny_model("llama"), LoopingRunner, requests, **options))
+    assert counted["drafted"] == 0
+
+
+def test_runs_of_more_than_four_are_not_drafted(
+    tiny_model: TinyModel, _clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    begin = RunDrafts.begin
+
+    def noted(drafts: RunDrafts) -> None:
+        sizes.append(len(drafts._sequences))
+        begin(drafts)
+
+    monkeypatch.setattr(RunDrafts, "begin", noted)
+    requests = [{**LOOPING, "max_tokens": 60 + 5 * index} for index in range(6)]
+    trio.run(lambda: ask(tiny_model("llama"), LoopingRunner, requests, n_parallel=6))
+    assert set(sizes) == {1, 2, 3, 4}
+
+
+def test_a_runner_whose_rows_depend_on_one_another_drafts_nothing(tiny_model: TinyModel, _clock: None) -> None:
+    model = tiny_model("llama")
+    requests = [{"token_ids": prompt_of(1, 3), "max_tokens": 100}]
+    _, _, counted = trio.run(lambda: ask(model, lambda: TorchRunner(model), requests))
+    assert counted["drafted"] == 0
+
+
+def test_drafts_pause_nobody_and_wait_where_the_pool_is_full(tiny_model: TinyModel, _clock: None) -> None:
+    """Each of the two takes half of the pool in the end, so that there is never a block too many."""
+    model = tiny_model("llama")
+    requests = [{"token_ids": list(range(first, first + 12)), "max_tokens": 53} for first in (20, 40)]
+    options: dict[str, Any] = {"n_ctx": 128, "n_parallel": 2}
+    looked_up = trio.run(lambda: ask(model, LoopingRunner, requests, prompt_lookup=True, **options))
+    same(looked_up, trio.run(lambda: ask(model, LoopingRunner, requests, prompt_lookup=False, **options)))
+    assert looked_up[2]["preemptions"] == 0 and looked_up[2]["accepted"] > 5
+
+
+def test_an_end_within_a_draft_ends_the_answer_there(tiny_model: TinyModel, _clock: None) -> None:
+    model = tiny_model("llama")
+    plain = trio.run(lambda: ask(model, LoopingRunner, [LOOPING], prompt_lookup=False))
+    tokens = plain[0][0].token_ids
+    for at in range(40, 60):
+        stop = tokens[at]
+        request = {**LOOPING, "stop_token_ids": [stop]}
+        [answer], [stream], _ = trio.run(lambda asked=request: ask(model, LoopingRunner, [asked]))
+        assert answer.token_ids == tokens[: tokens.index(stop) + 1] and answer.finish_reason == "stop"
+        assert [token.token_id for token in stream] == answer.token_ids
+
+
+def test_a_caller_that_leaves_during_a_draft_leaves_nothing_behind(tiny_model: TinyModel, _clock: None) -> None:
+    async def leave() -> None:
+        async with serving(tiny_model("llama"), LoopingRunner) as (actor, ref):
+            for leaves_at in range(20, 60, 7):
+                with trio.CancelScope() as scope:
+
+                    def seen(token: Token, scope: trio.CancelScope = scope, last: int = leaves_at) -> None:
+                        if token.index == last:
+                            scope.cancel()
+
+                    await ref.call(Generate(GenerateRequest(**LOOPING, ignore_eos=True), seen), timeout=None)
+            while actor.slots.sequences:  # noqa: ASYNC110
+                await trio.sleep(0.01)  # nobody tells when the Batcher has let a caller go
+
+    trio.run(leave)
