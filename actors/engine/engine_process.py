@@ -26,6 +26,7 @@ from genbatch.actors.engine.child_process import (
     StartEngine,
     StartFault,
     Unjoined,
+    keep_for_good,
     run_child,
 )
 from genbatch.actors.engine.engine_wire import (
@@ -277,6 +278,7 @@ class EngineProcess:
             raise StartFault(error) from error
         models = await self._batcher.call(GetModels(), timeout=None)
         stats = await self._batcher.call(GetStats(), timeout=None)
+        keep_for_good()
         await self._tell(EngineReady(models, stats))
 
     async def _follow(self, number: int, stream: FrameStream) -> None:

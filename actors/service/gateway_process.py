@@ -21,6 +21,7 @@ from genbatch.actors.engine.child_process import (
     StartFault,
     StartGateway,
     decode_options,
+    keep_for_good,
     run_child,
 )
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
@@ -251,6 +252,7 @@ class GatewayProcess:
             raise StartFault(cause if isinstance(cause, Exception) else failed) from failed
         except Exception as error:
             raise StartFault(error) from error
+        keep_for_good()
         await self._channel.send(GatewayReady(self._gateways.addresses))
 
     async def _drain(self, timeout_s: float) -> None:

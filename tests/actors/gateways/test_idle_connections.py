@@ -2,6 +2,7 @@
 
 import resource
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,20 @@ async def test_a_thousand_idle_connections_leave_the_others_alone_and_nothing_be
             await trio.lowlevel.checkpoint()
         held.finish()
         assert (await busy.hear())[:3] == [1, 1, None]
+
+
+async def test_a_hundred_connections_that_end_at_once_end_one_a_turn_of_the_event_loop(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service:
+        assert isinstance(service.gateway, RPCGateway)
+        path = service.address.removeprefix("unix://")
+        lines = [await trio.open_unix_socket(path) for _ in range(100)]
+        while len(service.gateway._limit) < 100:
+            await trio.lowlevel.checkpoint()
+        await trio.testing.wait_all_tasks_blocked()
+        for line in lines:
+            line.socket.close()
+        seen = [100]
+        while seen[-1]:
+            await trio.lowlevel.checkpoint()  # a turn
+            seen.append(len(service.gateway._limit))
+        assert max(before - after for before, after in pairwise(seen)) == 1

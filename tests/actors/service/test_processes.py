@@ -21,6 +21,22 @@ from tests.waiting import a_moment
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
 
 
+# Imported by each process of the service as it starts.
+TELLS_WHAT_IS_FROZEN = """
+import gc
+import os
+from pathlib import Path
+
+freeze = gc.freeze
+
+def freeze_and_tell():
+    freeze()
+    Path(__file__).with_name(f"{os.getpid()}.frozen").write_text(str(gc.get_freeze_count()))
+
+gc.freeze = freeze_and_tell
+"""
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("service")
@@ -37,6 +53,7 @@ def service(tiny_model_dir: Callable[[str], Path], directory: Path, stage: Stage
         *("--scheduler", stage.scheduler, "--n-parallel", "4"),
         *("--stall-s", "10", "--max-restarts", "100", "--default-deadline-s", "0"),  # a loaded machine loads slowly
     )
+    (directory / "sitecustomize.py").write_text(TELLS_WHAT_IS_FROZEN)
     with RunningService(tiny_model_dir("llama"), directory, *flags) as running:
         yield running
 
@@ -99,6 +116,11 @@ class Asked:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
+
+
+def test_what_loading_made_is_never_looked_through_for_garbage(service: RunningService, directory: Path) -> None:
+    for pid, least in ((service.engine, 100_000), (service.gateway, 10_000)):
+        assert int((directory / f"{pid}.frozen").read_text()) > least
 
 
 @pytest.mark.trio
