@@ -455,7 +455,6 @@ def paged_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=device)
 
     def shape(tile: Tile) -> dict[str, object]:
-        by_block = tile.keys % block_size == 0 and block_size & (block_size - 1) == 0
         return {
             "GROUP": group,
             "ROWS": tile.rows,
@@ -463,7 +462,7 @@ def paged_attention(
             "BLOCK_SIZE": block_size,
             "HEAD": head_size,
             "HEAD_PAD": head_pad(head_size),
-            "BY_BLOCK": by_block,
+            "BY_BLOCK": tile.keys % block_size == 0,
             "HAS_SOFTCAP": bool(softcap),
             "HAS_WINDOW": window is not None,
             "HAS_SINKS": sinks is not None,

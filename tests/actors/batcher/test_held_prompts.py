@@ -1,7 +1,20 @@
 """What is held, who shares it, and who makes room for whom."""
 
+from collections.abc import Callable, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from genbatch import open_batcher
 from genbatch.actors.batcher.requests import HeldPrompt
 from genbatch.actors.batcher.slots import HeldPrompts
+from genbatch.actors.scheduling.request import RequestList
+from genbatch.actors.scheduling.scheduler import FIFOScheduler, MicroBatchOutput
+from tests.waiting import ENGINE_PATIENCE_S
 
 
 def prompt(tokens: list[int], key: bytes = b"a", **fields: object) -> HeldPrompt:
@@ -50,3 +63,30 @@ def test_what_shares_a_sessions_prompt_can_share_the_configured_one_that_it_begi
     assert (sharer.held_donor, sharer.pinned_donor, session.num_shared) == (session, configured, 1)
     held.drop(session)
     assert (sharer.held_donor, sharer.pinned_donor) == (configured, configured)
+
+
+class RefusesHeld(FIFOScheduler):
+    """Says of every prompt that is to be held that it never fits."""
+
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Set[int]) -> MicroBatchOutput:
+        """See MicroBatchScheduler."""
+        held = [one for one in fitting_requests if isinstance(one, HeldPrompt)]
+        plan = super().schedule([one for one in fitting_requests if one not in held], inflight_request_ids)
+        return replace(plan, never_fitting=[*plan.never_fitting, *held])
+
+
+@pytest.mark.trio
+async def test_a_held_prompt_that_never_fits_is_let_go_and_who_wanted_it_is_served(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    torch.set_num_threads(1)
+    turns: Any = [{"role": "system", "content": "Be brief and be kind. " * 4}, {"role": "user", "content": "Well?"}]
+    options: Any = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512}
+    texts = []
+    for scheduler in ("fifo", f"{__name__}:RefusesHeld"):
+        with trio.fail_after(ENGINE_PATIENCE_S):
+            async with open_batcher(str(tiny_model_dir("llama")), scheduler=scheduler, **options) as batcher:
+                texts.append([(await batcher.generate(messages=turns, max_tokens=4)).token_ids for _ in range(3)])
+                held = (await batcher.stats())["held_prompts"]
+        assert held == (scheduler == "fifo")
+    assert texts[0] == texts[1]

@@ -1,7 +1,9 @@
 """The bridge between ZeroMQ and trio: nothing lost, nothing twice, whatever is cancelled when."""
 
 import random
-from contextlib import AsyncExitStack
+import select
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import trio
@@ -123,6 +125,63 @@ async def test_two_tasks_that_send_and_receive_on_one_socket_wake_each_other() -
             nursery.start_soon(answer)
             nursery.start_soon(chatter, right, left)
         assert received == [[b"%d" % number] for number in range(2000)]
+
+
+class Full:
+    """A PAIR that takes no more, with a task that waits to send."""
+
+    def __init__(self, socket: ZeroMQSocket) -> None:
+        self.socket = socket
+        self.num_sent = 0
+
+    async def fill(self) -> None:
+        while True:
+            await self.socket.send([b"x" * 65536])
+            self.num_sent += 1
+
+
+@asynccontextmanager
+async def full_pair() -> AsyncIterator[tuple[Full, ZeroMQSocket, trio.Nursery]]:
+    """It, the other end, and where its task runs."""
+    async with open_socket(zmq.PAIR) as left, open_socket(zmq.PAIR) as right, trio.open_nursery() as nursery:
+        right.connect(left.bind("tcp://127.0.0.1:*"))
+        full = Full(left)
+        nursery.start_soon(full.fill)
+        await trio.testing.wait_all_tasks_blocked(0.2)
+        yield full, right, nursery
+        nursery.cancel_scope.cancel()
+
+
+def wait_unseen(socket: ZeroMQSocket) -> None:
+    """Until ZeroMQ has something to tell the socket, without a turn of the event loop."""
+    assert select.select([socket._fd], [], [], PATIENCE_S)[0], "nothing has come"
+
+
+async def test_a_sender_that_must_wait_wakes_the_receiver_whose_message_it_was_first_to_see() -> None:
+    async with full_pair() as (full, right, nursery):
+        received: list[list[bytes]] = []
+
+        async def receive() -> None:
+            received.append(await full.socket.recv())
+
+        nursery.start_soon(receive)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert right.try_send([b"for the receiver"])
+        wait_unseen(full.socket)
+        with trio.move_on_after(0.1):
+            await full.socket.send([b"one too many"])  # before the event loop looks at the descriptor
+        assert received == [[b"for the receiver"]]
+
+
+async def test_a_receiver_that_must_wait_wakes_the_sender_for_whom_it_was_first_to_see_room() -> None:
+    async with full_pair() as (full, right, _):
+        before = full.num_sent
+        while right._socket.poll(200):
+            right._recv_now()
+        wait_unseen(full.socket)
+        with trio.move_on_after(0.1):
+            await full.socket.recv()
+        assert full.num_sent > before
 
 
 async def test_messages_that_come_together_wake_a_receiver_each() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trio
 
 from genbatch.actors.batcher.paced import PacedBatcher
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerError, SchedulerPolicy
-from genbatch.clients.gpt_manager.manager import GptManager
+from genbatch.clients.gpt_manager.manager import IDLE_POLL_S, GptManager
 from genbatch.clients.gpt_manager.params import BuildConfig, TrtGptModelType
 from genbatch.clients.gpt_manager.requests import InferenceRequest
 from genbatch.nif.context import Context
@@ -155,6 +156,23 @@ def test_b07_statistics_come_only_while_something_is_active(tiny_model: TinyMode
         idle_from = len(client.asked)
         client.wait_until(lambda: len(client.asked) >= idle_from + 5)
         assert len(client.stats) == 4
+
+
+def test_an_idle_manager_rests_between_two_times_that_it_asks(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    sleep = trio.sleep
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(trio, "sleep", rest)
+    client = BatchClient()
+    with manager(tiny_model("llama"), client):
+        client.wait_until(lambda: len(client.asked) >= 5)
+        assert rests.count(IDLE_POLL_S) >= 4
 
 
 def test_b08_blocks_are_free_before_the_final_response(tiny_model: TinyModel, contexts: list[Context]) -> None:

@@ -85,7 +85,7 @@ heads = st.fixed_dictionaries(
         "kv_heads": st.sampled_from([1, 2]),
         "group": st.sampled_from([1, 2, 3, 5, 8]),
         "head_size": st.sampled_from([16, 24, 64]),
-        "block_size": st.sampled_from([4, 5, 16]),
+        "block_size": st.sampled_from([4, 5, 16, 128]),  # shares of a tile, none, a tile, wider than any
         "dtype": st.sampled_from([torch.float32, torch.float16]),
         "seed": st.integers(0, 2**16),
     }

@@ -75,7 +75,7 @@ def test_a_vocabulary_in_several_chunks_draws_as_the_host_does(device, monkeypat
 @pytest.mark.parametrize("room", [2, 2048])
 @pytest.mark.parametrize(
     "limits",
-    [{"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.8, "min_p": 0.05}],
+    [{"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 3}, {"top_k": 40, "top_p": 0.8, "min_p": 0.05}],
     ids="+".join,
 )
 def test_a_search_of_candidates_and_one_of_the_whole_row_give_the_hosts_tokens(device, monkeypatch, limits, room):

@@ -2,6 +2,8 @@
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
 import gguf
 import numpy as np
@@ -11,7 +13,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.models.weight_source import GROUP_KINDS, StoredTensor
+from genbatch.nif.models.model import describe_model
+from genbatch.nif.models.weight_source import GROUP_KINDS, SafetensorsWeights, StoredTensor
 from genbatch.nif.native import reference
 from genbatch.nif.native.library import (
     COLUMNS,
@@ -23,6 +26,7 @@ from genbatch.nif.native.library import (
     Linear,
     native_library,
 )
+from genbatch.nif.native.runner import native_runner
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
 
 # Where a block has its float16 factors; any other byte may have any value.
@@ -245,3 +249,31 @@ def test_gates_and_ups_of_two_types_in_8_bits_are_those_of_the_rounded_row() -> 
 def test_every_type_is_one_that_gguf_reads_or_has_groups_of_its_own() -> None:
     assert all(hasattr(gguf.GGMLQuantizationType, kind) for kind in set(STORED) - set(GROUP_KINDS))
     assert set(GROUP_KINDS) < set(STORED)
+
+
+def test_the_pages_of_a_file_are_given_back_layer_by_layer(
+    models: ModuleType, tiny_models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.build_native_model("llama", tmp_path, tiny_models.build_tokenizer)
+    done: list[str] = []
+    tensor, release = SafetensorsWeights.tensor, SafetensorsWeights.release
+
+    def read(self: SafetensorsWeights, name: str) -> StoredTensor:
+        done.append(name)
+        return tensor(self, name)
+
+    def give_back(self: SafetensorsWeights) -> None:
+        done.append("given back")
+        release(self)
+
+    monkeypatch.setattr(SafetensorsWeights, "tensor", read)
+    monkeypatch.setattr(SafetensorsWeights, "release", give_back)
+    model = describe_model(str(tmp_path), dtype="float32")
+    assert model is not None
+    done.clear()
+    native_runner(model, quantize="none", n_threads=1).close()
+    assert done[-1] == "given back"
+    parts = " ".join(done).split("given back")
+    for layer in range(model.config.num_hidden_layers):
+        assert [f"layers.{layer}." in part for part in parts].count(True) == 1
+        assert not any(f"layers.{layer}." in part and f"layers.{layer + 1}." in part for part in parts)

@@ -18,9 +18,12 @@ from genbatch.nif.batch import Entry, Logits, RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.context.tensor_parallel import (
+    _COPY_BLOCKS,
     ShardRunner,
+    TensorParallelRunner,
     head_ranges,
     pack_batch,
+    serve_rank,
     shard_model,
     share,
     unpack_batch,
@@ -108,6 +111,43 @@ def test_shards_add_up_to_the_model_on_every_rank(tiny_model_dir: Callable[[str]
         for logits, expected, first in zip(found, wanted, ranks[0], strict=True):
             torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
             assert torch.equal(logits, first), "ranks differ"
+
+
+class Words:
+    """What rank 0 tells, kept until another rank hears it."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, torch.Tensor, int]] = []
+
+    def tell(self, what: int, payload: torch.Tensor, argument: int) -> None:
+        self.told.append((what, payload, argument))
+
+    def hear(self) -> tuple[int, torch.Tensor, int]:
+        if not self.told:
+            raise EOFError
+        return self.told.pop(0)
+
+
+def test_a_rank_that_does_what_it_is_told_holds_what_rank_0_holds(tiny_model_dir: Callable[[str], Any]) -> None:
+    path, place, words = str(tiny_model_dir("llama")), Threads(1).rank(0), Words()
+    first, other = (
+        ShardRunner(shard_model(load_model(path, dtype="float32", n_gpu_layers=0), place), place) for _ in range(2)
+    )
+    whole = load_model(path, dtype="float32", n_gpu_layers=0)
+    context = Context(
+        whole, TensorParallelRunner(first, whole, words, lambda: None), n_parallel=4, n_ctx=64, block_size=4, n_batch=64
+    )
+    context.eval([Entry(seq_id, prompt, 0) for seq_id, prompt in enumerate(PROMPTS)])
+    context.seq_cp(0, 3)  # the block that is begun becomes two
+    context.eval([Entry(0, [13], 7), Entry(3, [14], 7)])
+    assert any(what == _COPY_BLOCKS for what, _, _ in words.told)
+    with pytest.raises(EOFError):
+        serve_rank(other, words)
+    blocks = range(10)
+    assert first.read_blocks(0, blocks).any()
+    assert torch.equal(other.read_blocks(0, blocks), first.read_blocks(0, blocks))
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 64))

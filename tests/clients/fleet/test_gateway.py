@@ -1,0 +1,82 @@
+"""FleetGateway over real services: who joins, who leaves, and who comes back as somebody else."""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from genbatch import open_batcher
+from genbatch.actors.fleet.scaling import ScaleRule
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.clients.fleet.connection import ReplicaConnection
+from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions
+from genbatch.clients.fleet.replicas import Described
+from genbatch.clients.transports import ZeroMQTransport
+from tests.waiting import ENGINE_PATIENCE_S, a_moment
+
+
+class Services:
+    """Replicas of one address, each time with another life; implements Replicas."""
+
+    def __init__(self, address: str) -> None:
+        self.lives: dict[str, Described] = {}  # by name
+        self._address = address
+        self._lives = count(1)
+
+    async def settle(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def names(self) -> list[str]:
+        await trio.lowlevel.checkpoint()
+        return list(self.lives)
+
+    async def create(self, index: int) -> str:
+        await trio.lowlevel.checkpoint()
+        self.lives[f"replica {index}"] = Described(str(next(self._lives)), self._address, (), None)
+        return f"replica {index}"
+
+    async def describe(self, name: str, timeout_s: float) -> Described | None:
+        await trio.lowlevel.checkpoint()
+        return self.lives.get(name)
+
+    def connect(self, described: Described) -> ReplicaConnection:
+        return ReplicaConnection(ZeroMQTransport(described.address))
+
+    async def end(self, name: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def is_ours(self, name: str) -> bool:
+        return True
+
+    def is_superseded(self, names: list[str]) -> bool:
+        return False
+
+
+@pytest.mark.trio
+async def test_a_replica_that_leaves_is_asked_no_more_and_another_life_of_it_joins(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    services = Services(f"ipc://{tmp_path}/replica.sock")
+    options = FleetOptions(rule=ScaleRule(min_replicas=2, max_replicas=2))
+    gateway = FleetGateway(services, options, ServiceOptions(bind=f"ipc://{tmp_path}/fleet.sock"))
+
+    async def replicas_are(*lives: str) -> None:
+        while sorted(replica.name for replica in gateway.fleet.replicas) != sorted(lives):
+            await a_moment()
+
+    with trio.fail_after(ENGINE_PATIENCE_S):
+        async with (
+            open_batcher(
+                str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, bind=f"ipc://{tmp_path}/replica.sock"
+            ),
+            gateway.run(),
+        ):
+            await replicas_are("replica 0 1", "replica 1 2")
+            del services.lives["replica 1"]
+            await replicas_are("replica 0 1", "replica 1 3")
+            del services.lives["replica 0"]
+            await replicas_are("replica 0 4", "replica 1 3")
