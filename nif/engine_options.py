@@ -11,8 +11,8 @@ from genbatch.nif.errors import OptionError
 
 RUNNERS = ("auto", "native", "triton", "torch")
 QUANTIZE = ("auto", "none", "int8", "fp8", "int4")
-# What only the GPU's kernels multiply; int8 means something on either.
-GPU_ONLY = ("fp8", "int4")
+# What only the GPU's kernels multiply; the others mean something on either.
+GPU_ONLY = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POOLING = ("", "last", "mean", "cls")
 
@@ -93,9 +93,10 @@ class EngineOptions:
         n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
         runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
             insist on one.
-        quantize: "none" computes in the dtype; "int8" quantises weights, activations and KV of the native runner;
-            "auto" is int8 where that runner runs and dtype is "auto", too: who names a dtype gets its numbers. On a
-            GPU "int8", "fp8" and "int4" pack the weights alone, of models of the Llama family.
+        quantize: "none" computes in the dtype; "int8" and "int4" take so many bits for weights that have more, and on
+            the native runner 8 for activations and KV; "auto" is int8 where that runner runs and dtype is "auto", too:
+            who names a dtype gets its numbers. On a GPU "int8", "fp8" and "int4" pack the weights alone, of models of
+            the Llama family.
         pooling: how embeddings are made of hidden states: "last", "mean" or "cls"; if empty, as the model's files say,
             and most say nothing of them.
         n_threads: threads of a step on the CPU; 0 takes the cores this process may use.

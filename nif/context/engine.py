@@ -242,7 +242,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
         _refuse_quantize(options, "the torch runner computes in the model's dtype")
         return lambda _: TorchRunner(model)
     if options.quantize in GPU_ONLY:
-        raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8")
+        raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
     try:
         weights = ModelWeights(model, _quantize(options))
     except NativeUnavailable as unavailable:

@@ -268,7 +268,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.stored_row.restype = None
     library.stored_row.argtypes = (c_int, c_void_p, c_int64, c_int, c_void_p)
     library.pack_u4.restype = c_bool
-    library.pack_u4.argtypes = (c_void_p, c_int64, c_int64, c_float, *span)
+    library.pack_u4.argtypes = (c_void_p, c_int64, c_int64, c_bool, c_float, *span)
     return library
 
 

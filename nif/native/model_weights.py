@@ -31,6 +31,7 @@ from genbatch.nif.native.library import (
     WEIGHT_BF16,
     WEIGHT_F32,
     WEIGHT_I8,
+    WEIGHT_U4,
     Experts,
     Layer,
     Linear,
@@ -44,7 +45,7 @@ from genbatch.nif.native.weights import WeightPacker, interleave_gate_up, stored
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
 
-QUANTIZE = ("none", "int8")
+QUANTIZE = ("none", "int8", "int4")
 """The values of the option `quantize` here."""
 
 _HEAD_DIM_STEP = 16
@@ -97,7 +98,7 @@ class ModelWeights:
 
     Args:
         model: what `load_model` returned.
-        quantize: "none" keeps the model's dtype; "int8" as `native_runner` describes.
+        quantize: "none" keeps the model's dtype; "int8" and "int4" as `native_runner` describes.
 
     Raises:
         NativeUnavailable: the kernels cannot be built, or do not compute this model.
@@ -113,12 +114,13 @@ class ModelWeights:
         self.library = native_library()
         self.quantize = quantize
         plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
-        self.kind = WEIGHT_I8 if quantize == "int8" else plain
+        self.kind = plain if quantize == "none" else WEIGHT_I8
+        matrices = WEIGHT_U4 if quantize == "int4" else self.kind
         config: Any = model.config
         self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
         source = model.weights or ModuleWeights(model.hf)
         packer = WeightPacker(self.library, available_cores())
-        self._loader = loader = _Loader(model, architecture, source, packer, self.kind)
+        self._loader = loader = _Loader(model, architecture, source, packer, matrices)
         self.layers = layers = (Layer * config.num_hidden_layers)()
         for group_id, group in enumerate(model.groups):
             window = ALL_POSITIONS if group.window is None else group.window
@@ -131,7 +133,8 @@ class ModelWeights:
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         # A file may hold a head of a tied model; a module has tied its own already.
         tied = config.tie_word_embeddings and model.weights is not None
-        head = loader.linear([tensors.embedding if tied else tensors.head], _I8_HEAD_GROUP)
+        # In 8 bits where the rest has 4: it decides between near ties.
+        head = loader.linear([tensors.embedding if tied else tensors.head], _I8_HEAD_GROUP, self.kind)
         as_stored = stored_kind(plain, embedding)
         if as_stored is None:
             self._embedding = embedding.whole().to(model.dtype).contiguous()  # read a row at a time
@@ -243,10 +246,10 @@ class _Loader:
         """A norm by its name; None is none."""
         return Norm() if name is None else self._norm([start + name])
 
-    def linear(self, names: Sequence[str], group: int = _I8_GROUP) -> Linear:
+    def linear(self, names: Sequence[str], group: int = _I8_GROUP, kind: int | None = None) -> Linear:
         """One linear of matrices that stand one below the other."""
         matrices = [self.tensor(f"{name}.weight") for name in names]
-        return self._pack(matrices, [self._bias(name) for name in names], group=group)
+        return self._pack(matrices, [self._bias(name) for name in names], group=group, kind=kind)
 
     def _qkv(self, names: Sequence[str]) -> Linear:
         if not self._architecture.qkv_by_head:

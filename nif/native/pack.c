@@ -9,6 +9,10 @@
 
 #define U4_GROUP 32
 #define U4_LEVELS 16
+#define U4_VECTORS (U4_GROUP / VL)
+#define SEARCHED 21 /* grids of 13.5 to 16 steps from end to end */
+#define FEWEST_STEPS 13.5f
+#define STEPS_APART 0.125f
 
 static float at(const float *matrix, int64_t n, int64_t k, int64_t row, int64_t column)
 {
@@ -81,8 +85,48 @@ static float float_from_f16(uint16_t half)
     return vf_from_f16(lanes)[0];
 }
 
-/* Finds the grid of one group; false when some weight is farther from it than `tolerance` of the largest. */
-static bool pack_u4_group(const float *w, float tolerance, int64_t c, uint8_t *out)
+/* The grid that its weights' squared errors are least on, of some that are a little finer or coarser than one from end
+ * to end: its levels are where a least-squares line through its codes puts them. Large weights count more, as in
+ * llama.cpp's K-quants: they meet large activations more often than others. */
+static void nearest_grid(const float *w, float low, float high, float *step, float *offset)
+{
+    vf x[U4_VECTORS], weight[U4_VECTORS];
+    vf squares = {0};
+    UNROLL for (int v = 0; v < U4_VECTORS; v++) x[v] = vf_load(w + v * VL), squares += x[v] * x[v];
+    const float typical = sqrtf(vf_sum(squares) / U4_GROUP);
+    vf sum_w = {0}, sum_x = {0};
+    UNROLL for (int v = 0; v < U4_VECTORS; v++) {
+        weight[v] = vf_abs(x[v]) + typical;
+        sum_w += weight[v];
+        sum_x += weight[v] * x[v];
+    }
+    const double all_w = vf_sum(sum_w), all_x = vf_sum(sum_x);
+    double best = 0;
+    for (int i = 0; i < SEARCHED; i++) {
+        const float scale = (FEWEST_STEPS + i * STEPS_APART) / (high - low);
+        vf sum_l = {0}, sum_ll = {0}, sum_xl = {0};
+        UNROLL for (int v = 0; v < U4_VECTORS; v++) {
+            vf level = vf_from_int(vi_nearest((x[v] - low) * scale));
+            level = vf_select(level > U4_LEVELS - 1.0f, vf_set1(U4_LEVELS - 1.0f), level);
+            vf weighted = weight[v] * level;
+            sum_l += weighted;
+            sum_ll += weighted * level;
+            sum_xl += weighted * x[v];
+        }
+        const double l = vf_sum(sum_l), ll = vf_sum(sum_ll), xl = vf_sum(sum_xl), spread = all_w * ll - l * l;
+        if (!(spread > 0)) continue;
+        const double slope = (all_w * xl - all_x * l) / spread, start = (ll * all_x - l * xl) / spread;
+        const double explained = slope * xl + start * all_x; /* of the squares; what is left is the error */
+        if (!(explained > best)) continue;
+        best = explained;
+        *step = (float)slope;
+        *offset = (float)start;
+    }
+}
+
+/* Finds the grid of one group: that from end to end, or with `nearest` the best. False when some weight is farther from
+ * it than `tolerance` of the largest, or float16 does not hold it. */
+static bool pack_u4_group(const float *w, bool nearest, float tolerance, int64_t c, uint8_t *out)
 {
     float low = w[0], high = w[0];
     for (int i = 1; i < U4_GROUP; i++) {
@@ -91,8 +135,10 @@ static bool pack_u4_group(const float *w, float tolerance, int64_t c, uint8_t *o
     }
     float largest = fabsf(low) > fabsf(high) ? fabsf(low) : fabsf(high);
     if (!(largest < 32768.0f)) return false; /* float16 would overflow; also rejects NaN */
-    uint16_t halves[2] = {f16_from_float((high - low) / (U4_LEVELS - 1)), f16_from_float(low)};
-    float step = float_from_f16(halves[0]), offset = float_from_f16(halves[1]);
+    float step = (high - low) / (U4_LEVELS - 1), offset = low;
+    if (nearest && high - low > 1e-30f) nearest_grid(w, low, high, &step, &offset);
+    uint16_t halves[2] = {f16_from_float(step), f16_from_float(offset)};
+    step = float_from_f16(halves[0]), offset = float_from_f16(halves[1]);
     for (int i = 0; i < U4_GROUP; i++) {
         float q = step > 0 ? rintf((w[i] - offset) / step) : 0.0f;
         q = q < 0 ? 0 : q > U4_LEVELS - 1 ? U4_LEVELS - 1 : q;
@@ -106,8 +152,10 @@ static bool pack_u4_group(const float *w, float tolerance, int64_t c, uint8_t *o
     return true;
 }
 
-/* Whether every weight lies on a 4-bit grid; if not, `out` is partly filled. k is a multiple of 32. */
-bool pack_u4(const float *matrix, int64_t n, int64_t k, float tolerance, int64_t first, int64_t end, uint8_t *out)
+/* Whether every weight lies on a 4-bit grid, or with `nearest` within `tolerance` of one; if not, `out` is partly filled.
+ * k is a multiple of 32. */
+bool pack_u4(const float *matrix, int64_t n, int64_t k, bool nearest, float tolerance, int64_t first, int64_t end,
+             uint8_t *out)
 {
     static const float none[U4_GROUP] = {0};
     int64_t groups = k / U4_GROUP, group_bytes = COLUMNS * U4_GROUP / 2 + 4 * COLUMNS;
@@ -116,7 +164,7 @@ bool pack_u4(const float *matrix, int64_t n, int64_t k, float tolerance, int64_t
             for (int64_t g = 0; g < groups; g++) {
                 int64_t row = block * COLUMNS + c;
                 const float *w = row < n ? matrix + row * k + g * U4_GROUP : none;
-                if (!pack_u4_group(w, tolerance, c, out + (block * groups + g) * group_bytes)) return false;
+                if (!pack_u4_group(w, nearest, tolerance, c, out + (block * groups + g) * group_bytes)) return false;
             }
     return true;
 }

@@ -35,7 +35,7 @@ from genbatch.nif.native.model_weights import ModelWeights
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model
 
-_WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}
+_WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16"}
 _KV_KINDS = {torch.float32: KV_F32, torch.bfloat16: KV_BF16, torch.int8: KV_I8}
 _KV_DTYPES = {WEIGHT_F32: torch.float32, WEIGHT_BF16: torch.bfloat16, WEIGHT_I8: torch.int8}  # unless one is named
 _KEY_LANES = 16  # scores of one vector; a block's keys are padded to it
@@ -55,7 +55,8 @@ def native_runner(
     Args:
         model: what `load_model` returned, in float32 or bfloat16 on the CPU.
         quantize: "none" keeps the model's own dtype; "int8" takes 8 bits for activations, keys and values, and 8, or
-            where the model's weights are 4-bit already those same 4, for weights.
+            where the model's weights are 4-bit already those same 4, for weights; "int4" is "int8" with weights of 4
+            bits in groups of 32, but for the head. Weights that are quantised in their files stay as they are.
         kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None takes that of the weights.
         n_threads: threads of a step; None takes the cores this process may use.
 
@@ -92,7 +93,8 @@ class NativeRunner:
             raise OptionError("n_threads", f"must be at least 1, not {n_threads}")
         self._n_threads = n_threads or available_cores()
         plural = "s" if self._n_threads > 1 else ""
-        self.name = f"native ({_WEIGHT_NAMES[weights.kind]}, {self._n_threads} thread{plural})"
+        numbers = _WEIGHT_NAMES[weights.kind] if weights.quantize == "none" else weights.quantize
+        self.name = f"native ({numbers}, {self._n_threads} thread{plural})"
         self.quantize = weights.quantize
         self.device = torch.device("cpu")
         self.vocab_size = weights.model.vocab_size

@@ -1,6 +1,7 @@
 """Weight matrices packed for the C kernels, in parallel and straight to where they stay."""
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -23,8 +24,13 @@ from genbatch.nif.native.library import (
 )
 from genbatch.nif.native.memory import NativeArena
 
+EIGHT_BIT_ROWS = (WEIGHT_I8, WEIGHT_U4)
+"""The kinds that are multiplied with activations in 8 bits."""
+
 U4_GROUP = 32
-_FLOATS_AT_ONCE = 1 << 24  # of a matrix that is packed: 64 MB beside the file and the packed form
+# Of a matrix that is packed: 4 MB, and as much again while they are merged. With stretches of 16 or 64 MB the allocator
+# keeps 100 MB that are freed.
+_FLOATS_AT_ONCE = 1 << 20
 _FINE = ("Q2_K", "Q3_K", "Q6_K")  # a scale for 16 inputs
 # How far a weight may lie from its 4-bit grid, relative to its group's largest, and still count as on it: rounding to
 # the type that carried it here (bfloat16 rounds the weight by 2^-9, and the grid that its neighbours give by as much).
@@ -50,7 +56,7 @@ def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
     """In which form of stored.h a tensor stays as it is, where the others become `kind`; None: it becomes that too."""
     if tensor.offset or (kind != WEIGHT_F32 and tensor.kind in FLOAT_KINDS):
         return None
-    if kind == WEIGHT_I8 and tensor.kind == "Q4_1":
+    if kind in EIGHT_BIT_ROWS and tensor.kind == "Q4_1":
         return None  # packing finds its grid, and WEIGHT_U4 is the same bits with a kernel of its own
     return STORED_KINDS.get(tensor.kind)
 
@@ -119,7 +125,7 @@ class WeightPacker:
         Blocks of a GGUF file stay what they are, and so do halves with WEIGHT_F32.
 
         Args:
-            kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8, as in `pack`.
+            kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4, as in `pack`.
             tensors: matrices [n, k] of one k.
             group: inputs that share a scale of WEIGHT_I8.
             interleaved: of two tensors, gate and up, in runs of 16 rows each; see `interleave_gate_up`.
@@ -128,8 +134,9 @@ class WeightPacker:
         if None not in kinds:
             linear = self._stored([kind for kind in kinds if kind is not None], tensors, interleaved)
             blocks_only = not any(tensor.kind in FLOAT_KINDS for tensor in tensors)
-            if kind == WEIGHT_I8 or (blocks_only and self._library.digits_pay()):
-                linear.kind = WEIGHT_I8 if kind == WEIGHT_I8 else WEIGHT_I24
+            rounded = kind in EIGHT_BIT_ROWS
+            if rounded or (blocks_only and self._library.digits_pay()):
+                linear.kind = WEIGHT_I8 if rounded else WEIGHT_I24
                 linear.group = 16 if any(tensor.kind in _FINE for tensor in tensors) else U4_GROUP
             return linear
         n, rows = _merged(tensors, interleaved)
@@ -191,7 +198,8 @@ class WeightPacker:
         """The matrix as C multiplies by it, without a bias; its memory lives as long as this object.
 
         Args:
-            kind: WEIGHT_F32, WEIGHT_BF16 or WEIGHT_I8; the last becomes WEIGHT_U4 where that loses nothing.
+            kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4. WEIGHT_I8 becomes WEIGHT_U4 where that loses nothing,
+                WEIGHT_U4 becomes WEIGHT_I8 where the inputs fill no groups of 32, or float16 holds no such grid.
             matrix: [n, k].
             group: inputs that share a scale of WEIGHT_I8.
         """
@@ -215,10 +223,11 @@ class WeightPacker:
         k_padded = k + -k % group
         # Reserved for 8 bits before it is known whether 4 do; what is left over is given back.
         address, _ = self._arena.reserve(blocks * COLUMNS * (k_padded + 2 * (k_padded // group)))
-        tolerance = _GRID_TOLERANCE[dtype]
-        if k % U4_GROUP == 0 and self._pack_with(self._library.pack_u4, rows, shape, (tolerance,), address):
-            self._arena.shrink(blocks * COLUMNS * (k // 2 + 4 * (k // U4_GROUP)))
-            return Linear(kind=WEIGHT_U4, n=n, k=k, group=U4_GROUP, weights=address)
+        on_grid, near = (False, _GRID_TOLERANCE[dtype]), (True, math.inf)
+        for how in ((on_grid, near) if kind == WEIGHT_U4 else (on_grid,)) if k % U4_GROUP == 0 else ():
+            if self._pack_with(self._library.pack_u4, rows, shape, how, address):
+                self._arena.shrink(blocks * COLUMNS * (k // 2 + 4 * (k // U4_GROUP)))
+                return Linear(kind=WEIGHT_U4, n=n, k=k, group=U4_GROUP, weights=address)
         self._pack_with(self._library.pack_i8, rows, shape, (group,), address)
         return Linear(kind=WEIGHT_I8, n=n, k=k_padded, group=group, weights=address)
 
@@ -227,7 +236,7 @@ class WeightPacker:
     ) -> bool:
         """Runs a function of pack.c over the matrix, a stretch of blocks after another; whether all succeeded."""
         n, k = shape
-        blocks, at_once = -(-n // COLUMNS), max(1, _FLOATS_AT_ONCE // (COLUMNS * k))
+        blocks, at_once = -(-n // COLUMNS), max(self._n_threads, _FLOATS_AT_ONCE // (COLUMNS * k))
         for first in range(0, blocks, at_once):
             end = min(first + at_once, blocks)
             floats = rows(first * COLUMNS, min(end * COLUMNS, n)).contiguous()

@@ -55,6 +55,11 @@ def test_a_model_that_c_cannot_run_gets_torch_and_insisting_is_refused(tiny_mode
         context(tiny_model("llama"), runner="torch", quantize="int8")
 
 
+def test_fp8_is_for_a_gpu_and_the_error_says_what_a_cpu_has(tiny_model: TinyModel) -> None:
+    with pytest.raises(OptionError, match=r"fp8 is for the triton runner on a GPU; a CPU has int8 and int4"):
+        context(tiny_model("llama"), quantize="fp8")
+
+
 def test_the_default_model_runs_in_c_where_a_compiler_is(smollm2: Model) -> None:
     assert isinstance(context(smollm2, runner="native").runner, NativeRunner)
     assert isinstance(context(smollm2, runner="torch").runner, TorchRunner)

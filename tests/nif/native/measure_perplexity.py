@@ -44,7 +44,7 @@ def main() -> None:
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
     base = None
     for mode in options.modes:
-        dtype, quantize = ("float32", "int8") if mode == "int8" else (mode, "none")
+        dtype, quantize = ("float32", mode) if mode in ("int8", "int4") else (mode, "none")
         model = describe_model(options.model, dtype=dtype)  # as it is served: a GGUF file in its own blocks
         model = model or load_model(options.model, dtype=dtype, n_gpu_layers=0)
         runner = native_runner(model, quantize=quantize)

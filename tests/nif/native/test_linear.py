@@ -193,3 +193,51 @@ def test_a_matrix_is_off_the_grid_wherever_its_last_weight_is(monkeypatch: pytes
     assert linear.kind == WEIGHT_I8
     twin = reference.pack_i8(matrix, GROUP)
     assert torch.equal(content(linear, len(twin)), twin)
+
+
+def values_of(linear: Linear) -> torch.Tensor:
+    """The weights: rows of one number that 8 bits hold exactly."""
+    return multiply(linear, torch.eye(linear.k) * (127 / 128)).T * (128 / 127)
+
+
+def rounded_from_end_to_end(matrix: torch.Tensor) -> torch.Tensor:
+    """4-bit weights as a quantiser makes them that searches nothing."""
+    groups = matrix.reshape(len(matrix), -1, 32)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    step = ((high - low) / 15).half().float()
+    return (((groups - low.half()) / step).round().clamp(0, 15) * step + low.half()).flatten(1)
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (33, 32), (5, 416)])
+def test_4_bits_are_nearer_than_rounding_from_end_to_end(shape: tuple[int, int]) -> None:
+    matrix = torch.distributions.StudentT(5.0).sample(torch.Size(shape)) * 0.02
+    packer = WeightPacker(native_library(), 2)
+    linear = packer.pack(WEIGHT_U4, matrix, GROUP)
+    assert linear.kind == WEIGHT_U4
+    values = values_of(linear)
+    error, plain = (values - matrix).square().mean(), (rounded_from_end_to_end(matrix) - matrix).square().mean()
+    assert error < 0.9 * plain
+    groups = matrix.reshape(shape[0], -1, 32)
+    spread = (groups.amax(2) - groups.amin(2)).repeat_interleave(32, 1)
+    assert bool(((values - matrix).abs() <= 0.13 * spread).all())
+
+
+def test_4_bits_of_weights_on_a_grid_lose_nothing() -> None:
+    matrix = grid_matrix(40, 96)
+    packer = WeightPacker(native_library(), 1)
+    linear = packer.pack(WEIGHT_U4, matrix, GROUP)
+    assert linear.kind == WEIGHT_U4 and torch.allclose(values_of(linear), matrix, atol=1e-6)
+
+
+def test_groups_of_one_value_or_of_the_smallest_numbers_stay_what_they_are() -> None:
+    matrix = torch.tensor([0.0, 0.5, -0.25, 1e-38]).repeat_interleave(32)[None].repeat(4, 1)
+    packer = WeightPacker(native_library(), 1)
+    linear = packer.pack(WEIGHT_U4, matrix, GROUP)
+    assert torch.allclose(values_of(linear), matrix, atol=1e-7)
+
+
+@pytest.mark.parametrize("matrix", [random_matrix(40, 80), random_matrix(8, 64) * 1e5])
+def test_what_4_bits_cannot_hold_takes_8(matrix: torch.Tensor) -> None:
+    """Inputs that fill no groups, and weights beyond float16."""
+    packer = WeightPacker(native_library(), 1)
+    assert packer.pack(WEIGHT_U4, matrix, GROUP).kind == WEIGHT_I8

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.models.model import Model
+from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
+from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner, native_runner
 
 NAMES = ["llama", "llama_odd", "mistral", "qwen2", "qwen3"]
@@ -293,3 +295,28 @@ def test_one_runner_follows_another_over_the_same_weights(native_model: Models, 
     second.allocate([capacity(16)], 16)
     assert torch.equal(second.forward(layout(1, [(0, tokens, 0)], capacity(16), 16)), want)
     second.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_int4_is_int8_with_layers_of_4_bits(native_model: Models, layout: Layout, name: str) -> None:
+    """Near the model, and a row of logits is the same bit for bit alone and beside others."""
+    model = native_model(name)
+    weights = ModelWeights(model, "int4")
+    layer = weights.layers[0]
+    inner = [layer.gate_up, layer.down]
+    if name == "mixtral":
+        inner = [layer.experts[0].gate_up[1], layer.experts[0].down[1]]
+    matrices = [layer.qkv, layer.out, *inner]
+    assert {matrix.kind for matrix in matrices} == {WEIGHT_U4}
+    assert weights.struct.head.kind == WEIGHT_I8
+    tokens = tokens_of(model)[:2]
+    runner = native_runner(model, quantize="int4", n_threads=2)
+    assert "int4" in runner.name
+    runner.allocate([2 * capacity(16)] * len(runner.groups), 16)
+    together = runner.forward(layout(len(runner.groups), [(0, tokens[0], 0), (1, tokens[1], 0)], capacity(16), 16))
+    alone = runner.forward(layout(len(runner.groups), [(1, tokens[1], 0)], capacity(16), 16))
+    assert torch.equal(together[len(tokens[0]) :], alone)
+    exact = eager(model, tokens[0])
+    errors = (together[: len(tokens[0])] - exact).norm(dim=1) / exact.norm(dim=1)
+    assert 0 < float(errors.median()) < 0.5
+    runner.close()
