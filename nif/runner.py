@@ -131,6 +131,15 @@ class HoldsMemory(Protocol):
 
 
 @runtime_checkable
+class KnowsStep(Protocol):
+    """A runner that knows what its steps' buffers take; of the others it is reckoned from the model's shape."""
+
+    def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
+        """Bytes of a step, where the logits of every token are wanted; those logits are not among them."""
+        ...
+
+
+@runtime_checkable
 class BackgroundCopies(Protocol):
     """A runner whose `read_blocks` returns before the content has arrived; `write_blocks` may be given it at once."""
 

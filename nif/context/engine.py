@@ -21,9 +21,10 @@ from genbatch.nif.native.build import build_library
 from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
-from genbatch.nif.runner import HoldsMemory, Runner
+from genbatch.nif.runner import HoldsMemory, KnowsStep, Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.choose import choice_bytes
 from genbatch.nif.text.tokenizer import ChatTemplateError, check_template
 
 log = logging.getLogger("genbatch")
@@ -68,6 +69,9 @@ class Engine:
         is_free = options.positions is None and options.num_blocks is None and options.max_tokens_in_cache is None
         if size.limited_by not in ("n_ctx", "num_blocks") and not is_free:
             log.warning("the KV pool is limited by %s to %d blocks", size.limited_by, max(size.num_blocks))
+        if self.model.max_position < (options.positions or 0):
+            told = "%s was made for %d positions a sequence; n_ctx, %d, is for all sequences together"
+            log.info(told, self.model.name, self.model.max_position, options.positions)
         return Context(
             self.model,
             runner,
@@ -88,8 +92,7 @@ class Engine:
         options = self.options
         own = runner.own_bytes(n_parallel, options.block_size) if isinstance(runner, HoldsMemory) else 0
         own += sum(adapter.nbytes for adapter in self.adapters.values())  # as the runner will pack them
-        fused = not isinstance(runner, TorchRunner | TensorParallelRunner)
-        step = self._step_shape(n_parallel + n_held, n_batch, fused=fused)
+        step = self._step_shape(runner, n_parallel, n_held, n_batch)
         limits = CacheLimits(
             max_memory_percent=options.max_memory_percent,
             max_tokens=options.max_tokens_in_cache,
@@ -112,10 +115,12 @@ class Engine:
             return self.options.tensor_parallel * free_gpu_memory()
         return free_host_memory()
 
-    def _step_shape(self, num_sequences: int, n_batch: int, *, fused: bool) -> StepShape:
+    def _step_shape(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int) -> StepShape:
         config, layers = self.model.config, self.model.layers
-        hidden = config.hidden_size
-        return StepShape(
+        hidden, num_sequences = config.hidden_size, n_parallel + n_held
+        # Of every token: whoever asks for log-probabilities of a prompt gets them a step at a time.
+        logit_rows = max(num_sequences, n_batch)
+        shape = StepShape(
             hidden_size=hidden,
             intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
             num_heads=config.num_attention_heads,
@@ -125,11 +130,16 @@ class Engine:
             dtype_bytes=self.model.dtype.itemsize,
             max_batch_tokens=n_batch,
             num_sequences=num_sequences,
-            # Of every token: whoever asks for log-probabilities of a prompt gets them a step at a time.
-            logit_rows=max(num_sequences, n_batch),
+            logit_rows=logit_rows,
             max_positions=min(self.model.max_position, self.options.positions or self.model.max_position),
-            **({"score_bytes": 0} if fused else {}),
+            choice_bytes=choice_bytes(n_parallel, logit_rows, self.model.vocab_size),
         )
+        if isinstance(runner, KnowsStep):
+            # Such a runner computes in float32, whatever the weights are.
+            return replace(shape, dtype_bytes=4, step_bytes=runner.step_bytes(n_batch, num_sequences))
+        if isinstance(runner, TorchRunner):
+            return replace(shape, score_bytes=runner.score_bytes)
+        return shape if isinstance(runner, TensorParallelRunner) else replace(shape, score_bytes=0)
 
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:

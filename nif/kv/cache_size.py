@@ -158,6 +158,8 @@ class StepShape:
         logit_rows: most rows of logits of one forward.
         max_positions: longest sequence the model allows.
         score_bytes: held at once per (head, query, key); 0 for kernels that never write scores or masks.
+        choice_bytes: what drawing tokens and scoring prompts take beside the logits.
+        step_bytes: what the runner says of its activations; None reckons them from the shape.
         runner_bytes: what the runner takes for itself: captured graphs and their logits, shares of attention.
     """
 
@@ -172,7 +174,9 @@ class StepShape:
     num_sequences: int
     logit_rows: int
     max_positions: int
-    score_bytes: int = 16  # scores, softcapped scores and weights in float32, and the mask as float32
+    score_bytes: float = 16  # scores, softcapped scores and weights in float32, and the mask as float32
+    choice_bytes: int = 0
+    step_bytes: int | None = None
     runner_bytes: int = 0
 
 
@@ -293,14 +297,18 @@ def _footprint(
     )
     # One sequence's keys and values of one layer, gathered, and in float32.
     gathered = longest * 2 * step.num_kv_heads * step.head_dim * (step.dtype_bytes + 4)
-    scores = step.score_bytes * step.num_heads * step.max_batch_tokens * longest
-    # As computed, in float32, and the sampler's own copy.
-    logits = step.logit_rows * step.vocab_size * (step.dtype_bytes + 8)
+    scores = int(step.score_bytes * step.num_heads * step.max_batch_tokens * longest)
+    # In float32, and before that as they were computed.
+    logits = step.logit_rows * step.vocab_size * (4 + (step.dtype_bytes if step.dtype_bytes < 4 else 0))
+    logits += step.choice_bytes
+    activations = step.max_batch_tokens * per_token
+    if step.score_bytes:
+        activations += gathered + max(0, scores - logits)  # the last layer's scores are gone when the logits come
     tables = len(counts) * step.num_sequences * -(-longest // block_size) * 2 * 4
     slots = step.max_batch_tokens * (2 + 2 * len(counts)) * 8
     return Footprint(
         kv=sum(count * size for count, size in zip(counts, bytes_per_block, strict=True)),
-        activations=step.max_batch_tokens * per_token + (gathered + scores if step.score_bytes else 0),
+        activations=activations if step.step_bytes is None else step.step_bytes,
         logits=logits,
         bookkeeping=tables + slots + sum(counts) * _HOST_BYTES_PER_BLOCK,
         runner=step.runner_bytes,

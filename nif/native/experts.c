@@ -68,3 +68,20 @@ void experts_group(const experts *x, choice *c, int64_t num_tokens, int64_t most
     c->num_panels = 0;
     for (int32_t i = 0; i < x->count; i++) add_panels(c, i, most);
 }
+
+expert_sizes experts_sizes(const model *m)
+{
+    expert_sizes s = {0, 0, 0};
+    for (int i = 0; i < m->num_layers; i++) {
+        const experts *x = m->layers[i].experts;
+        if (!x) continue;
+        s.chosen = x->chosen > s.chosen ? x->chosen : s.chosen;
+        s.count = x->count > s.count ? x->count : s.count;
+        for (int j = 0; j < x->count; j++) {
+            s.k = x->gate_up[j].k > s.k ? x->gate_up[j].k : s.k;
+            s.k = x->down[j].k > s.k ? x->down[j].k : s.k;
+        }
+    }
+    s.k = padded(s.k, SMALLEST_GROUP);
+    return s;
+}

@@ -6,7 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 6 /* bumped with any change to the structs below; library.py compares */
+#define ABI_VERSION 7 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
@@ -297,6 +298,12 @@ typedef struct {
     expert_panel *panels;
     int64_t num_panels;
 } choice;
+/* What a step needs for its experts: how many rows a token makes, experts in all, inputs of the widest linear. */
+typedef struct {
+    int64_t chosen, count, k;
+} expert_sizes;
+
+expert_sizes experts_sizes(const model *);
 void experts_choose(const experts *, const choice *, int64_t token);
 /* Sorts the rows of all tokens by expert, so that each expert's weights are read once; in panels of at most `most` tiles. */
 void experts_group(const experts *, choice *, int64_t num_tokens, int64_t most);

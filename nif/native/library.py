@@ -8,7 +8,7 @@ from pathlib import Path
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.errors import NativeUnavailable
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -253,6 +253,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.engine_destroy.argtypes = (c_void_p,)
     library.engine_step.restype = c_int
     library.engine_step.argtypes = (c_void_p, POINTER(Step), POINTER(c_int64))
+    library.step_bytes.restype = c_int64
+    library.step_bytes.argtypes = (POINTER(ModelStruct), POINTER(Step), c_int)
     library.linear_probe.restype = c_int
     library.linear_probe.argtypes = (POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p)
     span = (c_int64, c_int64, c_void_p)  # first block, end block, out

@@ -1,4 +1,5 @@
-/* Large zeroed memory on huge pages: weights and KV blocks are read front to back, with fewer pages to look up. */
+/* Large zeroed memory on huge pages: weights and KV blocks are read front to back, with fewer pages to look up.
+ * And how large the structs are that Python and C share. */
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -43,3 +44,13 @@ void memory_free(void *p, int64_t bytes)
 }
 
 #endif
+
+int abi_version(void) { return ABI_VERSION; }
+
+/* For the caller to compare with its own idea of the structs. */
+int64_t struct_bytes(int which)
+{
+    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(layer), sizeof(model),
+                             sizeof(cache),  sizeof(step),    sizeof(lora)};
+    return sizes[which];
+}

@@ -68,7 +68,7 @@ def native_runner(
 
 
 class NativeRunner:
-    """Runs steps in C. Implements `Runner`, `AdaptingRunner` and `InvariantRunner`.
+    """Runs steps in C. Implements `Runner`, `AdaptingRunner`, `InvariantRunner` and `KnowsStep`.
 
     A row's logits depend, to the last bit, on its own sequence only: not on the rest of the batch, on its place in
     it, on how its prompt was chunked or on the number of threads.
@@ -112,6 +112,13 @@ class NativeRunner:
     def bytes_per_block(self, group: int, block_size: int) -> int:
         """Bytes of KV that one block of `group` takes, all the group's layers together."""
         return len(self.groups[group].layers) * self._layer_bytes(block_size)
+
+    def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
+        """See `KnowsStep`."""
+        counts = {"num_tokens": num_tokens, "num_logit_rows": num_tokens, "num_entries": num_sequences}
+        step = Step(**counts, best=1)  # of `best` only whether it is there is read
+        total: int = self._library.step_bytes(ctypes.byref(self._shape), ctypes.byref(step), self._n_threads)
+        return total
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""

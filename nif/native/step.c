@@ -15,7 +15,6 @@
 #define PANEL_TILES 20
 #define PANEL (PANEL_TILES * MAX_ROWS)
 #define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
-#define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define FACTOR_BYTES ((int64_t)sizeof(digit_factors)) /* of a group, at most */
 #define PHASES_PER_LAYER 24
 #define PHASES_AROUND 4
@@ -552,63 +551,54 @@ static int64_t largest_k(const model *m)
     return k;
 }
 
-/* What the step needs for its experts: how many rows each token makes, experts in all, inputs of the widest linear. */
-typedef struct {
-    int64_t chosen, count, k;
-} expert_sizes;
+/* Of one thread. */
+static int64_t scratch_floats(const model *m) { return PANEL * COLUMNS + padded(m->hidden, 16); }
 
-static expert_sizes largest_experts(const model *m)
-{
-    expert_sizes s = {0, 0, 0};
-    for (int i = 0; i < m->num_layers; i++) {
-        const experts *x = m->layers[i].experts;
-        if (!x) continue;
-        s.chosen = x->chosen > s.chosen ? x->chosen : s.chosen;
-        s.count = x->count > s.count ? x->count : s.count;
-        for (int j = 0; j < x->count; j++) {
-            s.k = x->gate_up[j].k > s.k ? x->gate_up[j].k : s.k;
-            s.k = x->down[j].k > s.k ? x->down[j].k : s.k;
-        }
-    }
-    s.k = padded(s.k, SMALLEST_GROUP);
-    return s;
-}
+enum { NUM_BUFFERS = 25 };
 
-/* Lays the buffers of a step end to end, each on its own cache lines, growing the memory if need be. */
-static bool reserve(engine *e)
+/* How many floats each buffer of a step takes, and all of them together in bytes, each on its own cache lines. */
+static int64_t buffer_floats(const model *m, const step *s, int threads, int64_t floats[NUM_BUFFERS])
 {
-    const model *m = e->model;
-    int64_t T = e->step->num_tokens, R = e->step->num_logit_rows, k = largest_k(m);
-    int64_t width = (int64_t)m->num_heads * m->head_dim;
-    int64_t scratch_size = PANEL * COLUMNS + padded(m->hidden, 16);
-    int64_t count = T > R ? T : R; /* a row may be asked for twice */
-    const expert_sizes x = largest_experts(m);
+    const int64_t T = s->num_tokens, R = s->num_logit_rows, k = largest_k(m);
+    const int64_t width = (int64_t)m->num_heads * m->head_dim;
+    const int64_t count = T > R ? T : R; /* a row may be asked for twice */
+    const expert_sizes x = experts_sizes(m);
     const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0;
     const int64_t operand = mixed * x.k > count * k ? mixed * x.k : count * k;
     const int64_t factor_floats = FACTOR_BYTES / (int64_t)sizeof(float);
-    const int64_t maxima_floats = e->step->best ? sizeof(lane_maxima) / sizeof(float) : 0;
-    const int64_t adapters = e->step->num_adapters;
-    int64_t floats[] = {T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
-                        (count > mixed ? count : mixed) * m->intermediate, R * m->hidden, operand,
-                        operand / SMALLEST_GROUP * factor_floats, pool_size(e->pool) * scratch_size,
-                        pool_size(e->pool) * R * maxima_floats,
-                        m->num_groups * e->step->num_entries * (int64_t)sizeof(family) / 4, count * m->hidden,
-                        routed * m->hidden, mixed * m->hidden, routed * x.count, mixed, mixed, mixed, mixed, x.count + 1,
-                        (x.count + mixed) * (int64_t)sizeof(expert_panel) / 4, adapters ? count * m->hidden : 0,
-                        adapters ? count * e->step->lora_ranks : 0, adapters ? T : 0, adapters ? R : 0,
-                        2 * adapters * (int64_t)sizeof(lora_group) / 4};
-    enum { NUM = sizeof(floats) / sizeof(floats[0]) };
+    const int64_t maxima_floats = s->best ? sizeof(lane_maxima) / sizeof(float) : 0;
+    const int64_t adapters = s->num_adapters;
+    const int64_t sizes[] = {
+        T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
+        (count > mixed ? count : mixed) * m->intermediate, R * m->hidden, operand,
+        operand / SMALLEST_GROUP * factor_floats, threads * scratch_floats(m), threads * R * maxima_floats,
+        m->num_groups * s->num_entries * (int64_t)sizeof(family) / 4, count * m->hidden, routed * m->hidden,
+        mixed * m->hidden, routed * x.count, mixed, mixed, mixed, mixed, x.count + 1,
+        (x.count + mixed) * (int64_t)sizeof(expert_panel) / 4, adapters ? count * m->hidden : 0,
+        adapters ? count * s->lora_ranks : 0, adapters ? T : 0, adapters ? R : 0,
+        2 * adapters * (int64_t)sizeof(lora_group) / 4};
+    _Static_assert(sizeof(sizes) / sizeof(sizes[0]) == NUM_BUFFERS, "a size for every buffer");
     int64_t total = 0;
-    for (int i = 0; i < NUM; i++) total += padded(floats[i], 16) + 16;
-    total *= (int64_t)sizeof(float);
+    for (int i = 0; i < NUM_BUFFERS; i++) total += padded(floats[i] = sizes[i], 16) + 16;
+    return total * (int64_t)sizeof(float);
+}
+
+/* Lays the buffers of a step end to end, growing the memory if need be. */
+static bool reserve(engine *e)
+{
+    const model *m = e->model;
+    const expert_sizes x = experts_sizes(m);
+    const int64_t adapters = e->step->num_adapters;
+    int64_t floats[NUM_BUFFERS];
+    const int64_t total = buffer_floats(m, e->step, pool_size(e->pool), floats);
     if (total > e->capacity) {
         memory_free(e->memory, e->capacity);
         e->memory = memory_allocate(total);
         e->capacity = e->memory ? total : 0;
         if (!e->memory) return false;
     }
-    float *at[NUM], *p = e->memory;
-    for (int i = 0; i < NUM; p += padded(floats[i], 16) + 16, i++) at[i] = p;
+    float *at[NUM_BUFFERS], *p = e->memory;
+    for (int i = 0; i < NUM_BUFFERS; p += padded(floats[i], 16) + 16, i++) at[i] = p;
     e->work = (workspace){.x = at[0],
                           .qkv = at[1],
                           .attended = at[2],
@@ -617,7 +607,7 @@ static bool reserve(engine *e)
                           .operand = at[5],
                           .factors = (uint8_t *)at[6],
                           .scratch = at[7],
-                          .scratch_size = scratch_size,
+                          .scratch_size = scratch_floats(m),
                           .maxima = (lane_maxima *)at[8],
                           .branch = at[10],
                           .normed = at[11],
@@ -666,14 +656,11 @@ static void find_families(engine *e)
 
 /* What Python calls */
 
-int abi_version(void) { return ABI_VERSION; }
-
-/* For the caller to compare with its own idea of the structs. */
-int64_t struct_bytes(int which)
+/* Bytes of the buffers of such a step, of which only the counts are read. */
+int64_t step_bytes(const model *m, const step *s, int threads)
 {
-    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(layer), sizeof(model),
-                             sizeof(cache),  sizeof(step),    sizeof(lora)};
-    return sizes[which];
+    int64_t floats[NUM_BUFFERS];
+    return buffer_floats(m, s, threads, floats);
 }
 
 void engine_destroy(engine *e)

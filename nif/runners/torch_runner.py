@@ -42,6 +42,18 @@ class TorchRunner:
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         return elements * block_size * self._model.dtype.itemsize
 
+    @property
+    def score_bytes(self) -> float:
+        """What attention holds at once per (head, query, key)."""
+        config = self._model.config
+        explicit = getattr(config, "attn_logit_softcapping", None) is not None or any(
+            getattr(module, "sinks", None) is not None for module in self._model.hf.modules()
+        )
+        if explicit or self.device.type != "cpu":
+            return 16.0  # scores, softcapped scores and weights in float32, and the mask as float32
+        # SDPA on a CPU writes no scores: a mask of the heads that share keys, as bool and as float32.
+        return 8.0 / max(shape.num_kv_heads for shape in self._model.layers)
+
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
         assert not self._pools, "allocate is called once"

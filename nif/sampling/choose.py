@@ -6,7 +6,12 @@ from importlib.util import find_spec
 import torch
 
 from genbatch.nif.largest import Largest
+from genbatch.nif.sampling.logprobs import SCORED_AT_ONCE
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy, sample
+from genbatch.nif.sampling.truncated_draw import SORTED_AT_ONCE
+
+# Bytes a logit: edited, chosen from, divided, as weights, and two passing copies; sorted with the float64 sums; scored.
+_DRAWN, _SORTED, _SCORED = 40, 128, 12
 
 
 def choose(
@@ -58,3 +63,18 @@ def _choose_each(
     if len(errors) == len(states) > 1:
         raise errors[0]
     return drawn
+
+
+def choice_bytes(num_draws: int, num_rows: int, vocab_size: int) -> int:
+    """What choosing the tokens of a step takes beside its logits, and scoring those of prompts after that.
+
+    Args:
+        num_draws: rows of which a token is drawn.
+        num_rows: rows in all.
+    """
+
+    def at_once(limit: int, rows: int) -> int:
+        return min(rows, max(1, limit // vocab_size)) * vocab_size
+
+    draws = num_draws * vocab_size * _DRAWN + at_once(SORTED_AT_ONCE, num_draws) * _SORTED
+    return max(draws, at_once(SCORED_AT_ONCE, num_rows) * _SCORED)

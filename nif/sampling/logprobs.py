@@ -6,6 +6,9 @@ import torch
 
 from genbatch.nif.sampling.ranked_candidates import pad_to_chunks, ranked
 
+# Logits scored at once: a prompt's chunk may have a hundred times as many, and each is copied more than once.
+SCORED_AT_ONCE = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
@@ -28,6 +31,12 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> l
         token_ids: [T] int64 on the logits' device, below V.
         top: alternatives to report per row, 0 <= top <= V.
     """
+    rows_at_once = max(1, SCORED_AT_ONCE // logits.shape[1])
+    parts = zip(torch.split(logits, rows_at_once), torch.split(token_ids, rows_at_once), strict=True)
+    return [score for rows, ids in parts for score in _scores(rows, ids, top)]
+
+
+def _scores(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> list[TokenScore]:
     log_probs = torch.log_softmax(logits, dim=-1)
     chosen = log_probs.gather(1, token_ids[:, None])[:, 0].tolist()
     if not top:
