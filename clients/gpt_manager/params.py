@@ -78,7 +78,8 @@ class KvCacheConfig(_Named):
             raise OptionError(
                 "sink_token_length",
                 f"{self.sink_token_length} is not possible: keys are kept as rotated for their absolute positions, and "
-                "StreamingLLM's sinks are rotated anew as the window moves; leave it out",
+                "StreamingLLM's sinks are rotated anew as the window moves; leave it out, and bound what is kept with "
+                "max_attention_window, or take a model that was trained with sinks (gpt-oss)",
             )
         if not 0 < self.free_gpu_memory_fraction <= 1:
             raise OptionError("free_gpu_memory_fraction", f"must be above 0 and at most 1, not "
