@@ -4,6 +4,7 @@ The scheduler sees the KV memory through KVView, which answers with the arithmet
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 
@@ -233,7 +234,7 @@ class Planner:
         self._fallback: RequestScheduler | None = None
         if options.scheduler not in STEP_ORDERS:
             self._fallback = build_scheduler(replace(options.scheduling, scheduler="fifo"), kv_view)
-        self._has_failed = False  # the scheduler, when it was asked last
+        self._failures: Counter[str] = Counter()  # of the user's scheduler, by the kind of error
         self._options = options
         self._limits = options.scheduling.limits(kv.block_size)
         self._kv = kv
@@ -268,16 +269,22 @@ class Planner:
                     if isinstance(one, Sequence) and one.num_vain >= MAX_VAIN_PAUSES:
                         raise SchedulerError(f"request {one.request_id} is paused before it gets anywhere")
             except Exception as error:  # whatever a user's scheduler raises
-                if not self._has_failed:
-                    name = type(self.scheduler).__name__
-                    log.error("the scheduler %s failed, fifo plans in its place: %r", name, error)
-                self._has_failed = True
+                self._report(error)
                 return self._ask(self._fallback, active, inflight)
-            self._has_failed = False
             return plan
         finally:
             for sequence in candidates:
                 sequence.num_computed = 0
+
+    def _report(self, error: Exception) -> None:
+        """Logs a failure of the user's scheduler: each kind once, and again whenever ten times as many have come."""
+        kind = type(error).__name__
+        self._failures[kind] += 1
+        count = self._failures[kind]
+        if str(count).rstrip("0") == "1":
+            often = "" if count == 1 else f" {count} times"
+            name = type(self.scheduler).__name__
+            log.error("the scheduler %s failed%s, fifo plans in its place: %r", name, often, error)
 
     def start(self, plan: SchedulerOutput) -> list[list[Planned]]:
         """The forwards of what fits of a plan, each a list of entries; those newly picked take their slots."""

@@ -35,6 +35,7 @@ class TopHistory:
 
     def __init__(self) -> None:
         self.stats: Mapping[str, Any] = {}
+        self.others: list[str] = []  # models that the service has besides
         self.rates: deque[float] = deque(maxlen=MAX_LOOKS)  # generated tokens a second, one a look
         self.shares: list[tuple[str, float]] = []  # (tenant, its share of what was generated since the last look)
         self._at = 0.0
@@ -83,7 +84,7 @@ def top_screen(history: TopHistory, address: str, width: int, height: int, *, er
         Layout(_title(history.stats, address, error), size=1),
         Layout(_summary(history, width), size=_SUMMARY_LINES),
         body,
-        Layout(Text(" q quits", style="dim"), size=1),
+        Layout(Text(_foot(history.others), style="dim", no_wrap=True, overflow="ellipsis"), size=1),
     )
     room = height - _SUMMARY_LINES - 2
     slots = _slots(history.stats, room, wide=width >= _WIDE)
@@ -92,6 +93,10 @@ def top_screen(history: TopHistory, address: str, width: int, height: int, *, er
     else:
         body.update(slots)
     return layout
+
+
+def _foot(others: Sequence[str]) -> str:
+    return " q quits" + (f" · --model shows another: {_safe(', '.join(others))}" if others else "")
 
 
 def _title(stats: Mapping[str, Any], address: str, error: str) -> Text:
@@ -247,6 +252,9 @@ def top(
     interval: Annotated[
         float, typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="How often to look.")
     ] = 1.0,
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="NAME", help="Of several models the one to watch, else the first.")
+    ] = "",
     service: AddressFlags,
 ) -> None:
     """Watch a service: slots, queue, KV memory, pace and tenants. q or Ctrl-C leaves.
@@ -257,10 +265,10 @@ def top(
 
       genbatch top --connect tcp://127.0.0.1:5555 --interval 0.5
     """
-    run_command(partial(_top, service, interval))
+    run_command(partial(_top, service, interval, model))
 
 
-async def _top(service: AddressFlags, interval: float) -> None:
+async def _top(service: AddressFlags, interval: float, model: str) -> None:
     if not _is_terminal():
         raise UsageError("genbatch top needs a terminal; `genbatch stats --json` is for programs")
     address = address_of(service)
@@ -270,7 +278,7 @@ async def _top(service: AddressFlags, interval: float) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_quit_on_q, nursery.cancel_scope)
                 while True:
-                    error = await _look(client, history)
+                    error = await _look(client, history, model)
                     width, height = console.size
                     live.update(top_screen(history, address, width, height, error=error), refresh=True)
                     await trio.sleep(interval)
@@ -280,12 +288,16 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-async def _look(client: Client, history: TopHistory) -> str:
-    """Takes the stats; returns what went wrong instead, or nothing."""
+async def _look(client: Client, history: TopHistory, model: str = "") -> str:
+    """Takes the stats of a model, "" for the first; returns what went wrong instead, or nothing."""
     try:
         with trio.fail_after(ANSWER_S):
             stats = await client.stats()
-            stats = next(iter(stats.get("by_model", {"": stats}).values()))  # of several models the first
+            by_model = stats.get("by_model") or {stats.get("model", ""): stats}
+            if model and model not in by_model:
+                return f"no model {model} is served; there are {', '.join(by_model)}"
+            stats = by_model[model] if model else next(iter(by_model.values()))
+            history.others = [name for name in by_model if name != (model or next(iter(by_model)))]
             if stats.get("engine") == "down":
                 return "the engine is down"
             history.add(stats, trio.current_time())

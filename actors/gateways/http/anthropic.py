@@ -14,6 +14,8 @@ from genbatch.proto.messages import Result, Token, Usage, check_type
 
 # They file or bill a request; no text is another for them.
 _WITHOUT_MEANING = frozenset(("metadata", "service_tier", "cache_control", "container", "betas"))
+# No chat template has a place for it.
+_ERROR = "Error: "
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
@@ -60,7 +62,7 @@ def read_message(body: dict[str, Any]) -> OpenAIRequest:
         InvalidRequest: with the path of the first fault.
     """
     fields: MessageFields = check_type(_meant(body), MessageFields)
-    params = _conversation(fields)
+    params, names = _conversation(fields)
     params |= {"max_tokens": fields.max_tokens, "reasoning": True}
     params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
     for theirs, ours in {"stop_sequences": "stop", "top_p": "top_p", "top_k": "top_k"}.items():
@@ -91,34 +93,42 @@ def read_message(body: dict[str, Any]) -> OpenAIRequest:
         num_top=None,
         ids_for_text=False,
         echo=False,
-        names={"stop": "stop_sequences", "response_format": "output_config.format"},
+        names=names | {"stop": "stop_sequences", "response_format": "output_config.format"},
         body=body,
     )
 
 
-def read_count(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The model and the parameters of `tokenize` in a body for /v1/messages/count_tokens; raises as `read_message`."""
+def read_count(body: dict[str, Any]) -> tuple[str | None, dict[str, Any], dict[str, str]]:
+    """What is in a body for /v1/messages/count_tokens; raises as `read_message`.
+
+    Returns:
+        The model, the parameters of `tokenize`, and the caller's names of these where they differ.
+    """
     fields: CountFields = check_type(_meant(body), CountFields)
-    return fields.model, _conversation(fields)
+    return fields.model, *_conversation(fields)
 
 
 def _meant(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_MEANING}
 
 
-def _conversation(fields: CountFields) -> dict[str, Any]:
-    """What the chat template gets."""
+def _conversation(fields: CountFields) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the chat template gets, and by the names of its parts what the caller calls them."""
     turns: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
     if fields.system:
         turns.append({"role": "system", "content": _text(fields.system, "system")})
+        names["messages[0].content"] = "system"
     for index, message in enumerate(fields.messages):
-        turns += _turns(message, f"messages[{index}]")
+        for turn, theirs in _turns(message, f"messages[{index}]"):
+            names |= {f"messages[{len(turns)}]{part}": place for part, place in theirs.items()}
+            turns.append(turn)
     params: dict[str, Any] = {"messages": turns}
     if fields.tools:
         params["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
     if fields.thinking is not None:
         params["chat_template_kwargs"] = {"enable_thinking": fields.thinking.get("type") != "disabled"}
-    return params
+    return params, names
 
 
 def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
@@ -130,16 +140,21 @@ def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value is not None}
 
 
-def _turns(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
-    """A message as turns: the results of tools are turns of their own, in front of what else is said."""
+def _turns(message: dict[str, Any], path: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """A message as turns: the results of tools are turns of their own, in front of what else is said.
+
+    Each with the caller's names of it and of its parts, the longest first.
+    """
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise InvalidRequest(f"{path}.role", f'must be "user" or "assistant", not {role!r:.40}')
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        return [({"role": role, "content": content}, {"": path})]
     if not isinstance(content, list):
         raise InvalidRequest(f"{path}.content", "must be a string or a list of blocks")
-    texts, calls, results, thoughts = [], [], [], []
+    texts, results, thoughts = [], [], []
+    calls: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of the calls
     for index, block in enumerate(content):
         place = f"{path}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else None
@@ -147,10 +162,14 @@ def _turns(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
             texts.append(_text([block], place))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            names |= {f".tool_calls[{len(calls)}].arguments": f"{place}.input", f".tool_calls[{len(calls)}]": place}
             calls.append({"id": block.get("id"), "name": block.get("name"), "arguments": arguments})
         elif kind == "tool_result" and role == "user":
             said = _text(block.get("content") or "", f"{place}.content")
-            results.append({"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id")})
+            if block.get("is_error"):
+                said = _ERROR + said
+            result = {"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id")}
+            results.append((result, {".tool_call_id": f"{place}.tool_use_id", "": place}))
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif kind != "redacted_thinking":
@@ -164,7 +183,7 @@ def _turns(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
         turn["tool_calls"] = calls
     if thoughts:
         turn["reasoning_content"] = "".join(thoughts)
-    return [*results, turn]
+    return [*results, (turn, names | {"": path})]
 
 
 def _text(content: object, path: str) -> str:

@@ -176,9 +176,12 @@ class ServiceRoutes:
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a body of Anthropic's API is."""
-        model, params = read_count(decode_json(request.state.body))
+        model, params, names = read_count(decode_json(request.state.body))
         card = await self._calls.model(model)
-        token_ids = await self._calls.tokenize({**params, "model": card.id}, request.state.caller)
+        try:
+            token_ids = await self._calls.tokenize({**params, "model": card.id}, request.state.caller)
+        except GenbatchError as error:
+            raise renamed(error, names) from None
         return JSON({"input_tokens": len(token_ids)})
 
     async def detokenize(self, request: Request) -> Response:

@@ -123,8 +123,12 @@ def read_response(body: dict[str, Any], conversations: Conversations, owner: str
     items: list[dict[str, Any]] = [{"role": "user", "content": fields.input}]
     if not isinstance(fields.input, str):
         items = fields.input
-    asked = [*before, *read_items(items)]
     system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+    names = {"messages[0].content": "instructions"} if system else {}
+    names |= {f"messages[{len(system) + turn}]": "previous_response_id" for turn in range(len(before))}
+    if isinstance(fields.input, str):
+        names[f"messages[{len(system) + len(before)}].content"] = "input"
+    asked = [*before, *read_items(items, names, len(system) + len(before))]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
     params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
     same = {"max_output_tokens": "max_tokens", "top_p": "top_p", "seed": "seed"}
@@ -153,7 +157,7 @@ def read_response(body: dict[str, Any], conversations: Conversations, owner: str
         num_top=None,
         ids_for_text=False,
         echo=False,
-        names={"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"},
+        names=names | {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"},
         body=body | {"asked": asked},
     )
 
@@ -178,9 +182,17 @@ def _without_type(function: dict[str, Any], path: str) -> dict[str, Any]:
     return {name: value for name, value in function.items() if name != "type" and value is not None}
 
 
-def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns in a list of input items; raises as `read_response`."""
+def read_items(
+    items: list[dict[str, Any]], names: dict[str, str] | None = None, first: int = 0
+) -> list[dict[str, Any]]:
+    """The turns in a list of input items; raises as `read_response`.
+
+    Args:
+        names: gets the caller's names of the turns, by ours.
+        first: the first turn's index among the messages.
+    """
     turns: list[dict[str, Any]] = []
+    names = {} if names is None else names
     thought: dict[str, str] = {}  # of the answer that follows
     for index, item in enumerate(items):
         path = f"input[{index}]"
@@ -191,6 +203,7 @@ def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 raise InvalidRequest(f"{path}.role", f"must be system, developer, user or assistant, not {role!r:.40}")
             content = _content(item.get("content"), f"{path}.content")
             turns.append({"role": "system" if role == "developer" else role, "content": content})
+            names[f"messages[{first + len(turns) - 1}]"] = path
             if role == "assistant":
                 turns[-1] |= thought
                 thought = {}
@@ -203,10 +216,18 @@ def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": "", **thought})
                 thought = {}
-            turns[-1].setdefault("tool_calls", []).append(call)
+            calls = turns[-1].setdefault("tool_calls", [])
+            ours = f"messages[{first + len(turns) - 1}]"
+            # In front of the turn's own name, which begins as this one does.
+            turn_name = names.pop(ours, path)
+            names |= {f"{ours}.tool_calls[{len(calls)}].id": f"{path}.call_id"}
+            names |= {f"{ours}.tool_calls[{len(calls)}]": path, ours: turn_name}
+            calls.append(call)
         elif kind == "function_call_output":
             content = _content(item.get("output"), f"{path}.output")
             turns.append({"role": "tool", "content": content, "tool_call_id": _string(item, "call_id", path)})
+            ours = f"messages[{first + len(turns) - 1}]"
+            names |= {f"{ours}.content": f"{path}.output", f"{ours}.tool_call_id": f"{path}.call_id", ours: path}
         elif kind == "reasoning":
             # Some templates show the thinking of the turns since the last question.
             thought = {"reasoning_content": _thinking(item, path)} if item.get("content") else {}

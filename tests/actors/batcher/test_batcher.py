@@ -21,7 +21,7 @@ from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.request import LlmRequest, Phase
-from genbatch.actors.scheduling.scheduler import SchedulerPolicy
+from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.kv.kv_cache import KVCache
@@ -554,6 +554,30 @@ async def test_a_cache_too_small_for_all_gives_the_same_texts(
         assert result.token_ids[: len(expected)] == expected
         assert len(result.token_ids) == 30
     assert (pauses > 0) == (policy is SchedulerPolicy.MAX_UTILIZATION)
+
+
+@pytest.mark.trio
+async def test_h13_the_order_oldest_resets_the_oldest_and_gives_the_same_texts(
+    tiny_model: TinyModel, oracle: OracleOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[tuple[int, list[int]]] = []
+    pause = Slots.pause
+
+    def watched(slots: Slots, sequence: Sequence) -> None:
+        paused.append((sequence.request_id, sorted(one.request_id for one in slots.sequences.values())))
+        pause(slots, sequence)
+
+    monkeypatch.setattr(Slots, "pause", watched)
+    prompts = [prompt_of(9, seed) for seed in range(6)]
+    async with batcher(
+        tiny_model("llama"), n_ctx=64, pause_order=PauseOrder.OLDEST, batch_size=6, batch_timeout=1e6
+    ) as bench:
+        results = await gather(bench, [{"token_ids": each, "max_tokens": 30, "ignore_eos": True} for each in prompts])
+    first, running = paused[0]
+    assert first == running[0] and len(running) > 1
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = oracle("llama").generate(prompt, 30)
+        assert result.token_ids[: len(expected)] == expected and len(result.token_ids) == 30
 
 
 @pytest.mark.trio

@@ -191,3 +191,17 @@ async def test_while_the_engine_is_down_the_screen_keeps_what_it_had(stats: dict
     assert not await top._look(Service(), history)  # type: ignore[arg-type]  # it has no more of a client
     assert await top._look(Service(), history) == "the engine is down"  # type: ignore[arg-type]
     assert history.stats == stats
+
+
+@pytest.mark.trio
+async def test_of_several_models_one_is_watched_and_the_others_are_named(stats: dict[str, Any]) -> None:
+    class Service:
+        async def stats(self) -> dict[str, Any]:
+            return {"by_model": {name: {**stats, "model": name} for name in ("a", "b")}}
+
+    for asked, watched, other in (("", "a", "b"), ("b", "b", "a")):
+        history = TopHistory()
+        assert not await top._look(Service(), history, asked)  # type: ignore[arg-type]
+        screen = drawn(history, 80, 24)
+        assert f" {watched} · " in screen[0] and f"--model shows another: {other}" in screen[-1]
+    assert await top._look(Service(), TopHistory(), "c") == "no model c is served; there are a, b"  # type: ignore[arg-type]

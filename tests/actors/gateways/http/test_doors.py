@@ -237,3 +237,86 @@ async def test_a_model_without_marks_can_only_continue() -> None:
 
     with pytest.raises(InvalidRequest, match="only continue"):
         await FillIn(count_tokens).prompt("model", "a", "b")
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "no such file"}
+
+
+def test_a_tool_that_failed_is_told_to_the_model() -> None:
+    said = {
+        is_error: read_message(
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [RESULT | {"is_error": is_error}]}]}
+        ).params[0]["messages"][0]["content"]
+        for is_error in (True, False)
+    }
+    assert said == {True: "Error: no such file", False: "no such file"}
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            MESSAGES,
+            {"system": "be brief", "messages": [*USER, {"role": "user", "content": "\ud83d"}]},
+            "messages[1].content",
+        ),
+        (MESSAGES, {"system": "\ud83d", "messages": USER}, "system"),
+        (
+            MESSAGES,
+            {
+                "system": "s",
+                "messages": [
+                    *USER,
+                    {"role": "user", "content": [{"type": "text", "text": "x"}, RESULT | {"tool_use_id": "a" * 129}]},
+                ],
+            },
+            "messages[1].content[1].tool_use_id",
+        ),
+        (
+            MESSAGES,
+            {
+                "messages": [
+                    *USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "text", "text": "x"},
+                            {"type": "tool_use", "id": "a", "name": "f" * 129, "input": {}},
+                        ],
+                    },
+                ]
+            },
+            "messages[1].content[1].name",
+        ),
+        (
+            RESPONSES,
+            {"instructions": "be brief", "input": [*USER, {"role": "user", "content": "\ud83d"}]},
+            "input[1].content",
+        ),
+        (RESPONSES, {"instructions": "\ud83d", "input": "x"}, "instructions"),
+        (RESPONSES, {"instructions": "s", "input": "\ud83d"}, "input"),
+        (
+            RESPONSES,
+            {
+                "instructions": "s",
+                "input": [*USER, {"type": "function_call", "call_id": "a" * 129, "name": "f", "arguments": "{}"}],
+            },
+            "input[1].call_id",
+        ),
+        (
+            RESPONSES,
+            {
+                "instructions": "s",
+                "input": [*USER, {"type": "function_call_output", "call_id": "a", "output": "\ud83d"}],
+            },
+            "input[1].output",
+        ),
+    ],
+)
+async def test_a_fault_is_named_by_the_callers_own_index(path: str, body: dict[str, Any], param: str) -> None:
+    async with served_http() as served:
+        asked = {"max_tokens": 1, **body} if path == MESSAGES else body
+        response = await served.client.post(path, content=json.dumps(asked).encode())
+        told = response.json()
+        assert (response.status_code, told["error"]["param"]) == (400, param), told
