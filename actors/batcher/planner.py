@@ -277,14 +277,14 @@ class Planner:
                 sequence.num_computed = 0
 
     def _report(self, error: Exception) -> None:
-        """Logs a failure of the user's scheduler: each kind once, and again whenever ten times as many have come."""
-        kind = type(error).__name__
+        """Logs a failure of the user's scheduler: each kind once, and their number quietly at each tenfold."""
+        name, kind = type(self.scheduler).__name__, type(error).__name__
         self._failures[kind] += 1
         count = self._failures[kind]
-        if str(count).rstrip("0") == "1":
-            often = "" if count == 1 else f" {count} times"
-            name = type(self.scheduler).__name__
-            log.error("the scheduler %s failed%s, fifo plans in its place: %r", name, often, error)
+        if count == 1:
+            log.error("the scheduler %s failed, fifo plans in its place: %r", name, error)
+        elif str(count).rstrip("0") == "1":
+            log.info("the scheduler %s has failed %d times with %s", name, count, kind)
 
     def start(self, plan: SchedulerOutput) -> list[list[Planned]]:
         """The forwards of what fits of a plan, each a list of entries; those newly picked take their slots."""

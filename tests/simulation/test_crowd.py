@@ -234,7 +234,21 @@ class Idle(RequestScheduler):
         return [], [], []
 
 
-@pytest.mark.parametrize("scheduler", [Broken, Idle])
+class Moody(RequestScheduler):
+    """Fails at every second plan."""
+
+    def __init__(self) -> None:
+        self._num_plans = 0
+
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Any) -> Any:
+        self._num_plans += 1
+        if self._num_plans % 2:
+            raise ValueError("not now")
+        decoding, prefilling, pending = split_by_phase(active_requests, inflight_request_ids)
+        return prefilling + pending, decoding, []
+
+
+@pytest.mark.parametrize("scheduler", [Broken, Idle, Moody])
 def test_s04_a_users_scheduler_that_fails_is_told_of_once_and_everyone_is_served(
     model: Model, scheduler: type[RequestScheduler], caplog: pytest.LogCaptureFixture
 ) -> None:
