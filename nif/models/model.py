@@ -65,6 +65,7 @@ class Model:
         pooling: how embeddings are made; None where there are none.
         generates: whether it continues text.
         sampling: how its makers say to draw, by the names of a request's parameters; nothing where they say nothing.
+        codes: the files of a checkpoint that is quantised already, beside the values that `hf` holds; else None.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Model:
     pooling: Pooling | None = None
     generates: bool = True
     sampling: Mapping[str, float] = field(default_factory=dict)
+    codes: WeightSource | None = None
 
 
 def load_model(
@@ -143,6 +145,7 @@ def load_model(
             pooling=pooled,
             generates=has_head,
             sampling=files.sampling(),
+            codes=files.weights() if isinstance(files, _Directory) and files.quantisation is not None else None,
         )
         check_paged_path(source, model)
         report("load", _LOAD_STEPS, _LOAD_STEPS)

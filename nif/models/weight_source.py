@@ -100,6 +100,21 @@ class StoredTensor:
                 values = torch.from_numpy(gguf.dequantize(rows, GGMLQuantizationType[self.kind]))
         return values + self.offset if self.offset else values
 
+    def nibbles(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Codes of 4 bits where every `size` inputs share a scale and a zero; None where they do not.
+
+        Returns:
+            Codes [rows, groups, size] uint8, scales [rows, groups] float32, zeros [rows, groups] uint8.
+        """
+        bits, inputs = GROUP_KINDS.get(self.kind, (0, 0))
+        if bits != 4 or inputs % size or self.row_order is not None:
+            return None
+        blocks = self.rows.reshape(len(self.rows), -1, 6 + inputs // 2)
+        scales = blocks[:, :, :4].copy().view("<f4")[:, :, 0].repeat(inputs // size, 1)
+        zeros = blocks[:, :, 4:6].copy().view("<f2")[:, :, 0].astype(np.uint8).repeat(inputs // size, 1)
+        codes = np.stack((blocks[:, :, 6:] & 15, blocks[:, :, 6:] >> 4), axis=3).reshape(len(blocks), -1, size)
+        return torch.from_numpy(codes), torch.from_numpy(scales), torch.from_numpy(zeros)
+
     def whole(self) -> torch.Tensor:
         """All exact values, float32, in the tensor's own shape."""
         return self.floats().reshape(self.shape)

@@ -21,7 +21,7 @@ from genbatch.nif.errors import OptionError
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile
 from genbatch.nif.kernels.lora import NormedRows
 from genbatch.nif.kernels.next_tokens import next_tokens
-from genbatch.nif.kernels.packed_weight import PackedWeight, pack
+from genbatch.nif.kernels.packed_weight import GROUP, PackedWeight, from_groups, pack
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.rms_norm import add_rms_norm
 from genbatch.nif.kernels.rope_cache import rope_and_write
@@ -247,7 +247,7 @@ def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
     if unfit is not None:
         raise OptionError("quantize", f"weights are packed for the lean loop only, and {unfit}")
     decoder: Any = model.hf.model
-    for module in decoder.layers:
+    for index, module in enumerate(decoder.layers):
         attention, mlp = module.self_attn, module.mlp
         together = (
             [attention.q_proj, attention.k_proj, attention.v_proj],
@@ -256,7 +256,11 @@ def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
             [mlp.down_proj],
         )
         packed = []
-        for projections in together:
+        for projections, names in zip(together, _PROJECTIONS, strict=True):
+            as_they_are = _own_codes(model, [f"model.layers.{index}.{name}.weight" for name in names], quantize)
+            if as_they_are is not None:
+                packed.append(_on(as_they_are, projections, device))
+                continue
             weight = torch.cat([projection.weight.data.to(device) for projection in projections])
             bias = None
             if projections[0].bias is not None:
@@ -268,7 +272,40 @@ def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
         module.packed = tuple(packed)
     whole: Any = model.hf
     whole.to(device)
-    return replace(model, device=device)
+    return replace(model, device=device, codes=None)
+
+
+_PROJECTIONS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+
+
+def _own_codes(model: "Model", names: list[str], quantize: str) -> PackedWeight | None:
+    """The matrices of a checkpoint that has 4 bits in groups that the products take, not rounded again; else None."""
+    if quantize != "int4" or model.codes is None:
+        return None
+    tensors = [model.codes.tensor(name) for name in names]
+    groups = [found for tensor in tensors if (found := tensor.nibbles(GROUP)) is not None]
+    if len(groups) < len(tensors):
+        return None
+    codes, scales, zeros = (torch.cat(parts) for parts in zip(*groups, strict=True))
+    if codes.shape[1] % 2:  # the products take two groups at a time
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, 1))
+        scales, zeros = (torch.nn.functional.pad(part, (0, 1)) for part in (scales, zeros))
+    return from_groups(codes, scales, zeros, tensors[0].shape[1], None)
+
+
+def _on(weight: PackedWeight, projections: "list[torch.nn.Linear]", device: torch.device) -> PackedWeight:
+    """The weight on the device, with what the projections add."""
+    bias = None
+    if projections[0].bias is not None:
+        bias = torch.cat([projection.bias.data.to(device) for projection in projections])
+    assert weight.scales is not None and weight.zeros is not None
+    data, scales, zeros = (part.to(device) for part in (weight.data, weight.scales, weight.zeros))
+    return replace(weight, data=data, scales=scales, zeros=zeros, bias=bias)
 
 
 def is_packed(model: "Model") -> bool:

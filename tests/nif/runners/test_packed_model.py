@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import triton
 
 from genbatch.nif.errors import OptionError
+from genbatch.nif.kernels.packed_weight import unpack
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners.lean_llama import is_packed, pack_model
 from genbatch.nif.runners.triton_runner import TritonRunner
+from tests.nif.models.quantised_files import make_checkpoint
 from tests.nif.runners.test_triton_runner import allocated, layout
 
 pytestmark = pytest.mark.skipif(
@@ -53,3 +56,32 @@ def test_a_model_of_another_family_is_not_packed(tiny_model_dir: Callable[[str],
     with pytest.raises(OptionError, match=r"quantize.*Gemma2ForCausalLM"):
         pack_model(model, "int8", torch.device("cpu"))
     assert not is_packed(model)
+
+
+@pytest.mark.parametrize("form", ["gptq-4-64-gptq", "awq-128", "packed-4-64-asymmetric", "gptq-4-32-gptq"])
+def test_4_bits_of_a_checkpoint_are_not_rounded_again(tmp_path: Path, tiny_models: ModuleType, form: str) -> None:
+    """Where its groups are whole 64 inputs; those of 32 are made anew."""
+    checkpoint = make_checkpoint(tmp_path, form, "qwen2")
+    tiny_models.build_tokenizer(tmp_path)
+    model = load_model(str(tmp_path), dtype="float32", n_gpu_layers=0)
+    packed = pack_model(model, "int4", torch.device("cpu"))
+    decoder: Any = packed.hf.model
+    for theirs, ours in zip(checkpoint.hf.model.layers, decoder.layers, strict=True):
+        attention, mlp = theirs.self_attn, theirs.mlp
+        wanted = (
+            torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]),
+            attention.o_proj.weight,
+            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            mlp.down_proj.weight,
+        )
+        same = [torch.equal(unpack(weight), values) for weight, values in zip(ours.packed, wanted, strict=True)]
+        assert all(same) if form != "gptq-4-32-gptq" else not any(same)
+        biases = [attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias]
+        assert torch.equal(ours.packed[0].bias, torch.cat(biases))
+    if form == "awq-128":
+        tokens = [5, 17, 100, 42]
+        runner = allocated(TritonRunner(packed, quantize="int4"))
+        logits = runner.forward(layout(1, [(0, tokens, 0)]))
+        expected = checkpoint.hf(torch.tensor([tokens])).logits[0, -1].detach()
+        assert torch.allclose(logits[-1], expected, atol=1e-3 * float(expected.abs().max()))
+        runner.close()
