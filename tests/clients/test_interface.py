@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from genbatch.clients import remote
 from genbatch.clients.interface import GenerateParams, build_request, generate_request
-from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.errors import InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, Message
 
 
@@ -55,3 +56,11 @@ def test_every_parameter_of_a_request_can_be_given() -> None:
         "messages",
         "payer",
     }  # a fleet's gateway pays
+
+
+def test_each_try_waits_longer_than_was_said_and_than_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote.random, "random", lambda: 0.5)
+    wait = remote._Wait()
+    waited = [wait(QueueFull("full", retry_after_ms=200)) for _ in range(3)]
+    assert waited == pytest.approx([0.2 * remote.GROWTH**index * (1 + remote.JITTER / 2) for index in range(3)])
+    assert wait(QueueFull("full")) is False and wait(ValueError()) is False

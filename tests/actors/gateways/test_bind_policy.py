@@ -2,7 +2,8 @@
 
 import pytest
 
-from genbatch.actors.security.errors import InsecureBind
+from genbatch.actors.gateways.addresses import host_and_port
+from genbatch.actors.security.errors import AddressError, InsecureBind
 from genbatch.actors.security.security import check_bind, is_loopback
 
 OTHERS_CAN_REACH = ["0.0.0.0", "*", "", "[::]", "::", "192.0.2.1", "10.0.0.1", "eth0", "example.org"]
@@ -32,3 +33,11 @@ def test_nothing_is_refused_once_nothing_lacks(host: str) -> None:
 def test_every_lacking_option_is_named() -> None:
     with pytest.raises(InsecureBind, match=r"--tokens FILE.* and --tls-cert FILE.* and --tls-key FILE"):
         check_bind("http", "0.0.0.0:8000", "0.0.0.0", lacking=["tokens", "tls_cert", "tls_key"])
+
+
+@pytest.mark.parametrize("rest", ["", ":80", "here", "here:", "here:x", "here:-1", "here:65536", "here:²"])
+def test_what_is_no_host_and_port_is_no_address(rest: str) -> None:
+    with pytest.raises(AddressError, match="tcp://HOST:PORT"):
+        host_and_port(f"tcp://{rest}", rest)
+    assert host_and_port("tcp://[::1]:65535", "[::1]:65535") == ("[::1]", 65535)
+    assert host_and_port("tcp://here:*", "here:*") == ("here", 0)

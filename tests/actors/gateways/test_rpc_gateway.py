@@ -15,12 +15,13 @@ import trio.testing
 from genbatch.actors.gateways import rpc_gateway, session
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
-from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
+from genbatch.actors.gateways.session import CallHost, OpenCall, Outbox, RPCSession
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.actors.security.errors import AddressError
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from genbatch.proto.errors import Unavailable
+from genbatch.proto.rpc import StreamOptions
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher, Served, served
 
 pytestmark = pytest.mark.trio
@@ -353,3 +354,14 @@ def _taken(box: Outbox) -> bytes | None:
     if message is not None:
         box.pop()
     return message
+
+
+async def test_credit_that_comes_late_pays_for_as_many_of_the_tokens_that_wait() -> None:
+    outbox = Outbox()
+    call = OpenCall(StreamOptions(credit=1), outbox)
+    sent = [call.deliver([1, index, 0, "a"]) for index in range(5)]
+    assert sent == [True, False, False, False, False]
+    call.grant(2)
+    assert outbox.num_waiting == 3 and not call.deliver([1, 5, 0, "a"])
+    call.grant(10)
+    assert outbox.num_waiting == 6

@@ -120,3 +120,11 @@ def test_tokens_are_long_and_never_the_same() -> None:
 )
 def test_a_bearer_header_has_a_token(header: str | None, token: str | None) -> None:
     assert bearer_token(header) == token
+
+
+def test_a_token_may_be_as_long_as_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("".join(f"of_{size} {hash_token('x' * size)}\n" for size in (512, 513)))
+    path.chmod(0o600)
+    tokens = TokenFile(path)
+    assert tokens.tenant("x" * 512) == "of_512" and tokens.tenant("x" * 513) is None
