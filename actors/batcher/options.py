@@ -172,7 +172,7 @@ class BatcherOptions:
     pause_order: PauseOrder | None = None
     max_pauses: int = DEFAULT_MAX_PAUSES
     async_batching: bool = True
-    prompt_lookup: bool = True
+    prompt_lookup: bool = False
     cpu_offload_space: float = 0.0
     stall_s: float = 30.0
     system_prompts: Sequence[str] = ()

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/prompt_lookup.py --quantize none --sequences 1 2 4 --rounds 5
 
-Two Batchers over one loaded model take turns, A-B-A-B, with the same requests; answers are compared token by token.
+Two Batchers over one loaded model take turns, A-B-B-A, with the same requests; answers are compared token by token.
 A ratio is the time without divided by the time with, of each round's pair; told are the median and the extremes.
 """
 
@@ -13,9 +13,10 @@ from statistics import median
 
 import trio
 
-from genbatch.actors.batcher.batcher import Batcher, context_factory
+from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
@@ -45,6 +46,7 @@ CHAT = (
     "Write a short story about a fox who learns to swim.",
     "Give me advice for my first job interview.",
 )
+TASKS = {"copying": COPYING, "chat": CHAT}
 
 
 async def timed(ref: ActorRef, questions: Sequence[str], **fields: object) -> tuple[float, float, list[list[int]]]:
@@ -79,15 +81,18 @@ async def measure(chosen: argparse.Namespace) -> None:
             batchers[looks_up] = Batcher(context_factory(engine, options), options)
             refs[looks_up] = await start(nursery, batchers[looks_up], name=f"batcher {looks_up}")
         fields = {"max_tokens": chosen.tokens, "temperature": chosen.temperature, "seed": 7}
-        for name, questions in (("copying", COPYING), ("chat", CHAT)):
+        for name in chosen.tasks:
+            questions = TASKS[name]
             for size in chosen.sequences:
                 ratios, of_cpu, rates, stats = [], [], [], batchers[True].stats
                 before = stats.drafted_tokens, stats.accepted_draft_tokens
                 for number in range(chosen.rounds + 1):
                     # Others of the questions in each round, and the first one warms up.
                     asked = [questions[(number + index) % len(questions)] for index in range(size)]
-                    without, cpu_without, expected = await timed(refs[False], asked, **fields)
-                    with_lookup, cpu_with, answers = await timed(refs[True], asked, **fields)
+                    took = {}
+                    for looks_up in (False, True) if number % 2 else (True, False):
+                        took[looks_up] = await timed(refs[looks_up], asked, **fields)
+                    (without, cpu_without, expected), (with_lookup, cpu_with, answers) = took[False], took[True]
                     assert answers == expected, "an answer has changed"
                     if number:
                         ratios.append(without / with_lookup)
@@ -109,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--quantize", default="none")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=120, help="most tokens of an answer")

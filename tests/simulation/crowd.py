@@ -123,7 +123,7 @@ class Crowd:
             if refused is None or others is not None:
                 raise
             return  # there is no room for what is configured to be held
-        together = self._run(self.asked, self.options)
+        together = self._run(self.asked, replace(self.options, prompt_lookup=True))
         for asked, expected, answer in zip(self.asked, alone, together, strict=True):
             if isinstance(expected, GenbatchError):
                 assert self._may_be_refused(asked), f"refused alone with {expected!r}: {asked}"

@@ -109,6 +109,7 @@ class World:
             pause_order=rng.choice((None, None, *PauseOrder)) if pauses else None,
             max_pauses=rng.choice((2, 2, 0)),
             async_batching=rng.random() < 0.8,
+            prompt_lookup=True,
             # GiB: none, enough, and a block or two.
             cpu_offload_space=rng.choice((0.0, 0.001, 0.001, 3e-7)),
             stall_s=5.0,

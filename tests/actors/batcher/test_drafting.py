@@ -252,7 +252,9 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 async def serving(
     model: Model, open_runner: Callable[[], Any], *, n_ctx: int = 512, **options: Any
 ) -> AsyncIterator[tuple[Batcher, Any]]:
-    chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, **options})
+    chosen = BatcherOptions(
+        **{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, "prompt_lookup": True, **options}
+    )
     async with trio.open_nursery() as nursery:
         actor = Batcher(
             lambda: Context(model, open_runner(), n_ctx=n_ctx, n_parallel=chosen.n_parallel, n_held=4, block_size=4),

@@ -119,7 +119,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         pause_order=PauseOrder.OLDEST,
         max_pauses=5,
         async_batching=False,
-        prompt_lookup=False,
+        prompt_lookup=True,
         cpu_offload_space=1.5,
         system_prompts=("Be brief.", "Be kind."),
         max_held_prompts=6,
@@ -212,7 +212,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]
     given += ["--http-insecure", "--lora=one=some/dir", "--lora=two=other"]
-    given += ["--no-async-batching", "--no-prompt-lookup", "--otel", "--batch-invariant"]
+    given += ["--no-async-batching", "--prompt-lookup", "--otel", "--batch-invariant"]
     given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)
     result = run("serve", "some", *given)
