@@ -73,6 +73,10 @@ MAX_TEXT_CALLS = 32
 MAX_TEXT_BYTES = 2 * 2**20
 MAX_TEXTS_BYTES = 16 * 2**20
 RETRY_AFTER_TEXT_MS = 1000
+# What open requests of one client, and of all clients, may hold of the gateway's memory: while the engine stands still
+# nothing of it is given back. Calls are bounded already, and so is each one's size.
+MAX_REQUEST_BYTES = 64 * 2**20
+MAX_REQUESTS_BYTES = 256 * 2**20
 # Open calls of one client, and of a fleet's gateway, whose clients have bounds of their own there.
 MAX_CALLS, MAX_GATEWAY_CALLS = 256, 65536
 
@@ -100,13 +104,23 @@ class Caller:
 
 
 class TextRoom:
-    """How much may be with the tokenizer at once beside prompts, which wait in the Batcher's queue: it has one thread.
+    """How much text may be in calls that are open at once.
 
     Whoever sends more than their share is told to come again, and nothing of it is kept. The program that runs the
     service, whose client name is "", is not bounded.
+
+    Args:
+        max_bytes: of one client.
+        max_everybodys: bytes of all clients.
+        max_calls: of one client; None where something else bounds them.
+        doing: what is done with the texts, for the refusal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int, max_everybodys: int, max_calls: int | None, doing: str) -> None:
+        self._max_bytes = max_bytes
+        self._max_everybodys = max_everybodys
+        self._max_calls = sys.maxsize if max_calls is None else max_calls
+        self._doing = doing
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
 
@@ -119,11 +133,11 @@ class TextRoom:
         """
         calls, mine, everybodys = self._calls[payer], self._bytes[payer], self._bytes.total()
         # One alone is always read: what may come in a message is bounded elsewhere.
-        if payer and calls and (calls >= MAX_TEXT_CALLS or mine + size > MAX_TEXT_BYTES):
-            reason = f"{calls} texts of {mine} bytes are being read for this client"
+        if payer and calls and (calls >= self._max_calls or mine + size > self._max_bytes):
+            reason = f"{calls} texts of {mine} bytes are being {self._doing} for this client"
             raise QueueFull(reason, retry_after_ms=RETRY_AFTER_TEXT_MS)
-        if payer and everybodys + size > MAX_TEXTS_BYTES:
-            raise QueueFull(f"texts of {everybodys} bytes are being read", retry_after_ms=RETRY_AFTER_TEXT_MS)
+        if payer and everybodys + size > self._max_everybodys:
+            raise QueueFull(f"texts of {everybodys} bytes are being {self._doing}", retry_after_ms=RETRY_AFTER_TEXT_MS)
         self._bytes[payer] += size
         self._calls[payer] += 1
         try:
@@ -170,7 +184,9 @@ class Dispatcher:
         self._batcher = batcher
         self._of_fleet = of_fleet
         self.max_calls = MAX_GATEWAY_CALLS if of_fleet else MAX_CALLS
-        self._texts = TextRoom()
+        # The tokenizer has one thread, and prompts wait for it in the Batcher's queue.
+        self._texts = TextRoom(MAX_TEXT_BYTES, MAX_TEXTS_BYTES, MAX_TEXT_CALLS, "read")
+        self._requests = TextRoom(MAX_REQUEST_BYTES, MAX_REQUESTS_BYTES, None, "answered")
         self._methods = {
             "hello": Method(self._hello),
             "generate": Method(self._generate),
@@ -256,7 +272,8 @@ class Dispatcher:
                 raise InvalidRequest("payer", "is for the gateways of a fleet to say")
             payer = request.payer.name
         message = Generate(request, caller.on_token, payer, request_id=caller.request_id)
-        return await self._batcher.call(message, timeout=None)
+        with self._requests.taken(self._text_payer(caller), _text_bytes(request)):
+            return await self._batcher.call(message, timeout=None)
 
     async def _embed(self, params: dict[Any, Any], caller: Caller) -> object:
         request: EmbedRequest = _claimed(check_type(params, EmbedRequest), caller)
@@ -310,6 +327,13 @@ class Dispatcher:
     async def _stats(self, params: dict[Any, Any], caller: Caller) -> object:
         to_no_params(params)
         return await self._batcher.call(GetStats(), control=True)
+
+
+def _text_bytes(request: GenerateRequest) -> int:
+    """About what a request's long parts take: characters, and eight bytes a token id."""
+    texts = [request.prompt, request.grammar, request.regex]
+    texts += [message.content for message in request.messages or ()]
+    return sum(len(text) for text in texts if text) + 8 * len(request.token_ids or ())
 
 
 def _numbers(vector: bytes) -> list[float]:

@@ -172,3 +172,44 @@ async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all
     with trio.move_on_after(0):  # all have left: there is room again
         await read("a")
     assert not dispatcher._texts._bytes and not dispatcher._texts._calls
+
+
+async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that stands still gives nothing back: what its gateway keeps for it must have an end."""
+    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 3000)
+    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUESTS_BYTES", 5000)
+
+    class Still(GenServer):
+        async def handle_call(self, request: object, from_: object) -> object:
+            return NOREPLY
+
+    dispatcher = Dispatcher(await start(nursery, Still()))
+
+    async def ask(client: str, **params: object) -> None:
+        await dispatcher.call("generate", params, client=client, on_token=None)
+
+    long = "x" * 2000
+    async with trio.open_nursery() as callers:
+        leaving = trio.CancelScope()
+
+        async def leave() -> None:
+            with leaving:
+                await ask("a", prompt=long)
+
+        callers.start_soon(leave)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(QueueFull, match="1 texts of 2000 bytes are being answered for this client") as refused:
+            await ask("a", messages=[{"role": "user", "content": long}])
+        assert refused.value.retry_after_ms
+        callers.start_soon(lambda: ask("b", token_ids=[5] * 250))
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(QueueFull, match=r"^texts of 4000 bytes"):
+            await ask("c", prompt=long)
+        callers.start_soon(lambda: ask("c", prompt="short"))  # there is room for that
+        leaving.cancel()  # who leaves gives all back
+        await trio.testing.wait_all_tasks_blocked()
+        callers.start_soon(lambda: ask("a", prompt=long))
+        await trio.testing.wait_all_tasks_blocked()
+        callers.cancel_scope.cancel()
