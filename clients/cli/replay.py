@@ -77,4 +77,6 @@ def _print(report: "Report") -> None:
     elif report.end is not None:
         typer.echo(f"the record ends: {report.end}")
     elif report.difference is None:
-        typer.echo("the record does not say why it ends: it reached its limit, or the service was killed")
+        typer.echo(
+            "the record does not say why it ends: it reached its limit, the service was killed, or it still writes"
+        )

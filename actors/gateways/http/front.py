@@ -106,8 +106,9 @@ class Front:
         token = bearer_token(headers.get("authorization")) or headers.get("x-api-key")
         tenant = None if token is None else self._authenticate(token)
         if tenant is None:
-            reason = "is missing" if token is None else "is not known"
-            raise Unauthenticated(f"the token {reason}; send the header Authorization: Bearer TOKEN")
+            if token is None:
+                raise Unauthenticated("the token is missing; send the header Authorization: Bearer TOKEN")
+            raise Unauthenticated("the token is not known; its operator makes one with `genbatch keys token`")
         return HTTPCaller(client, tenant)
 
     def _check_host(self, host: str, path: str) -> None:

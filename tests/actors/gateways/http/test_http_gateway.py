@@ -216,6 +216,8 @@ async def test_a_token_opens_the_service_in_the_name_it_goes_with(tmp_path: Path
                 response = await served.client.request("POST", path, content=b"{", headers=headers)
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
                 assert response.headers["www-authenticate"] == "Bearer"
+                hint = "genbatch keys token" if "wrong" in str(headers) else "send the header Authorization: Bearer"
+                assert hint in response.json()["error"]["message"]
         assert (await served.client.get("/health")).status_code == 200
         assert (await served.client.get("/")).status_code == 200
         served.client.headers["Authorization"] = f"Bearer {token}"
