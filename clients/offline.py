@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from genbatch.nif.batch import Entry
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Entry
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.detokenizer import Detokenizer
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
         SchedulerPolicy as SchedulerPolicy,
         SimpleScheduler as SimpleScheduler,
     )
-    from genbatch.actors.security.errors import AddressError as AddressError, KeyFileError as KeyFileError
+    from genbatch.actors.security.key_files import AddressError as AddressError, KeyFileError as KeyFileError
     from genbatch.actors.service.options import ServiceOptions as ServiceOptions
     from genbatch.clients.in_process import BatcherClient as BatcherClient, open_batcher as open_batcher
     from genbatch.clients.interface import (
@@ -112,7 +112,7 @@ _DEFINED_IN = {
         "CapacityScheduler FIFOScheduler MicroBatchScheduler PauseOrder PrefillFirstScheduler RequestScheduler "
         "SchedulerPolicy SimpleScheduler"
     ),
-    "actors.security.errors": "AddressError KeyFileError",
+    "actors.security.key_files": "AddressError KeyFileError",
     "actors.service.options": "ServiceOptions",
     "clients.in_process": "BatcherClient open_batcher",
     "clients.interface": (

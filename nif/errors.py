@@ -1,4 +1,9 @@
-"""Every error the native layer raises for a caller's mistake or a lack of resources."""
+"""Every error the native layer raises for a caller's mistake or a lack of resources, and what to run where a library is
+missing."""
+
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, requires
 
 
 class NativeError(Exception):
@@ -47,3 +52,19 @@ class OutOfBlocks(NativeError):
 
 class DeviceFault(NativeError):
     """The device failed in a step that it had begun: what the pool holds is not known any more."""
+
+
+def how_to_install(extra: str) -> str:
+    """A command that installs what the extra needs into this Python.
+
+    Args:
+        extra: one of those in pyproject.toml, such as "http".
+    """
+    try:
+        declared = requires("genbatch") or []
+    except PackageNotFoundError:  # run from its sources
+        declared = []
+    of_extra = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
+    wanted = [entry.partition(";")[0].strip() for entry in declared if of_extra.search(entry)]
+    names = " ".join(f"'{name.replace(' ', '')}'" for name in wanted) or f"'genbatch[{extra}]'"
+    return f"run: {sys.executable} -m pip install {names}"

@@ -1,14 +1,226 @@
-"""The interface between Context and whatever executes a forward pass over the paged KV cache."""
+"""The interface between Context and whatever executes a forward pass over the paged KV cache.
 
-from collections.abc import Sequence
+Below it is what both sides speak of: groups and shapes of layers, the entries of a step and their ragged layout,
+adapters, and what a runner gives back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.largest import Largest
-from genbatch.nif.layer_group import LayerGroup
-from genbatch.nif.lora import LoraAdapter
+from genbatch.nif.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one attention kind.
+
+    Args:
+        layers: indices of the model's layers in this group, ascending.
+        window: how many positions a token attends to, itself included; None means all previous ones.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Keys and values of one layer, per position.
+
+    Args:
+        num_kv_heads: heads of keys and values.
+        key_dim: elements of a key head.
+        value_dim: elements of a value head; differs from `key_dim` in a few models.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """Of each row of logits the largest value and where it is.
+
+    Args:
+        values: [R] float32; NaN where the row holds one.
+        token_ids: [R] int32, the lowest id that has the value; of a row with NaN, any.
+    """
+
+    values: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.int32]
+
+    def rows(self, rows: Sequence[int]) -> "Largest":
+        """Of these rows only."""
+        return Largest(self.values[rows], self.token_ids[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLinear:
+    """What an adapter adds to one linear."""
+
+    a: torch.Tensor  # [rank, inputs] float32
+    b: torch.Tensor  # [outputs, rank] float32
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return len(self.a)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """An adapter in memory; immutable.
+
+    Args:
+        name: what requests call it.
+        path: its directory, absolute.
+        digest: of both files: two adapters with the same one are the same.
+        handle: what a step calls it; above 0, and never used twice by a process.
+        linears: by transformers' name of the module.
+    """
+
+    name: str
+    path: Path
+    digest: str
+    handle: int
+    linears: Mapping[str, LoraLinear]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its linears."""
+        return max(linear.rank for linear in self.linears.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its matrices."""
+        return sum(linear.a.nbytes + linear.b.nbytes for linear in self.linears.values())
+
+
+class Logits(Enum):
+    """For which of an entry's tokens the logits are wanted, or the hidden states in their place."""
+
+    NONE = "none"  # a prefill chunk that is not the last
+    LAST = "last"
+    ALL = "all"  # context logits, prompt log-probs, verifying drafts
+    LAST_STATE = "last_state"  # no logits: the last token's hidden state, or what an encoder pools of the whole text
+    EVERY_STATE = "every_state"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The next tokens of one sequence: one of them for a decode, many for a prefill chunk.
+
+    Args:
+        seq_id: the sequence, 0 <= seq_id < the context's number of sequences.
+        tokens: token ids, at least one.
+        n_past: positions that the sequence already holds; the first token gets position n_past.
+        logits: which rows of logits, or of hidden states, to return.
+        adapter: handle of the adapter that all of the sequence is evaluated with; 0: none.
+    """
+
+    seq_id: int
+    tokens: Sequence[int]
+    n_past: int
+    logits: Logits = Logits.LAST
+    adapter: int = 0
+
+
+def num_logits(entry: Entry) -> int:
+    """Rows of logits that an entry wants."""
+    if entry.logits is Logits.ALL:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST else 0
+
+
+def num_states(entry: Entry) -> int:
+    """Rows of hidden states that an entry wants."""
+    if entry.logits is Logits.EVERY_STATE:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST_STATE else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """All entries of a step laid end to end, without padding; built by Context, read by a runner.
+
+    B entries, T tokens in all, G layer groups. Index tensors live on the runner's device.
+    """
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    query_starts: torch.Tensor  # [B + 1] int32, prefix sums of the entries' token counts
+    kv_lens: torch.Tensor  # [B] int32, positions held once this step's tokens are written
+    slots: tuple[torch.Tensor, ...]  # per group [T] int64: block id * block_size + offset to write to
+    block_tables: tuple[torch.Tensor, ...]  # per group [B, max_blocks] int32, 0 where unused or evicted
+    logit_rows: torch.Tensor  # [R] int64, indices into the T tokens whose logits are wanted
+    max_query_len: int
+    max_kv_len: int
+    state_rows: torch.Tensor | None = None  # [S] int64, indices into the T tokens whose hidden states are wanted
+    adapters: torch.Tensor | None = None  # [T] int64 on the CPU, each token's adapter, 0: none; None: nobody has one
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What a batch's indices must stay below.
+
+    Args:
+        num_blocks: blocks in the pool of each layer group.
+        block_size: positions a block holds.
+        vocab_size: token ids are below it.
+        max_position: positions one sequence may have.
+    """
+
+    num_blocks: Sequence[int]
+    block_size: int
+    vocab_size: int
+    max_position: int
+
+
+def check_batch(batch: RaggedBatch, limits: BatchLimits) -> None:
+    """Checks every index of a batch whose tensors are on the CPU.
+
+    Raises:
+        BatchError: an index leads outside the pool, the block table, the vocabulary or the batch.
+    """
+    num_tokens, num_entries = len(batch.input_ids), len(batch.kv_lens)
+    starts = batch.query_starts
+    query_lens = starts[1:] - starts[:-1]
+    if len(starts) != num_entries + 1 or starts[0] != 0 or starts[-1] != num_tokens or (query_lens < 1).any():
+        raise BatchError(f"query_starts do not divide {num_tokens} tokens among {num_entries} entries")
+    if (batch.kv_lens < query_lens).any():
+        raise BatchError("an entry holds fewer positions than it has tokens")
+    if int(query_lens.max()) > batch.max_query_len or int(batch.kv_lens.max()) > batch.max_kv_len:
+        raise BatchError("max_query_len or max_kv_len is below an entry's length")
+    _check_range("token id", batch.input_ids, limits.vocab_size)
+    _check_range("position", batch.positions, limits.max_position)
+    _check_range("logit row", batch.logit_rows, num_tokens)
+    if len(batch.positions) != num_tokens:
+        raise BatchError(f"{len(batch.positions)} positions for {num_tokens} tokens")
+    for group, (table, slots) in enumerate(zip(batch.block_tables, batch.slots, strict=True)):
+        num_blocks = limits.num_blocks[group]
+        if table.shape[0] != num_entries or table.shape[1] * limits.block_size < batch.max_kv_len:
+            raise BatchError(f"group {group}: a block table {tuple(table.shape)} does not hold the entries' positions")
+        if len(slots) != num_tokens:
+            raise BatchError(f"group {group}: {len(slots)} slots for {num_tokens} tokens")
+        _check_range(f"group {group}: block id", table, num_blocks)
+        _check_range(f"group {group}: slot", slots, num_blocks * limits.block_size)
+
+
+def _check_range(what: str, values: torch.Tensor, limit: int) -> None:
+    if values.numel() == 0:
+        return
+    lowest, highest = (int(extreme) for extreme in torch.aminmax(values))
+    if lowest < 0 or highest >= limit:
+        raise BatchError(f"{what} {lowest if lowest < 0 else highest} is outside 0..{limit - 1}")
 
 
 class Runner(Protocol):

@@ -30,7 +30,7 @@ BEFORE_AND_GOAL: dict[str, tuple[int, int | None]] = {
     "files that a streamed request over ZeroMQ crosses": (87, 40),
 }
 # A kernel's plain twin has the kernel's name, so that the one stands for the other in tests.
-TWINS = ("nif/kernels/", "nif/native/reference.py")
+TWINS = ("nif/kernels/",)
 
 
 def product_files(root: Path = ROOT) -> list[Path]:

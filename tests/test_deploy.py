@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.gateways.http.http_address import check_http, parse_http_address
+from genbatch.actors.gateways.addresses import check_http, parse_http_address
 from genbatch.actors.security.security import Security
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app

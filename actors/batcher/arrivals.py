@@ -7,6 +7,9 @@
 Whether one is let in depends on what waits already, and is decided before anything is spent on it. Then its grammar is
 compiled and its prompt tokenized, off the event loop where that takes long. Intake (intake.py) checks the message and
 makes the sequences.
+
+PromptSharing knows the beginnings of prompts that are held, and which requests take them over unevaluated. What is
+held is configured, or is a first message that came a second time.
 """
 
 from collections.abc import Callable
@@ -27,12 +30,61 @@ from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.open_requests import OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions, Load
 from genbatch.actors.batcher.report import StallWatch
-from genbatch.actors.batcher.requests import Request, account_of
-from genbatch.actors.batcher.slots import Slots
+from genbatch.actors.batcher.requests import HeldPrompt, Request, account_of
+from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, Monitor, reply_error
 from genbatch.actors.runtime.worker import Worker
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import GenerateRequest
+
+
+class PromptSharing:
+    """Decides what is held, and which requests share it.
+
+    Args:
+        intake: renders configured messages, and makes held prompts.
+        held: what is held.
+        slots: frees what is held no longer.
+    """
+
+    def __init__(self, intake: Intake, held: HeldPrompts, slots: Slots) -> None:
+        self._intake = intake
+        self._held = held
+        self._slots = slots
+
+    def hold_configured(self, content: str) -> HeldPrompt:
+        """Takes a slot, if there is one, for a system message that stays; its tokens are still to be evaluated."""
+        held = self._intake.held_prompt(self._intake.system_prompt(content), b"")
+        held.pinned = True
+        self._held.hold(held)
+        return held
+
+    def share(self, request: Request, *, context_is_free: bool) -> None:
+        """Lets the request share a held prompt; holds its first message when another request had the same."""
+        first = request.sequences[0]
+        if first.scores_prompt:
+            return
+        held = self._held.find(request.prompt_tokens, first.cache_key, first.adapter)
+        if held is None:
+            prefix = request.first_message
+            # A template may do something new with a conversation; at least one token stays to be evaluated.
+            shares = len(prefix) < len(request.prompt_tokens) and request.prompt_tokens[: len(prefix)] == prefix
+            if shares and self._held.notice(prefix, first.cache_key):
+                held = self._hold(self._intake.held_prompt(prefix, first.cache_key, first.adapter), context_is_free)
+        if held is not None:
+            first.donor = held
+            first.num_shared = len(held.tokens)
+
+    def _hold(self, held: HeldPrompt, context_is_free: bool) -> HeldPrompt | None:
+        if self._held.hold(held):
+            return held
+        oldest = self._held.least_recent()
+        if oldest is None or not context_is_free:
+            return None
+        self._slots.drop_held(oldest)
+        self._held.hold(held)
+        return held
+
 
 # Prompts with more characters than this are tokenized off the event loop.
 INLINE_PROMPT_CHARS = 8192

@@ -21,9 +21,8 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.adapters import AdapterReady, UnloadOver
 from genbatch.actors.batcher.arrivals import Encoded
-from genbatch.actors.batcher.calls import SessionEnded, SessionRead
+from genbatch.actors.batcher.calls import AdapterReady, SessionEnded, SessionRead, UnloadOver
 from genbatch.actors.batcher.draining import DrainOver
 from genbatch.actors.batcher.grammars import Compiled, Prepared
 from genbatch.actors.batcher.messages import (

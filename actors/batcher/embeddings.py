@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Embedding, Output, OutputRules, PooledText, Request, Sequence
-from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.model import Model
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import EmbedRequest, GenerateRequest
 from genbatch.proto.validation import validate_embed

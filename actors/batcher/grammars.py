@@ -11,13 +11,13 @@ import outcome
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
-from genbatch.nif.kv.prefix_cache import prefix_key
+from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.model import Model
-from genbatch.nif.sampling.constraint import Constraint
+from genbatch.nif.sampling.sampler import Constraint
 from genbatch.proto.errors import InvalidRequest
 
 if TYPE_CHECKING:  # imports llguidance, which is an extra
-    from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
+    from genbatch.nif.sampling.grammar import GrammarCompiler
 
 # For a client, who cannot install anything: its operator can.
 MISSING = "needs llguidance, which the service was installed without (its extra genbatch[grammar])"
@@ -133,7 +133,7 @@ class Grammars:
         if request.replied:  # its caller left while it waited
             return []
         try:
-            from genbatch.nif.sampling.grammar_compiler import GrammarCompiler, GrammarError
+            from genbatch.nif.sampling.grammar import GrammarCompiler, GrammarError
         except ImportError:
             raise InvalidRequest(grammar.field, MISSING) from None
         if self._compiler is None:

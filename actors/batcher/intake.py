@@ -19,12 +19,12 @@ from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Output, OutputRules, Reading, Request, Sequence
-from genbatch.nif.kv.prefix_cache import prefix_key
-from genbatch.nif.lora import LoraAdapter
+from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import LoraAdapter
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.nif.text.response_template import TemplateReader
 from genbatch.nif.text.tokenizer import ChatTemplateError
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader, forced_format, tool_grammar

@@ -11,9 +11,8 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.adapters import AdapterCalls
-from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals
-from genbatch.actors.batcher.calls import SessionCalls, TextCalls
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals, PromptSharing
+from genbatch.actors.batcher.calls import AdapterCalls, SessionCalls, TextCalls
 from genbatch.actors.batcher.draining import Draining
 from genbatch.actors.batcher.flight import OpenFlight, unrecorded
 from genbatch.actors.batcher.grammars import Grammars
@@ -22,7 +21,6 @@ from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.open_requests import OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
-from genbatch.actors.batcher.prompt_sharing import PromptSharing
 from genbatch.actors.batcher.report import StallWatch, model_cards, stats_report
 from genbatch.actors.batcher.requests import Request
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap

@@ -18,13 +18,10 @@ from genbatch.actors.batcher.messages import Embedded
 from genbatch.actors.batcher.stats import TenantShare
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.actors.scheduling.request import LlmRequest, Phase
-from genbatch.nif.batch import Logits
-from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.pooling import Pooling
-from genbatch.nif.sampling.constraint import Constraint
-from genbatch.nif.sampling.sampler import Sampled, SamplerState
-from genbatch.nif.text.detokenizer import Detokenizer
-from genbatch.nif.text.stop_text import StopMatcher
+from genbatch.nif.runner import Logits, LoraAdapter
+from genbatch.nif.sampling.sampler import Constraint, Sampled, SamplerState
+from genbatch.nif.text.detokenizer import Detokenizer, StopMatcher
 from genbatch.nif.text.tools import Parts, Reader
 from genbatch.proto.messages import (
     Choice,

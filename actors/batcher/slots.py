@@ -19,7 +19,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.offload import HostBlockStore
 from genbatch.nif.kv.reservation import Beginning
-from genbatch.nif.lora import LoraAdapter
+from genbatch.nif.runner import LoraAdapter
 
 GIB = 2**30
 

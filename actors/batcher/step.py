@@ -6,9 +6,9 @@ import torch
 
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.requests import Sequence, Slotted
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
-from genbatch.nif.sampling.logprobs import token_logprobs
+from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.messages import TokenLogprob
 

@@ -28,8 +28,7 @@ from genbatch.actors.batcher.step import Evaluated, Planned, evaluate
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
-from genbatch.nif.context.decode_run import DecodeRun
-from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.context.runs import DecodeRun, OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest

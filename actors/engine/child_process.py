@@ -29,7 +29,7 @@ import trio
 from genbatch.actors.observing.observe import LEVEL_VARIABLE, start_logging
 from genbatch.actors.runtime.errors import ActorError
 from genbatch.actors.scheduling.scheduler import SchedulerError
-from genbatch.actors.security.errors import AddressError, InsecureBind, KeyFileError
+from genbatch.actors.security.key_files import AddressError, InsecureBind, KeyFileError
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.messages import Models
 

@@ -23,7 +23,7 @@ from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
 from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from genbatch.proto.errors import Cancelled, Unauthenticated, Unavailable

@@ -19,8 +19,7 @@ import trio
 from structlog.typing import Processor
 
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.nif.errors import OptionError
-from genbatch.nif.extras import how_to_install
+from genbatch.nif.errors import OptionError, how_to_install
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

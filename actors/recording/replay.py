@@ -60,12 +60,10 @@ from genbatch.actors.recording.records import (
 from genbatch.actors.runtime.actor import ActorRef, Timer, start
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.scheduling.plan import SchedulerOutput
-from genbatch.nif.batch import Entry, RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.layer_group import LayerGroup
-from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Entry, LayerGroup, LoraAdapter, RaggedBatch
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import FinishReason, GenerateRequest, Token

@@ -24,9 +24,9 @@ import zmq
 import zmq.auth
 from zmq.utils import z85
 
-from genbatch.actors.security.errors import KeyFileError
 from genbatch.actors.security.key_files import (
     PRIVATE_FILE,
+    KeyFileError,
     Parsed,
     WatchedFile,
     check_private,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from genbatch.actors.security.errors import InsecureBind
-from genbatch.actors.security.key_files import TokenFile, server_context
+from genbatch.actors.security.key_files import InsecureBind, TokenFile, server_context
 
 if TYPE_CHECKING:  # imports zmq, which a command that only prints its help does without
     from genbatch.actors.security.curve_keys import ServerKeys

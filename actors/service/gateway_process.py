@@ -25,9 +25,14 @@ from genbatch.actors.engine.child_process import (
     run_child,
 )
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
-from genbatch.actors.gateways.addresses import check_address, check_rpc_address
+from genbatch.actors.gateways.addresses import (
+    check_address,
+    check_extra,
+    check_http,
+    check_rpc_address,
+    parse_http_address,
+)
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
-from genbatch.actors.gateways.http.http_address import check_extra, check_http, parse_http_address
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.observing.observe import observe

@@ -32,7 +32,7 @@ from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
 from genbatch.actors.service.start_checks import check_start
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.models.quiet_transformers import Progress
+from genbatch.nif.models.model_source import Progress
 from genbatch.proto.messages import Models
 
 # The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.gateways.addresses import check_nobody_listens
-from genbatch.actors.gateways.http.http_address import parse_http_address
+from genbatch.actors.gateways.addresses import check_nobody_listens, parse_http_address
 from genbatch.actors.scheduling.spec import check_scheduler
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.service.gateway_process import check_listeners
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions

@@ -5,11 +5,10 @@ from statistics import median
 
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import Model, load_model
-from genbatch.nif.runner import ChoosingRunner, Runner
+from genbatch.nif.runner import ChoosingRunner, RaggedBatch, Runner
 
 # Steps timed, and steps before that.
 STEPS, WARM_UP = 25, 3

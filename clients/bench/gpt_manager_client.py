@@ -16,8 +16,7 @@ import trio
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.clients.bench.workloads import ScriptedLoad
 from genbatch.clients.gpt_manager.manager import GptManager
-from genbatch.clients.gpt_manager.params import BuildConfig, TrtGptModelType
-from genbatch.clients.gpt_manager.requests import InferenceRequest, Tensor
+from genbatch.clients.gpt_manager.requests import BuildConfig, InferenceRequest, Tensor, TrtGptModelType
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import EngineError

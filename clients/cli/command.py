@@ -32,7 +32,7 @@ from rich.text import Text
 from genbatch.actors.fleet.routing import RouterError
 from genbatch.actors.runtime.errors import ActorError, StartFailed
 from genbatch.actors.scheduling.scheduler import SchedulerError
-from genbatch.actors.security.errors import AddressError, KeyFileError
+from genbatch.actors.security.key_files import AddressError, KeyFileError
 from genbatch.clients.cli.option_flags import OptionFlags
 from genbatch.clients.interface import ClientError
 from genbatch.nif.errors import ModelError, NativeError, OptionError

@@ -1,4 +1,7 @@
-"""`genbatch generate`: one prompt, one answer, streamed; and the flags that say how an answer is drawn."""
+"""`genbatch generate`: one prompt, one answer, streamed; and the flags that say how an answer is drawn.
+
+`genbatch embed`, beside it, gives what texts mean, as vectors.
+"""
 
 import math
 import sys
@@ -138,7 +141,7 @@ def check_request(prompt: str | None, messages: list[dict[str, str]] | None, par
 def _check_grammar(grammar: Grammar) -> None:
     """Whether it can be read; without the extra that reads it, the service will tell."""
     try:
-        from genbatch.nif.sampling.grammar_compiler import why_unreadable
+        from genbatch.nif.sampling.grammar import why_unreadable
     except ImportError:
         return
     if reason := why_unreadable(grammar.kind, grammar.text):
@@ -247,3 +250,38 @@ def _print_summary(result: Result, seconds: float) -> None:
         console.print(
             f"{result.finish_reason}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tok/s", style="dim"
         )
+
+
+@with_flag_groups
+def embed(
+    texts: Annotated[list[str], typer.Argument(help="The texts; - reads standard input, a text a line.")],
+    *,
+    dimensions: Annotated[
+        int | None, typer.Option(help="Elements of a vector, where the model was trained to have some cut off.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole result as one JSON object.")] = False,
+    connection: ConnectionFlags,
+    engine: ModelFlags,
+) -> None:
+    """Print an embedding for each text: a line of JSON, in their order.
+
+    Examples:
+
+      genbatch embed "a first text" "a second one" --model ./all-MiniLM-L6-v2
+
+      genbatch embed - --connect tcp://127.0.0.1:5555 < texts.txt > vectors.jsonl
+    """
+    wanted = sys.stdin.read().splitlines() if texts == ["-"] else texts
+
+    async def answer() -> None:
+        if not wanted:
+            raise UsageError("texts: there is none on standard input")
+        async with open_client(connection, engine, n_parallel=8, finds_running=True) as client:
+            found = await client.embed(wanted, dimensions=dimensions)
+        if json:
+            sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+            return
+        for vector in found.embeddings:
+            sys.stdout.write(msgspec.json.encode(vector).decode() + "\n")
+
+    run_command(answer)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from genbatch.actors.security.errors import KeyFileError
+from genbatch.actors.security.key_files import KeyFileError
 from genbatch.clients.cli.command import report
 
 if TYPE_CHECKING:

@@ -12,16 +12,14 @@ from genbatch.clients.cli.adapters import adapters
 from genbatch.clients.cli.batch import batch
 from genbatch.clients.cli.bench import bench
 from genbatch.clients.cli.chat import chat
-from genbatch.clients.cli.config import config
 from genbatch.clients.cli.demo import demo
-from genbatch.clients.cli.embed import embed
-from genbatch.clients.cli.generate import generate
+from genbatch.clients.cli.generate import embed, generate
 from genbatch.clients.cli.keys import keys
 from genbatch.clients.cli.plan import plan
 from genbatch.clients.cli.replay import replay
 from genbatch.clients.cli.serve import serve
-from genbatch.clients.cli.stats import stats
-from genbatch.clients.cli.top import top
+from genbatch.clients.cli.settings import config
+from genbatch.clients.cli.stats import stats, top
 
 app = typer.Typer(
     help="Many callers, one language model: continuous batching as an actor.",

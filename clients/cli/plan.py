@@ -12,8 +12,7 @@ from rich.progress import track
 from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error, with_flag_groups
 
 if TYPE_CHECKING:
-    from genbatch.clients.plan.fleet_run import SimulatedFleet
-    from genbatch.clients.plan.report import PlanRow
+    from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet
     from genbatch.clients.plan.step_time import StepTime
     from genbatch.clients.plan.traces import Trace
 
@@ -197,7 +196,7 @@ def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> 
     """
     from genbatch.actors.fleet.routing import RouterError
     from genbatch.clients.bench.runs import GoodputError
-    from genbatch.clients.plan.report import PlotError
+    from genbatch.clients.plan.fleet_run import PlotError
     from genbatch.clients.plan.step_time import StepTimeError
     from genbatch.clients.plan.traces import TraceError
 
@@ -210,7 +209,7 @@ def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> 
 
 def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> None:
     from genbatch.clients.bench.runs import Goodput
-    from genbatch.clients.plan.report import plan_table, plot_plan, smallest
+    from genbatch.clients.plan.fleet_run import plan_table, plot_plan, smallest
     from genbatch.clients.plan.step_time import read_step_time
 
     bounds = fleet.bounds()
@@ -277,8 +276,7 @@ class _Search:
 
     def row(self, replicas: int) -> "PlanRow":
         """One size, run."""
-        from genbatch.clients.plan.fleet_run import run_fleet
-        from genbatch.clients.plan.report import PlanRow
+        from genbatch.clients.plan.fleet_run import PlanRow, run_fleet
 
         run = run_fleet(self.trace, self.step_time, self.fleet.options(replicas, self.router))
         return PlanRow.of(run, self.limits_s, self.cost_hour)

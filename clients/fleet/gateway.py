@@ -19,16 +19,14 @@ import trio
 
 from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
-from genbatch.actors.fleet.routing import build_router
-from genbatch.actors.fleet.scaling import FleetLoad, ScaleRule, wanted_replicas
+from genbatch.actors.fleet.routing import FleetLoad, ScaleRule, build_router, wanted_replicas
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import Registry, Supervisor, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import LAST_WORDS_S, Listeners, check_listeners
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients.fleet.connection import ReplicaConnection
 from genbatch.clients.fleet.ray_replicas import RayReplicas
-from genbatch.clients.fleet.replicas import Described, RayUnavailable, Replicas
+from genbatch.clients.fleet.replicas import Described, RayUnavailable, ReplicaConnection, Replicas
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import Models
 

@@ -44,12 +44,10 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import decode_options, encode_options
 from genbatch.actors.security.curve_keys import ClientKeys, KeyPair, KeyStore, read_authorised, read_public_key
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients.fleet.connection import ReplicaConnection
-from genbatch.clients.fleet.replicas import Described, RayUnavailable
+from genbatch.clients.fleet.replicas import Described, RayUnavailable, ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.errors import NativeError
-from genbatch.nif.extras import how_to_install
+from genbatch.nif.errors import NativeError, how_to_install
 
 NAMESPACE = "genbatch"
 # Bytes of Ray's object store on a Ray of our own: nothing is ever put there.

@@ -1,11 +1,130 @@
-"""Replicas: where a gateway's replicas come from. Ray is one place (ray_replicas); tests have another."""
+"""Replicas: where a gateway's replicas come from. Ray is one place (ray_replicas); tests have another.
 
-from typing import Protocol
+A ReplicaConnection is a gateway's way to one of them.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import msgspec
+import trio
 
-from genbatch.clients.fleet.connection import ReplicaConnection
+from genbatch.actors.batcher.messages import Embedded
+from genbatch.clients.interface import ClientClosed
+from genbatch.clients.remote import RemoteClient, Retry
+from genbatch.clients.transports import Transport
 from genbatch.nif.errors import OptionError
+from genbatch.proto.errors import Unauthenticated, Unavailable
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    Drained,
+    EmbedRequest,
+    GenerateRequest,
+    Health,
+    ModelCard,
+    Result,
+    Text,
+    Token,
+    TokenIds,
+    TokenizeRequest,
+)
+
+# Seconds of silence after which a replica counts as gone while it has calls.
+SILENCE_S = 5.0
+
+
+class ReplicaConnection:
+    """Implements the fleet's `Connection`. Use it inside `async with`.
+
+    Args:
+        transport: carries the messages, over ZeroMQ.
+    """
+
+    def __init__(self, transport: Transport, timeout: float = SILENCE_S) -> None:
+        # What is tried again, and where, is the fleet's decision.
+        self._client = RemoteClient(transport, timeout=timeout, retry=Retry(max_attempts=1))
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._client.__aexit__(kind, error, traceback)
+
+    async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
+        """See `Connection`."""
+        params: Any = msgspec.to_builtins(request)  # what is not the default
+        prompt = params.pop("prompt", None)
+        prompt = params.pop("token_ids", prompt)
+        messages = params.pop("messages", None)
+        with _unavailable_once_closed():
+            if on_token is None:
+                return await self._client.generate(prompt, messages=messages, **params)
+            async with self._client.stream(prompt, messages=messages, **params) as stream:
+                async for token in stream:
+                    on_token(token)
+            return stream.result
+
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """See `Connection`."""
+        params: Any = msgspec.to_builtins(request)
+        params.pop("encoding_format", None)
+        with _unavailable_once_closed():
+            found = await self._client.embed(params.pop("input"), **params)
+        vectors = [struct.pack(f"<{len(vector)}f", *vector) for vector in found.embeddings]
+        return Embedded(vectors=vectors, prompt_tokens=found.usage.prompt_tokens)
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenIds:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            found = await self._client.tokenize(
+                request.prompt,
+                messages=request.messages,
+                add_special_tokens=request.add_special_tokens,
+                model=request.model,
+            )
+        return TokenIds(token_ids=found)
+
+    async def detokenize(self, request: DetokenizeRequest) -> Text:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            return Text(text=await self._client.detokenize(request.token_ids, model=request.model))
+
+    async def stats(self) -> dict[str, Any]:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            return await self._client.stats()
+
+    async def drain(self, timeout_s: float) -> Drained:
+        """See `Connection`."""
+        with _unavailable_once_closed():
+            return await self._client.drain(timeout_s)
+
+    async def health(self) -> Health:
+        """How the replica is."""
+        with _unavailable_once_closed():
+            return await self._client.health()
+
+    async def cards(self) -> tuple[ModelCard, ...]:
+        """The model that it serves, and its adapters."""
+        with _unavailable_once_closed():
+            return await self._client.models()
+
+
+@contextmanager
+def _unavailable_once_closed() -> Iterator[None]:
+    """A replica that is let go takes its connection along, under requests that were just about to be sent."""
+    try:
+        yield
+    except Unauthenticated as error:  # our fault or the replica's, never the client's
+        raise Unavailable(str(error)) from error
+    except (trio.ClosedResourceError, ClientClosed) as error:
+        raise Unavailable("the connection to the replica was closed") from error
 
 
 class RayUnavailable(OptionError):

@@ -43,13 +43,16 @@ from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.errors import ActorError
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
-from genbatch.clients.gpt_manager.params import BuildConfig, GptEngine, TrtGptModelOptionalParams, open_engine
 from genbatch.clients.gpt_manager.requests import (
+    BuildConfig,
+    GptEngine,
     GptRequest,
     InferenceRequest,
     ResponseTensors,
     Tensor,
+    TrtGptModelOptionalParams,
     last_response,
+    open_engine,
     read_request,
     stream_response,
     whole_response,

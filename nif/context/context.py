@@ -19,30 +19,32 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from genbatch.nif.batch import Entry, Logits, RaggedBatch, num_logits, num_states
-from genbatch.nif.context.decode_run import DecodeRun, Kept, Read, Steps
-from genbatch.nif.context.overlapped_run import OverlappedRun, can_overlap
 from genbatch.nif.context.ragged_layout import lay_out
+from genbatch.nif.context.runs import DecodeRun, Kept, OverlappedRun, Read, Steps, can_overlap
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.offload import fingerprint, pack, unpack
-from genbatch.nif.largest import Largest
-from genbatch.nif.lora import LoraAdapter
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.models.model import Model
 from genbatch.nif.runner import (
     AdaptingRunner,
     BackgroundCopies,
     ChoosingRunner,
+    Entry,
     InvariantRunner,
+    Largest,
     LaunchingRunner,
+    Logits,
+    LoraAdapter,
+    RaggedBatch,
     Runner,
     StateRunner,
+    num_logits,
+    num_states,
 )
-from genbatch.nif.sampling.choose import choose
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.sampling.draw import SamplingParams
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
 from genbatch.nif.text.detokenizer import Detokenizer
 
 T = TypeVar("T")

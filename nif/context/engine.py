@@ -16,15 +16,14 @@ from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_gpu_memory, free_host_memory
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model import Model, describe_model, load_model
-from genbatch.nif.models.quiet_transformers import Progress, no_progress
-from genbatch.nif.native.build import build_library
-from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.models.model_source import Progress, no_progress
+from genbatch.nif.native.build import NativeUnavailable, build_library
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import HoldsMemory, KnowsStep, Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.sampling.choose import choice_bytes
+from genbatch.nif.sampling.sampler import choice_bytes
 from genbatch.nif.text.tokenizer import ChatTemplateError, check_template
 
 log = logging.getLogger("genbatch")

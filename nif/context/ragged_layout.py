@@ -6,8 +6,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from genbatch.nif.batch import Entry, Logits, RaggedBatch, num_states
 from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.runner import Entry, Logits, RaggedBatch, num_states
 
 
 def lay_out(batch: Sequence[Entry], kv: KVCache, device: torch.device) -> RaggedBatch:

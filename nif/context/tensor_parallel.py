@@ -40,10 +40,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.engine_options import EngineOptions, is_torchrun
 from genbatch.nif.errors import DeviceFault, NativeError, OptionError
 from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -17,8 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from genbatch.nif.kernels.attend_keys import attend_keys, finish_softmax, join_softmax
-from genbatch.nif.kernels.attention_tiles import Tile, head_pad, max_shares, tile_shape
+from genbatch.nif.kernels.attend_keys import (
+    Tile,
+    attend_keys,
+    finish_softmax,
+    head_pad,
+    join_softmax,
+    max_shares,
+    tile_shape,
+)
 
 _PLAN_CHUNK = 128  # sequences that the plan looks at together
 _SHARES_AT_ONCE = 16  # that are joined together

@@ -12,15 +12,166 @@ Many programs a row read the vocabulary, each a piece of it, three times at most
     sample    one a row       searches those candidates, or one piece of a row that nothing truncates
 
 A row with more candidates than `_ROOM` is searched whole by its one program, which takes long and is rare.
-The plain-torch twin is `genbatch.nif.sampling.truncated_draw.draw`.
+The plain-torch twin is `genbatch.nif.sampling.draw.draw`.
+
+Beside it are the small kernels of a decode step's two ends: its input tokens, penalties and biases, and the log-probs
+of what was drawn.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+
+_ROW_CHUNK = 256  # rows a program covers
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _next_tokens_kernel(out_ptr, given_ptr, drawn_ptr, num_rows, CHUNK: tl.constexpr):
+    """One program: one chunk of rows."""
+    rows = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    mask = rows < num_rows
+    given = tl.load(given_ptr + rows, mask=mask, other=0)
+    drawn = tl.load(drawn_ptr + rows, mask=mask, other=0)
+    # A row that could not be drawn from holds -1, which is no row of the embedding.
+    tl.store(out_ptr + rows, tl.maximum(tl.where(given < 0, drawn, given), 0), mask=mask)
+
+
+def next_tokens(given: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The input ids [R] int64 of a step.
+
+    Args:
+        given: [R] int64, contiguous; below 0 where the row goes on with what was drawn.
+        drawn: [R or more] int64, contiguous, each row's token of the step before; below 0 counts as 0.
+    """
+    assert len(drawn) >= len(given)
+    out = torch.empty_like(given)
+    programs = triton.cdiv(len(given), _ROW_CHUNK)
+    _next_tokens_kernel[(programs,)](out, given, drawn, len(given), CHUNK=_ROW_CHUNK, num_warps=4)
+    return out
+
+
+RowEdits = tuple[np.ndarray, np.ndarray, np.ndarray]
+_EDIT_CHUNK = 128  # edits a program makes
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def _edit_kernel(
+    logits_ptr,  # [R, vocab_size] float32, changed
+    starts_ptr,  # [R + 1] int64, where each row's edits begin
+    ids_ptr,  # [N] int64, distinct within a row
+    changes_ptr,  # [2, N] float32: factor, then what is added
+    num_edits,
+    vocab_size,
+    row_stride,
+    CHUNK: tl.constexpr,
+):
+    """One program: one chunk of one row's edits."""
+    row = tl.program_id(0).to(tl.int64)
+    edits = tl.load(starts_ptr + row) + tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    mask = edits < tl.load(starts_ptr + row + 1)
+    ids = tl.load(ids_ptr + edits, mask=mask, other=-1)
+    # An id outside the row would change a neighbour's logits.
+    mask = mask & (ids >= 0) & (ids < vocab_size)
+    factor = tl.load(changes_ptr + edits, mask=mask, other=1.0)
+    added = tl.load(changes_ptr + num_edits + edits, mask=mask, other=0.0)
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=mask, other=0.0)
+    logits = tl.where(logits < 0.0, logits * factor, logits / factor) + added
+    tl.store(logits_ptr + row * row_stride + ids, logits, mask=mask)
+
+
+def edit_logits(logits: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor:
+    """A copy of the logits [R, vocab_size] with every row's edits.
+
+    Args:
+        edits: of a row: distinct token ids, the factor each logit is divided or multiplied by, what is then added.
+    """
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    counts = [len(ids) for ids, _, _ in edits]
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    ids, factors, added = (np.concatenate(parts) for parts in zip(*edits, strict=True))
+    device = logits.device
+    _edit_kernel[(len(edits), max(1, triton.cdiv(max(counts), _EDIT_CHUNK)))](
+        logits,
+        torch.from_numpy(starts).to(device),
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(np.stack((factors, added))).to(device),
+        len(ids),
+        logits.shape[1],
+        logits.stride(0),
+        CHUNK=_EDIT_CHUNK,
+        num_warps=4,
+    )
+    return logits
+
+
+_LOGPROB_CHUNK = 4096  # vocabulary entries read at a time
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_tokens"])
+def _gather_logprobs_kernel(
+    out_ptr,  # [R, num_tokens] float32
+    logits_ptr,  # [R, vocab_size] with row stride
+    tokens_ptr,  # [R, num_tokens] int64
+    vocab_size,
+    num_tokens,
+    row_stride,
+    TOKENS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program: one row; the sum of exponentials is kept relative to the running maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    columns = tl.arange(0, CHUNK)
+    maximum = tl.full([CHUNK], float("-inf"), tl.float32)
+    total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, vocab_size, CHUNK):
+        logits = tl.load(logits_ptr + start + columns, mask=start + columns < vocab_size, other=float("-inf"))
+        logits = logits.to(tl.float32)
+        new_maximum = tl.maximum(maximum, logits)
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        total = total * tl.exp(maximum - shift) + tl.exp(logits - shift)
+        maximum = new_maximum
+    overall = tl.max(maximum, 0)
+    log_total = overall + tl.log(tl.sum(total * tl.exp(maximum - overall), 0))
+    wanted = tl.arange(0, TOKENS_PAD)
+    tokens = tl.load(tokens_ptr + row * num_tokens + wanted, mask=wanted < num_tokens, other=-1)
+    known = (tokens >= 0) & (tokens < vocab_size)
+    chosen = tl.load(logits_ptr + tokens, mask=known, other=float("-inf")).to(tl.float32)
+    tl.store(out_ptr + row * num_tokens + wanted, chosen - log_total, mask=wanted < num_tokens)
+
+
+def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """log_softmax(logits)[row, token] for each row's tokens.
+
+    Args:
+        logits: [R, vocab_size], the last dimension contiguous; every row holds at least one finite value.
+        tokens: [R, N] int64; one outside the vocabulary gives -inf.
+
+    Returns:
+        [R, N] float32.
+    """
+    rows, vocab_size = logits.shape
+    num_tokens = tokens.shape[1]
+    out = torch.empty((rows, num_tokens), dtype=torch.float32, device=logits.device)
+    _gather_logprobs_kernel[(rows,)](
+        out,
+        logits,
+        tokens,
+        vocab_size,
+        num_tokens,
+        logits.stride(0),
+        TOKENS_PAD=triton.next_power_of_2(num_tokens),
+        CHUNK=min(_LOGPROB_CHUNK, triton.next_power_of_2(vocab_size)),
+        num_warps=8,
+    )
+    return out
+
 
 _CHUNK = 2048  # vocabulary entries read at a time
 # Candidates of a row: one chunk, so that a search reads each once a pass.

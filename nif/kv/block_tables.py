@@ -7,9 +7,8 @@ from functools import partial
 from typing import TypeAlias
 
 from genbatch.nif.errors import BatchError, OutOfBlocks
-from genbatch.nif.kv.block_pool import BlockPool
-from genbatch.nif.kv.prefix_cache import Match, PrefixCache
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.kv.block_pool import BlockPool, Match, PrefixCache
+from genbatch.nif.runner import LayerGroup
 
 Ints: TypeAlias = "array[int]"  # a string, since array is no generic class before Python 3.12
 NEVER = 1 << 62  # no sequence gets this long

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genbatch.nif.errors import OptionError
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup
 
 # (limit, usage, and the key in memory.stat of page cache that is given back on demand), cgroup v2 and v1
 _FILES = (

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.kv.block_pool import PrefixCache
 from genbatch.nif.kv.block_tables import (
     NEVER,
     BlockTables,
@@ -24,9 +25,8 @@ from genbatch.nif.kv.block_tables import (
     sequence_of,
     shortest_prefix,
 )
-from genbatch.nif.kv.prefix_cache import PrefixCache
 from genbatch.nif.kv.reservation import Beginning, Entries, Reservation, StepDraft, more_blocks
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,21 @@
 
 Neither the kernels nor the loader has a branch for any architecture: they ask where the norms stand, which activation
 there is, what the tensors are called. How to add one: nif/native/README.md.
+
+Beside it is what a configuration says about a model's layers, how far each looks back and the longest sequence, and
+which models are encoders, of which there are embeddings and no generated text.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.runner import LayerGroup, LayerShape
 
 NONE, SHARED, PER_HEAD, WHOLE = range(4)
 """Norms of queries and keys, as `enum qk_norm`: none, each head by the same weights, by its own, all heads as one."""
@@ -381,3 +391,130 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "GptOssForCausalLM": _gpt_oss,
 }
 """By the name of transformers' class, what makes the architecture of a configuration."""
+
+
+def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
+    """The model's layers by how far back they attend, in the order in which each kind first appears.
+
+    Args:
+        name: the model's, for errors.
+        config: of the text decoder.
+
+    Raises:
+        ModelError: a layer is neither full nor sliding-window attention.
+    """
+    num_layers: int = config.num_hidden_layers
+    window: int | None = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise ModelError(name, "chunked attention; only full and sliding-window attention is served")
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    if len(kinds) < num_layers:
+        raise ModelError(name, f"config.json gives a kind for {len(kinds)} of {num_layers} layers")
+    longest = max_position(name, config)
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, kind in enumerate(kinds[:num_layers]):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError(name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served")
+        reach = window if kind == "sliding_attention" else None
+        if kind == "sliding_attention" and reach is None:
+            raise ModelError(name, f"layer {layer} attends within a window that config.json does not give")
+        # A window that no sequence outgrows is no window: one group then holds all layers.
+        layers_of.setdefault(None if reach is not None and reach >= longest else reach, []).append(layer)
+    return tuple(LayerGroup(tuple(layers), reach) for reach, layers in layers_of.items())
+
+
+def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
+    """What each layer keeps in the KV cache, of a model that has an `Architecture`."""
+    head_dim, count = head_dim_of(config), int(config.num_hidden_layers)
+    return (LayerShape(kv_heads_of(config), head_dim, head_dim),) * count
+
+
+def max_position(name: str, config: PreTrainedConfig) -> int:
+    """How many positions one sequence may have.
+
+    Rotary embeddings that are rescaled once a sequence is long would change the other sequences of the same
+    forward and contradict the keys already cached, so such a model ends where the rescaling would begin.
+
+    Raises:
+        ModelError: the configuration does not say.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise ModelError(name, "config.json does not give max_position_embeddings")
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    for kind in kinds:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            original = kind.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, original or limit)
+    return limit
+
+
+GROUPS = (LayerGroup((0,)),)
+"""One group of one layer, whose blocks hold a text's token ids; see EncoderRunner."""
+LAYERS = (LayerShape(1, 1, 1),)
+
+# What a tokenizer says that knows no bound.
+_NO_BOUND = 10**9
+
+
+def is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration reads a text in both directions."""
+    settings: Any = config.get_text_config()
+    if settings.is_encoder_decoder or getattr(settings, "is_decoder", False):
+        return False
+    if getattr(settings, "use_bidirectional_attention", None) is True or getattr(settings, "is_causal", None) is False:
+        return True
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and type(config) in MODEL_MAPPING
+
+
+def load_encoder(source: str, directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module, without any head.
+
+    Raises:
+        ModelError: its weights cannot be read, lack something, or belong to a head that decides something else.
+    """
+    written = getattr(config, "architectures", None) or [""]
+    if written[0].endswith(("Classification", "Answering", "RewardModel")):
+        raise ModelError(source, f"its weights are a {written[0]}, which gives no embeddings")
+    model_class: Any = MODEL_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ModelError(source, f"transformers has no encoder of the kind {config.model_type}")
+    try:
+        hf, report = model_class.from_pretrained(
+            directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as fault:
+        raise ModelError(source, f"its weights cannot be read: {' '.join(str(fault).split())[:300]}") from fault
+    # A pooler is a head for classification: files of encoders often lack it, and no embedding goes through it.
+    missing = sorted(name for name in report["missing_keys"] if "pooler." not in name)
+    if missing:
+        raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
+    return hf.eval().requires_grad_(False).to(device)
+
+
+def encoder_positions(source: str, hf: PreTrainedModel, tokenizer_bound: int | None) -> int:
+    """How many tokens one text may have.
+
+    Args:
+        tokenizer_bound: what the tokenizer says.
+
+    Raises:
+        ModelError: nobody says.
+    """
+    config: Any = hf.config
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int):
+        # RoBERTa's family begins to count behind the padding's id.
+        table = getattr(getattr(hf, "embeddings", None), "position_embeddings", None)
+        padding = getattr(table, "padding_idx", None)
+        limit -= 0 if padding is None else padding + 1
+    bounds = [bound for bound in (limit, tokenizer_bound) if isinstance(bound, int) and 0 < bound < _NO_BOUND]
+    if not bounds:
+        raise ModelError(source, "neither config.json nor its tokenizer gives the most positions of a text")
+    return min(bounds)

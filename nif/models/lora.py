@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from genbatch.nif.errors import AdapterError
-from genbatch.nif.lora import LoraAdapter, LoraLinear
 from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.runner import LoraAdapter, LoraLinear
 from genbatch.nif.trusted_files import NotOurs, check_ours
 
 if TYPE_CHECKING:

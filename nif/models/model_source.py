@@ -1,4 +1,8 @@
-"""From what the user calls MODEL to its files: a directory of safetensors, or a GGUF file."""
+"""From what the user calls MODEL to its files: a directory of safetensors, or a GGUF file.
+
+Where a file has to be converted first, that is done here too; transformers' own bars, logs and warnings stay off the
+terminal meanwhile.
+"""
 
 import hashlib
 import importlib.metadata
@@ -8,19 +12,22 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import torch
 from filelock import FileLock
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
+from transformers.utils import logging as transformers_logging
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.gguf_conversion import convert_gguf
 from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, check_unscaled
 from genbatch.nif.models.model_names import (
     NAMED_MODELS,
@@ -29,8 +36,92 @@ from genbatch.nif.models.model_names import (
     check_source,
     known_names,
 )
-from genbatch.nif.models.quiet_transformers import Progress, no_progress, quiet_transformers
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(stage, done, total): "download", "convert", "load", "compile" or "pack", total 0 while unknown."""
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silences transformers and the Hugging Face client inside the block, and restores their settings."""
+    theirs: Any = transformers_logging
+    verbosity, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.CRITICAL)
+    theirs.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        if bars:
+            theirs.enable_progress_bar()
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Reports to nobody."""
+
+
+def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
+    """Writes weights, configuration, tokenizer and chat template of `path` into the new `directory`.
+
+    The weights are dequantised in float32 and stored in the narrowest type that holds every one exactly, so
+    that what is served equals the file.
+
+    Args:
+        progress: called with the stage "convert" and how many tensors are done.
+
+    Raises:
+        Exception: whatever transformers raises about a file that it cannot read.
+    """
+    progress("convert", 0, 0)
+    place: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
+    with quiet_transformers(), _tensors_reported(progress):
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **place
+        )
+        model.to(_exact_dtype(model)).save_pretrained(directory)
+        _name_special_tokens(tokenizer, model.config)
+        tokenizer.save_pretrained(directory)
+
+
+def _name_special_tokens(tokenizer: Any, config: Any) -> None:
+    """Gives the tokenizer the special tokens that the file's metadata names: transformers 5.17 guesses some."""
+    for role in ("bos", "eos", "pad", "unk"):
+        token_id = getattr(config, f"{role}_token_id", None)
+        if isinstance(token_id, int):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
+
+
+def _exact_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The narrowest floating type in which no weight changes."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(weight.to(dtype).float(), weight.float()) for weight in model.parameters()):
+            return dtype
+    return torch.float32
+
+
+@contextmanager
+def _tensors_reported(progress: Progress) -> Iterator[None]:
+    """Replaces the bar that transformers draws over a GGUF file's tensors: it has no switch, nor a hook."""
+
+    def reporting(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
+        everything = list(tensors)
+        for done, tensor in enumerate(everything):
+            progress("convert", done, len(everything))
+            yield tensor
+        progress("convert", len(everything), len(everything))
+
+    reader: Any = modeling_gguf_pytorch_utils
+    drawn = reader.tqdm
+    reader.tqdm = reporting
+    try:
+        yield
+    finally:
+        reader.tqdm = drawn
+
 
 log = logging.getLogger("genbatch")
 

@@ -1,4 +1,7 @@
-"""Compiles the C files for the machine at hand, once, into the cache directory."""
+"""Compiles the C files for the machine at hand, once, into the cache directory.
+
+Where that cannot be done, NativeUnavailable sends the model to the general path.
+"""
 
 import atexit
 import hashlib
@@ -13,10 +16,30 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from genbatch.nif.errors import NativeError
 from genbatch.nif.models.model_source import OTHER_CACHE, cache_directory
-from genbatch.nif.native.cores import available_cores
-from genbatch.nif.native.errors import NativeUnavailable
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+
+
+class NativeUnavailable(NativeError):
+    """The C kernels cannot run this model here; `reason` says why in words for a log line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity and, in a container, its quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup of this version: only the affinity counts
+    return cores
+
 
 log = logging.getLogger("genbatch")
 

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.largest import Largest
-from genbatch.nif.lora import LoraAdapter
-from genbatch.nif.native.cores import available_cores
+from genbatch.nif.native.build import available_cores
 from genbatch.nif.native.library import (
     KV_BF16,
     KV_F32,
@@ -26,11 +23,12 @@ from genbatch.nif.native.library import (
     WEIGHT_F32,
     WEIGHT_I8,
     Cache,
+    NativeMemory,
     Step,
 )
-from genbatch.nif.native.lora_weights import AdapterWeights
-from genbatch.nif.native.memory import NativeMemory
 from genbatch.nif.native.model_weights import ModelWeights
+from genbatch.nif.native.weights import AdapterWeights
+from genbatch.nif.runner import Largest, LoraAdapter, RaggedBatch
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model

@@ -8,8 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup, RaggedBatch
 
 ATTENTION_NAME = "genbatch_paged"
 """What `attn_implementation` is set to. transformers builds no mask for a name it does not know one for."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.pooling import CLS, MEAN
+from genbatch.nif.runner import RaggedBatch
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model

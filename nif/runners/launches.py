@@ -5,19 +5,367 @@
     host       launch N+1, wait for N's tokens, launch N+2, ...
 
 Each step has one of two pairs of buffers, so that the host fills one while the device may still read the other.
+
+A step is padded to one of a few numbers of rows, each captured once as a CUDA graph and replayed. All of a step is in
+its graph: where its tokens come from, the forward, the head, the draws. Padding rows have slot -1 and length 0: they
+write nothing and attend to nothing, and what is drawn in them is read by nobody.
 """
 
 import dataclasses
-from collections.abc import Callable
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.kernels.sample import NONE
-from genbatch.nif.runner import Launched
-from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
-from genbatch.nif.runners.cuda_graphs import DecodeGraphs
-from genbatch.nif.runners.decode_step import DecodeStep
-from genbatch.nif.runners.side_stream import SideStream
+from genbatch.nif.runner import BatchLimits, Launched, RaggedBatch
+from genbatch.nif.runners.block_transfer import SideStream
+from genbatch.nif.sampling.draw import NUM_PARAMS
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One token of each of several sequences, and how each one's next token is drawn."""
+
+    batch: RaggedBatch  # an input id below 0 stands for the token that the step before drew in the same row
+    draws: torch.Tensor  # [R, NUM_PARAMS] float64, see DrawTable
+
+
+_ALIGNMENT = 16  # bytes; lets kernels use their widest loads
+_NUM_STAGES = 2  # one is filled while the copy from the other may still be under way
+
+
+@dataclass(slots=True)
+class _Stage:
+    host: torch.Tensor  # [bytes] uint8, pinned where the device is a GPU
+    copied: torch.cuda.Event | None = None  # the last copy out of it
+
+
+class BatchUpload:
+    """Packs batches into staging memory and copies them to the device.
+
+    Args:
+        device: where the kernels run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._stages = [_Stage(self._new_host(4096)) for _ in range(_NUM_STAGES)]
+        self._next = 0
+
+    def upload(self, batch: RaggedBatch) -> RaggedBatch:
+        """Returns a batch of tensors on the CPU with its tensors on the device."""
+        return _rebuilt(batch, self._send(_tensors(batch), None))
+
+    def upload_step(self, step: DecodeStep, into: torch.Tensor) -> DecodeStep:
+        """Returns a step of tensors on the CPU with its tensors on the device; copied on the current stream.
+
+        Args:
+            into: [bytes] uint8 on the device, at least `packed_size(step)`. Steps of equal shapes land at equal
+                addresses in it, which is what a captured graph reads.
+        """
+        draws, *parts = self._send(_step_tensors(step), into)
+        return DecodeStep(_rebuilt(step.batch, parts), draws)
+
+    def _send(self, parts: Sequence[torch.Tensor], into: torch.Tensor | None) -> list[torch.Tensor]:
+        """The tensors on the device, `into` one buffer; None allocates it."""
+        offsets, size = _offsets(parts)
+        stage = self._stages[self._next]
+        self._next = (self._next + 1) % _NUM_STAGES
+        if stage.copied is not None:
+            stage.copied.synchronize()
+        if len(stage.host) < size:
+            stage.host = self._new_host(2 * size)
+        for part, offset in zip(parts, offsets, strict=True):
+            _view(stage.host, offset, part).copy_(part)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device) if into is None else into
+        buffer[:size].copy_(stage.host[:size], non_blocking=True)
+        if self._on_gpu:
+            stage.copied = stage.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            stage.copied.record()
+        return [_view(buffer, offset, part) for part, offset in zip(parts, offsets, strict=True)]
+
+    def _new_host(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
+
+
+def packed_size(step: DecodeStep) -> int:
+    """Bytes that `BatchUpload.upload_step` takes for the step."""
+    return _offsets(_step_tensors(step))[1]
+
+
+def _step_tensors(step: DecodeStep) -> list[torch.Tensor]:
+    return [step.draws, *_tensors(step.batch)]
+
+
+def _tensors(batch: RaggedBatch) -> list[torch.Tensor]:
+    return [
+        batch.input_ids,
+        batch.positions,
+        batch.query_starts,
+        batch.kv_lens,
+        batch.logit_rows,
+        *batch.slots,
+        *batch.block_tables,
+    ]
+
+
+def _rebuilt(batch: RaggedBatch, parts: Sequence[torch.Tensor]) -> RaggedBatch:
+    num_groups = len(batch.slots)
+    input_ids, positions, query_starts, kv_lens, logit_rows = parts[:5]
+    return RaggedBatch(
+        input_ids=input_ids,
+        positions=positions,
+        query_starts=query_starts,
+        kv_lens=kv_lens,
+        slots=tuple(parts[5 : 5 + num_groups]),
+        block_tables=tuple(parts[5 + num_groups :]),
+        logit_rows=logit_rows,
+        max_query_len=batch.max_query_len,
+        max_kv_len=batch.max_kv_len,
+        adapters=batch.adapters,
+    )
+
+
+def _offsets(parts: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins, and the bytes of all."""
+    offsets, end = [], 0
+    for part in parts:
+        offsets.append(end)
+        end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def _view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+
+log = logging.getLogger("genbatch")
+
+_WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
+
+
+def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphKey | None:
+    """The graph that serves a batch; None where the step is not one token a row, each with its logits, or has adapters:
+    which ones is no input of a graph."""
+    num_tokens = len(batch.input_ids)
+    if batch.adapters is not None:
+        return None
+    if batch.max_query_len != 1 or len(batch.logit_rows) != num_tokens:
+        return None
+    if not torch.equal(batch.logit_rows, torch.arange(num_tokens)):
+        return None
+    return options.key(num_tokens, batch.max_kv_len, longest)
+
+
+def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBatch:
+    """A decode batch on the CPU with padding rows up to the key's size, its tables as wide as the key's length."""
+    missing = key.num_tokens - len(batch.input_ids)
+    width = -(-key.kv_len // block_size)
+
+    def longer(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, missing), value=value)
+
+    return RaggedBatch(
+        input_ids=longer(batch.input_ids, 0),
+        positions=longer(batch.positions, 0),
+        query_starts=torch.arange(key.num_tokens + 1, dtype=torch.int32),
+        kv_lens=longer(batch.kv_lens, 0),
+        slots=tuple(longer(slots, -1) for slots in batch.slots),
+        block_tables=tuple(
+            # Columns past the longest sequence may exist; what they hold is not read.
+            torch.nn.functional.pad(table[:, :width], (0, max(0, width - table.shape[1]), 0, missing)).contiguous()
+            for table in batch.block_tables
+        ),
+        logit_rows=torch.arange(key.num_tokens),
+        max_query_len=1,
+        max_kv_len=key.kv_len,
+    )
+
+
+def pad_step(step: DecodeStep, key: GraphKey, block_size: int) -> DecodeStep:
+    """As `pad_decodes`; padding rows draw greedily."""
+    missing = key.num_tokens - len(step.draws)
+    return DecodeStep(pad_decodes(step.batch, key, block_size), torch.nn.functional.pad(step.draws, (0, 0, 0, missing)))
+
+
+def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
+    """A step of nothing but padding rows, to capture with."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    batch = RaggedBatch(
+        input_ids=nothing,
+        positions=nothing,
+        query_starts=torch.zeros(1, dtype=torch.int32),
+        kv_lens=nothing.int(),
+        slots=(nothing,) * num_groups,
+        block_tables=(torch.empty((0, 1), dtype=torch.int32),) * num_groups,
+        logit_rows=nothing,
+        max_query_len=1,
+        max_kv_len=key.kv_len,
+    )
+    return pad_step(DecodeStep(batch, _greedy(0)), key, block_size)
+
+
+def _greedy(num_rows: int) -> torch.Tensor:
+    return torch.zeros((num_rows, NUM_PARAMS), dtype=torch.float64)
+
+
+class Replayable(Protocol):
+    """A captured step."""
+
+    inputs: torch.Tensor  # [bytes] uint8 on the device, what it reads: a padded step as `BatchUpload` packs it
+
+    def replay(self) -> torch.Tensor:
+        """Runs the step over `inputs`; returns logits [num_tokens, vocab_size] float32, the next replay's too."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for a replay that is under way; to be called before this is dropped."""
+        ...
+
+
+class GraphCache:
+    """The captured graphs by size, least recently used first.
+
+    Args:
+        capture: makes the graph of a size.
+        max_cached_graphs: how many are kept.
+    """
+
+    def __init__(self, capture: Callable[[GraphKey], Replayable], max_cached_graphs: int) -> None:
+        self._capture = capture
+        self._max_cached_graphs = max_cached_graphs
+        self._graphs: OrderedDict[GraphKey, Replayable] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def get(self, key: GraphKey) -> Replayable:
+        """The graph of this size, captured if it is not there."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            # Room first: the new graph can then reuse the old one's memory.
+            while len(self._graphs) >= self._max_cached_graphs:
+                self._drop_oldest()
+            graph = self._graphs[key] = self._capture(key)
+        self._graphs.move_to_end(key)
+        return graph
+
+    def _drop_oldest(self) -> None:
+        # Its own function: no name may hold the graph any longer when the next one is captured.
+        _, oldest = self._graphs.popitem(last=False)
+        oldest.finish()
+
+
+class DecodeGraphs:
+    """Runs decode steps through captured graphs.
+
+    Args:
+        options: sizes and limits.
+        decode: one step on the device, which returns its logits and leaves its tokens in `drawn`.
+        drawn: [max_batch_size or more] int64 on the device.
+        upload: the way there.
+        limits: of the pool and the model.
+        device: a CUDA device.
+    """
+
+    def __init__(
+        self,
+        options: GraphOptions,
+        decode: Callable[[DecodeStep], torch.Tensor],
+        drawn: torch.Tensor,
+        upload: BatchUpload,
+        limits: BatchLimits,
+        device: torch.device,
+    ) -> None:
+        self._options = options
+        self._decode = decode
+        self._drawn = drawn
+        self._upload = upload
+        self._limits = limits
+        self._device = device
+        self._memory: Any = None  # one pool of memory for all graphs
+        self.cache = GraphCache(self._capture, options.max_cached_graphs)
+
+    def warm_up(self) -> None:
+        """Captures what may come, so that nothing is captured while requests wait."""
+        keys = self._options.captured_keys(self._limits.max_position)
+        started = time.monotonic()
+        for key in keys:
+            self.cache.get(key)
+            log.debug("captured decode steps of %d rows", key.num_tokens)
+        log.info("captured decode steps of %d sizes in %.1f s", len(keys), time.monotonic() - started)
+
+    def find(self, step: DecodeStep) -> tuple[Replayable, DecodeStep] | None:
+        """The graph of a step on the CPU, and the step padded to it; None where none applies."""
+        key = graph_key(step.batch, self._options, self._limits.max_position)
+        if key is None:
+            return None
+        return self.cache.get(key), pad_step(step, key, self._limits.block_size)
+
+    def run(self, batch: RaggedBatch) -> torch.Tensor | None:
+        """The batch's logits [T, vocab_size], or None where no graph applies."""
+        num_tokens = len(batch.input_ids)
+        found = self.find(DecodeStep(batch, _greedy(num_tokens)))
+        if found is None:
+            return None
+        graph, step = found
+        self._upload.upload_step(step, into=graph.inputs)
+        # The next replay writes to the same memory.
+        return graph.replay()[:num_tokens].clone()
+
+    def _capture(self, key: GraphKey) -> Replayable:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size)
+        # Warming up draws, too, while a step may be under way whose tokens the next one goes on with.
+        drawn = self._drawn.clone()
+        graph = CapturedStep(sample, self._decode, self._upload, self._device, self._memory)
+        self._drawn.copy_(drawn)
+        return graph
+
+
+class CapturedStep:
+    """One size's step: its inputs' place on the device, its graph and its logits."""
+
+    def __init__(
+        self,
+        sample: DecodeStep,
+        decode: Callable[[DecodeStep], torch.Tensor],
+        upload: BatchUpload,
+        device: torch.device,
+        memory: Any,
+    ) -> None:
+        self.inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
+        step = upload.upload_step(sample, into=self.inputs)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_RUNS):
+                decode(step)
+        torch.cuda.current_stream(device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory):
+            self._logits = decode(step)
+
+    def replay(self) -> torch.Tensor:
+        """Runs the step over `inputs`; its logits are overwritten by the next replay."""
+        self._graph.replay()
+        return self._logits
+
+    def finish(self) -> None:
+        """Waits for a replay that is under way."""
+        torch.cuda.current_stream(self.inputs.device).synchronize()
+
 
 _NUM_PAIRS = 2
 

@@ -8,27 +8,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 import triton
 
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.batch_check import BatchLimits, check_batch
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError, ModelError, OptionError
-from genbatch.nif.kernels.attention_tiles import max_shares, share_size
-from genbatch.nif.kernels.block_copy import copy_blocks
-from genbatch.nif.kernels.next_tokens import next_tokens
+from genbatch.nif.kernels.attend_keys import max_shares, share_size
+from genbatch.nif.kernels.elementwise import copy_blocks, write_kv
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention
-from genbatch.nif.kernels.rope_cache import write_kv
-from genbatch.nif.kernels.sample import draw_tokens
-from genbatch.nif.lora import LoraAdapter
-from genbatch.nif.runner import Launched
+from genbatch.nif.kernels.sample import draw_tokens, next_tokens
+from genbatch.nif.runner import BatchLimits, Launched, LoraAdapter, RaggedBatch, check_batch
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
-from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
 from genbatch.nif.runners.block_transfer import BlockTransfer
-from genbatch.nif.runners.cuda_graphs import DecodeGraphs, empty_step
-from genbatch.nif.runners.decode_step import DecodeStep
-from genbatch.nif.runners.device_lora import DeviceLora, LoraRows
-from genbatch.nif.runners.launches import Launches
-from genbatch.nif.runners.lean_llama import LeanLlama, LeanStep, plan_groups, why_not_lean
-from genbatch.nif.runners.lora_hooks import LoraHooks
+from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, empty_step, packed_size
+from genbatch.nif.runners.lean_llama import DeviceLora, LeanLlama, LeanStep, LoraRows, plan_groups, why_not_lean
+from genbatch.nif.runners.torch_runner import LoraHooks
 
 if TYPE_CHECKING:
     from genbatch.nif.models.model import Model

@@ -5,13 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from genbatch.nif.kernels.edit_logits import RowEdits, edit_logits
-from genbatch.nif.kernels.logprob import gather_logprobs
-from genbatch.nif.kernels.sample import NONE, draw_tokens
-from genbatch.nif.sampling.constraint import forbid
-from genbatch.nif.sampling.draw_table import NOT_FINITE, DrawTable
-from genbatch.nif.sampling.ranked_candidates import pad_to_chunks, ranked
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, nothing_left
+from genbatch.nif.kernels.sample import NONE, RowEdits, draw_tokens, edit_logits, gather_logprobs
+from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, pad_to_chunks, ranked
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, nothing_left
 
 
 def sample(

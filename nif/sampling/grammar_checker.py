@@ -89,7 +89,7 @@ class GrammarChecker:
 
 def main() -> None:
     """The child: answers until its input ends, or until a signal ends it over a grammar."""
-    from genbatch.nif.sampling.grammar_compiler import build_tokenizer, compile_matcher, convert
+    from genbatch.nif.sampling.grammar import build_tokenizer, compile_matcher, convert
 
     os.nice(10)  # the model goes first; the limit counts processor time, however long that takes to get
     source, sink = sys.stdin.buffer, sys.stdout.buffer

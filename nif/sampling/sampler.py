@@ -1,19 +1,77 @@
-"""Chooses the next token of every sequence from one step's logits."""
+"""Chooses the next token of every sequence from one step's logits.
+
+A Constraint says which tokens may come next in a sequence whose text keeps to a grammar; `choose` draws where the
+logits are, on the host or on the device.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from importlib.util import find_spec
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from genbatch.nif.largest import Largest
-from genbatch.nif.sampling.constraint import Constraint, forbid
-from genbatch.nif.sampling.logprobs import token_logprobs
-from genbatch.nif.sampling.sampling_params import SamplingParams
-from genbatch.nif.sampling.truncated_draw import draw
-from genbatch.nif.sampling.uniform_draw import uniform
+from genbatch.nif.runner import Largest
+from genbatch.nif.sampling.draw import SCORED_AT_ONCE, SORTED_AT_ONCE, SamplingParams, draw, token_logprobs, uniform
+
+
+class Constraint(Protocol):
+    """A function of the tokens accepted so far, so whatever happens to a sequence's KV leaves it as it is.
+
+    `accept` only notes a token; the work is in `prepare`, which any one thread may do before the next draw.
+    """
+
+    @property
+    def fault(self) -> str | None:
+        """Why the sequence cannot go on; None while it can. Valid once prepared."""
+        ...
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether there is work left, and the last such work took long."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Notes the sequence's next token."""
+        ...
+
+    def prepare(self) -> None:
+        """Finds out which tokens may come next; does nothing the second time."""
+        ...
+
+    @property
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """[ceil(vocab_size / 32)] a bit a token, from the lowest of the first word; valid once prepared."""
+        ...
+
+
+def forbid(logits: torch.Tensor, constraints: Sequence[Constraint | None]) -> None:
+    """Sets to -inf, in place, what each row's constraint does not allow; all of a row whose constraint has a fault.
+
+    Args:
+        logits: [R, V] float32 on any device.
+        constraints: R of them; None allows everything.
+    """
+    rows = [row for row, constraint in enumerate(constraints) if constraint is not None]
+    if not rows:
+        return
+    width = logits.shape[1]
+    words = np.zeros((len(rows), (width + 31) // 32), np.int32)
+    for index, row in enumerate(rows):
+        constraint = constraints[row]
+        assert constraint is not None
+        constraint.prepare()
+        if constraint.fault is None:
+            words[index] = constraint.allowed[: words.shape[1]]
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=width, bitorder="little")
+    allowed = torch.from_numpy(bits).to(logits.device).view(torch.bool)
+    if len(rows) == len(logits):
+        logits.masked_fill_(allowed.logical_not_(), float("-inf"))
+    else:
+        logits[rows] = logits[rows].masked_fill_(allowed.logical_not_(), float("-inf"))
+
 
 _NOT_FINITE = "the model's logits are not finite"
 _CHUNK = 64  # columns of which the CPU takes the maximum with vector instructions
@@ -314,3 +372,73 @@ def _first_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _ids(ids: Iterable[int]) -> npt.NDArray[np.int64]:
     return np.fromiter(ids, np.int64)
+
+
+# Bytes a logit: edited, chosen from, divided, as weights, and two passing copies; sorted with the float64 sums; scored.
+_DRAWN, _SORTED, _SCORED = 40, 128, 12
+
+
+def choose(
+    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """One token a row, where the logits are; see `sample`. All ways give the same tokens.
+
+    Args:
+        logits: [R, V] float32; None only if no state reads them.
+        largest: of these rows; None leaves it to be found in the logits.
+    """
+    try:
+        return _choose_all(logits, largest, states, positions)
+    except Exception:
+        # What is one state's own fault must not cost the others this step.
+        return _choose_each(logits, largest, states, positions)
+
+
+def _choose_all(
+    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    if largest is not None and not any(state.reads_logits for state in states):
+        return greedy(largest)
+    assert logits is not None, "a sampler reads logits that were not computed"
+    if logits.device.type == "cpu" or find_spec("triton") is None:
+        return sample(logits, states, positions, largest)
+    from genbatch.nif.sampling.device_sampler import sample as sample_on_device
+
+    return sample_on_device(logits, states, positions)
+
+
+def _choose_each(
+    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """One row at a time, where choosing for all together raised.
+
+    Raises:
+        Exception: it raises for each of several: then no row is to blame.
+    """
+    drawn: list[Sampled | SampleFault] = []
+    errors: list[Exception] = []
+    for row, (state, position) in enumerate(zip(states, positions, strict=True)):
+        one = None if logits is None else logits[row : row + 1]
+        try:
+            drawn += _choose_all(one, None if largest is None else largest.rows([row]), [state], [position])
+        except Exception as error:
+            errors.append(error)
+            drawn.append(SampleFault(f"choosing a token failed: {error!r}"))
+    if len(errors) == len(states) > 1:
+        raise errors[0]
+    return drawn
+
+
+def choice_bytes(num_draws: int, num_rows: int, vocab_size: int) -> int:
+    """What choosing the tokens of a step takes beside its logits, and scoring those of prompts after that.
+
+    Args:
+        num_draws: rows of which a token is drawn.
+        num_rows: rows in all.
+    """
+
+    def at_once(limit: int, rows: int) -> int:
+        return min(rows, max(1, limit // vocab_size)) * vocab_size
+
+    draws = num_draws * vocab_size * _DRAWN + at_once(SORTED_AT_ONCE, num_draws) * _SORTED
+    return max(draws, at_once(SCORED_AT_ONCE, num_rows) * _SCORED)

@@ -24,7 +24,7 @@ import trio
 
 from genbatch import ZeroMQClient
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.fleet.scaling import ScaleRule
+from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.processes import open_processes
 from genbatch.clients.bench.runs import LoadRun, machine, percentile, run_case, run_load
@@ -38,9 +38,8 @@ from genbatch.clients.bench.workloads import (
     fixed_batch,
     lognormal_lengths,
 )
-from genbatch.clients.fleet.connection import ReplicaConnection
 from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions
-from genbatch.clients.fleet.replicas import Described
+from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.plan.fleet_run import FleetRun, SimulatedFleet, run_fleet
 from genbatch.clients.plan.step_time import read_step_time
 from genbatch.clients.plan.traces import load_trace

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.clients.interface import TokenStream
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context import Context
-from genbatch.nif.largest import Largest
 from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runner import Largest, RaggedBatch
 from genbatch.proto.messages import GenerateRequest
 
 

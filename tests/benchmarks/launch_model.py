@@ -20,8 +20,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from transformers import PreTrainedConfig
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.engine_options import GraphOptions
+from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.triton_runner import TritonRunner
 from tests.benchmarks.gpu_models import SHAPES
 from tests.nif.runners.fake_gpu import FakeGpu, Operation

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import describe_model
 from genbatch.nif.native.runner import native_runner
+from genbatch.nif.runner import RaggedBatch
 from tests.benchmarks.model_files import CONTEXT, FIRST, PREFILL, rate
 
 BLOCK_SIZE = 16

@@ -12,7 +12,7 @@ import trio
 from genbatch import SyncZeroMQClient, ZeroMQClient
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.security.curve_keys import KeyStore
-from genbatch.actors.security.errors import InsecureBind, KeyFileError
+from genbatch.actors.security.key_files import InsecureBind, KeyFileError
 from genbatch.actors.security.security import Security
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgpack
 
 from genbatch.actors.gateways.addresses import check_address
-from genbatch.actors.security.errors import AddressError, KeyFileError
+from genbatch.actors.security.key_files import AddressError, KeyFileError
 from genbatch.actors.security.security import is_loopback
 from genbatch.proto.codec import (
     MAX_FEED_BYTES,

@@ -23,7 +23,7 @@ CHECKED = "nif/test_decode_run.py::test_checked_drafts_leave_what_single_steps_l
 ENGINE_GUARDS = (
     Mutation(
         "draws after a wrong draft do not count",
-        "nif/context/decode_run.py",
+        "nif/context/runs.py",
         "        if not isinstance(draw, Sampled) or draw.token_id != token:\n",
         "        if not isinstance(draw, Sampled):\n",
         (CHECKED, DRAFTS),
@@ -210,7 +210,7 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "a sampler's fault is its row's",
-        "nif/sampling/choose.py",
+        "nif/sampling/sampler.py",
         "        return _choose_each(logits, largest, states, positions)\n",
         "        raise\n",
         ("actors/batcher/test_step_faults.py::test_a_sampler_that_raises_fails_its_own_request",),
@@ -226,7 +226,7 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "the step under way is undone",
-        "nif/context/overlapped_run.py",
+        "nif/context/runs.py",
         "                flight.reservation.rollback()",
         "                pass",
         ("nif/test_overlapped_run.py::test_a_run_that_is_closed_undoes_the_step_under_way",),

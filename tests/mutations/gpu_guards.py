@@ -37,7 +37,7 @@ GPU_GUARDS = (
     ),
     Mutation(
         "staging memory is filled when it has been copied",
-        "nif/runners/batch_upload.py",
+        "nif/runners/launches.py",
         "            stage.copied.synchronize()\n",
         "            pass\n",
         (f"{ORDER}test_chunks_of_a_prompt_that_nobody_waits_for_are_ordered",),

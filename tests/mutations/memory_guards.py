@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-POOL, TABLES, CACHE = "nif/kv/block_pool.py", "nif/kv/block_tables.py", "nif/kv/prefix_cache.py"
+POOL, TABLES, CACHE = "nif/kv/block_pool.py", "nif/kv/block_tables.py", "nif/kv/block_pool.py"
 MACHINE = "nif/kv/test_kv_cache_machine.py::test_h07_h11_h12_no_sequence_ever_reads_or_leaks_another_ones_blocks"
 COPY = ("nif/kv/test_kv_cache.py::test_a_copy_shares_whole_blocks_and_copies_the_last_on_write", MACHINE)
 FOREIGN = ("nif/test_context.py::test_a_damaged_or_foreign_saved_sequence_is_refused",)

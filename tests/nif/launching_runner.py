@@ -5,12 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import Model
-from genbatch.nif.runner import Launched
+from genbatch.nif.runner import Launched, RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.sampling.sampling_params import SamplingParams
-from genbatch.nif.sampling.truncated_draw import draw
+from genbatch.nif.sampling.draw import SamplingParams, draw
 
 
 class LaunchedTokens:

@@ -8,13 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"]
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from genbatch.nif.batch import Entry
 from genbatch.nif.context import Context
-from genbatch.nif.context.decode_run import DecodeRun
+from genbatch.nif.context.runs import DecodeRun
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Entry
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from tests.simulation.history_runner import HistoryRunner, expected
 
 TinyModel = Callable[[str], Model]

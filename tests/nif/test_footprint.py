@@ -13,12 +13,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.sampling.logprobs import token_logprobs
+from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.sampling.draw import SamplingParams, token_logprobs
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 
 _SEQUENCES, _N_CTX, _BLOCK = 8, 2048, 16
 

@@ -35,7 +35,7 @@ def gpu_model(tiny_model_dir: Any) -> Any:
 
 def decode_batch(groups: int, num_tokens: int, length: int) -> Any:
     """Row r decodes position length - 1 in its own two blocks."""
-    from genbatch.nif.batch import RaggedBatch
+    from genbatch.nif.runner import RaggedBatch
 
     table = torch.arange(2 * num_tokens, dtype=torch.int32).view(num_tokens, 2)
     position = torch.full((num_tokens,), length - 1)
@@ -123,8 +123,8 @@ def on(batch: Any, device: torch.device) -> Any:
 
 @pytest.mark.parametrize("share", [64, 512])
 def test_attention_in_bfloat16_equals_its_twin(share: int) -> None:
-    from genbatch.nif.kernels import reference
     from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
+    from tests.nif.kernels import reference
 
     generator = torch.Generator().manual_seed(0)
     cache_shape = (40, 8, 16, 128)
@@ -142,8 +142,7 @@ def test_attention_in_bfloat16_equals_its_twin(share: int) -> None:
 
 def draws_of(num_tokens: int, position: int) -> torch.Tensor:
     """Every second row draws, in all the ways there are."""
-    from genbatch.nif.sampling.draw_table import DrawTable
-    from genbatch.nif.sampling.sampling_params import SamplingParams
+    from genbatch.nif.sampling.draw import DrawTable, SamplingParams
 
     ways: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}]
     params = [
@@ -224,13 +223,13 @@ def test_h15_steps_that_are_held_up_are_not_written_over(gpu_model: Any, graphed
 @pytest.mark.parametrize("graphed", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_h15_a_run_whose_steps_overlap_draws_what_single_steps_draw(gpu_model: Any, family: str, graphed: bool) -> None:
-    from genbatch.nif.batch import Entry
     from genbatch.nif.context import Context
-    from genbatch.nif.context.overlapped_run import OverlappedRun
+    from genbatch.nif.context.runs import OverlappedRun
     from genbatch.nif.engine_options import GraphOptions
+    from genbatch.nif.runner import Entry
     from genbatch.nif.runners.triton_runner import TritonRunner
+    from genbatch.nif.sampling.draw import SamplingParams
     from genbatch.nif.sampling.sampler import SamplerState
-    from genbatch.nif.sampling.sampling_params import SamplingParams
 
     model = gpu_model(family)
     params = [SamplingParams(seed=seed, temperature=0.8 * (seed % 2), top_p=0.95) for seed in range(6)]

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from genbatch.nif.batch import Entry
 from genbatch.nif.context import Context
-from genbatch.nif.context.decode_run import DecodeRun
-from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.context.runs import DecodeRun, OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Entry
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from tests.nif.launching_runner import LaunchingTorchRunner
 
 TinyModel = Callable[[str], Model]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.models.model import load_model
 from genbatch.nif.pooling import CLS, LAST, MEAN, directory_pooling, gguf_pooling, plain_pooling
+from genbatch.nif.runner import Entry, Logits
 from tests.nif.embedders import build_embedder
 from tests.nif.models.test_gguf_oracle import make_file
 

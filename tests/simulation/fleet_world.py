@@ -17,14 +17,13 @@ import trio
 
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.fleet.fleet import FleetLimits
-from genbatch.actors.fleet.scaling import ScaleRule
+from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients.fleet.connection import ReplicaConnection
 from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions
-from genbatch.clients.fleet.replicas import Described
+from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import RPCTransport
 from genbatch.nif.models.model import Model
 from genbatch.proto.messages import GenerateRequest, Result

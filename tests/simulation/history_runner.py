@@ -9,9 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.largest import Largest
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import Largest, LayerGroup, RaggedBatch
 
 VOCAB = 320
 # Prompts that hold these tokens do harm: a row of NaN, a step that raises, a process that dies.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from genbatch.actors.batcher.requests import Output, OutputRules
 from genbatch.nif.models.model import Model
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from genbatch.proto.messages import Choice, GenerateRequest, Message, TokenLogprob
 from tests.simulation.history_runner import (
     BEGIN,

@@ -9,7 +9,7 @@ import trio
 
 from genbatch.actors.fleet import fleet as fleet_module
 from genbatch.actors.fleet.fleet import Fleet, Replica, ReplicaPhase
-from genbatch.actors.fleet.scaling import ScaleRule
+from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.nif.models.model import Model
 from tests.simulation.fleet_world import FleetWorld
 

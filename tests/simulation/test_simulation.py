@@ -10,7 +10,7 @@ import trio
 
 from genbatch.actors.engine.accepted_requests import AcceptedRequest, AcceptedRequests
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
-from genbatch.nif.context import decode_run
+from genbatch.nif.context import runs
 from genbatch.nif.models.model import Model
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.seeded_loop import run_seeded
@@ -107,12 +107,12 @@ def test_a_request_that_is_forgotten_when_its_engine_dies_is_noticed(
 def test_a_draw_that_depends_on_how_its_step_was_planned_is_noticed(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = decode_run.choose
+    choose = runs.choose
 
     def choose_elsewhere(logits: Any, largest: Any, states: Any, positions: Any) -> Any:
         return choose(logits, largest, states, [position + 1 for position in positions])
 
-    monkeypatch.setattr(decode_run, "choose", choose_elsewhere)
+    monkeypatch.setattr(runs, "choose", choose_elsewhere)
     assert fails(model)
 
 

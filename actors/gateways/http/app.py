@@ -1,14 +1,20 @@
 """make_app: the endpoints by their paths.
 
 Those that generate are in `generating.py`; those that tell about the service, and the page, are here.
+
+So are embeddings, and what is served as OpenAPI and as a page, made of the table that the routes are made of.
 """
 
+import html
+import inspect
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.applications import Starlette
@@ -16,13 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genbatch.actors.gateways.http.anthropic import CountFields, MessageFields, read_count, read_message
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
-from genbatch.actors.gateways.http.embedding import EmbeddingEndpoint, EmbeddingFields
 from genbatch.actors.gateways.http.front import Front
-from genbatch.actors.gateways.http.generating import Generating, Messages, Responses
+from genbatch.actors.gateways.http.generating import Generating, Messages, Responses, cancel_when_gone
 from genbatch.actors.gateways.http.openai_request import (
     ChatFields,
     CompletionFields,
@@ -30,13 +35,178 @@ from genbatch.actors.gateways.http.openai_request import (
     read_completion,
     read_messages,
 )
-from genbatch.actors.gateways.http.openapi import Endpoint, describe_api, docs_page
 from genbatch.actors.gateways.http.responses import ResponseFields
-from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
+from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
 from genbatch.actors.observing.metrics import render
+from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.security.security import Security
 from genbatch.proto.errors import EngineError, Forbidden, GenbatchError
-from genbatch.proto.messages import ModelCard, check_type
+from genbatch.proto.messages import Embeddings, ModelCard, check_type
+
+NO_EMBEDDINGS = (
+    "there are no embeddings: {} was trained to continue text, and its hidden states are no measure of what a text "
+    "means; use a model that was trained for embeddings"
+)
+
+
+class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /v1/embeddings takes. Ranges are those of EmbedRequest."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    priority: int | None = None
+    deadline_s: float | None = None
+
+
+# What goes to the service as it is.
+_PARAMETERS = ("input", "encoding_format", "dimensions", "priority", "deadline_s")
+
+
+class EmbeddingEndpoint:
+    """POST of texts, answered with a vector for each.
+
+    Args:
+        calls: who answers.
+        open_calls: where running calls are kept.
+    """
+
+    def __init__(self, calls: HTTPCalls, open_calls: OpenCalls) -> None:
+        self._calls = calls
+        self._open_calls = open_calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; a client that goes away cancels it."""
+        caller: HTTPCaller = scope["state"]["caller"]
+        fields: EmbeddingFields = check_type(decode_json(scope["state"]["body"]), EmbeddingFields)
+        card = await self._calls.model(fields.model)
+        if card.embedding_size is None:
+            raise Refusal(404, "no_embeddings", NO_EMBEDDINGS.format(card.id))
+        params = {name: value for name in _PARAMETERS if (value := getattr(fields, name)) is not None}
+        params["model"] = card.id
+        response: JSON | None = None
+        async with background() as nursery:
+            nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
+            with self._open_calls.open():
+                response = JSON(_body(await self._calls.embed(params, caller), card.id))
+        if response is not None:
+            await response(scope, receive, send)
+
+
+def _body(found: Embeddings, model: str) -> dict[str, Any]:
+    data = [
+        {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found.embeddings)
+    ]
+    num_tokens = found.usage.prompt_tokens
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+_SCHEMAS = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One path.
+
+    Args:
+        path: as Starlette writes it.
+        endpoint: what answers.
+        summary: what it is for, in a line.
+        body: the type of a POST's body; None is a GET.
+    """
+
+    path: str
+    endpoint: Any
+    summary: str
+    body: type | None = None
+
+    @property
+    def method(self) -> str:
+        """HTTP's."""
+        return "GET" if self.body is None else "POST"
+
+    @property
+    def shown(self) -> str:
+        """The path as OpenAPI writes it."""
+        return re.sub(r":\w+}", "}", self.path)
+
+
+def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """The OpenAPI document."""
+    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS)
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        told: dict[str, Any] = {
+            "summary": endpoint.summary,
+            "responses": {"200": {"description": "as the API that the path is of has it"}},
+        }
+        if endpoint.body is not None:
+            schema = {"$ref": _SCHEMAS.format(name=endpoint.body.__name__)}
+            told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            told["responses"]["400"] = {"description": "{error: {message, type, param, code}}: param is at fault"}
+        names = re.findall(r"{(\w+)}", endpoint.shown)
+        if names:
+            told["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
+        paths.setdefault(endpoint.shown, {})[endpoint.method.lower()] = told
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "genbatch", "version": "1", "description": "One language model, shared by many callers."},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"token": []}],
+    }
+
+
+def docs_page(endpoints: Sequence[Endpoint]) -> str:
+    """The same for people; nothing of it is loaded from elsewhere."""
+    parts = []
+    for endpoint in endpoints:
+        parts.append(f'<section class="card"><h2>{endpoint.method} {html.escape(endpoint.shown)}</h2>')
+        parts.append(f"<p>{html.escape(endpoint.summary)}</p>")
+        if endpoint.body is not None:
+            rows = "".join(
+                f"<tr><td><code>{field.name}</code></td><td><code>{html.escape(_type_name(field.type))}</code></td>"
+                f"<td>{'required' if field.required else ''}</td></tr>"
+                for field in msgspec.structs.fields(endpoint.body)
+            )
+            parts.append(f"<details><summary>{_first_line(endpoint.body)}</summary><table>{rows}</table></details>")
+        parts.append("</section>")
+    return _PAGE.replace("{{sections}}", "".join(parts))
+
+
+def _type_name(wanted: Any) -> str:
+    return (wanted.__name__ if isinstance(wanted, type) else str(wanted)).replace("typing.", "").rpartition("http.")[2]
+
+
+def _first_line(body: type) -> str:
+    return html.escape((inspect.getdoc(body) or "").partition("\n")[0])
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+  <meta charset="utf-8">
+  <meta name="viewport" content="width=device-width, initial-scale=1">
+  <meta name="color-scheme" content="light dark">
+  <title>genbatch API</title>
+  <link rel="icon" href="favicon.svg" type="image/svg+xml">
+  <link rel="stylesheet" href="playground.css">
+  <link rel="stylesheet" href="chat.css">
+</head>
+<body>
+  <header class="top"><img src="favicon.svg" alt="" width="28" height="28"><h1>genbatch API</h1>
+    <nav aria-label="Pages"><a href="/">chat</a> <a href="/openapi.json">openapi.json</a></nav></header>
+  <main class="chat docs">{{sections}}</main>
+</body>
+</html>
+"""
+
 
 # Nothing is loaded from elsewhere, nothing is inline, nobody frames it: text of a model that got out of its element
 # would still not run.

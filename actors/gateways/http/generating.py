@@ -1,10 +1,14 @@
 """Generating: the ASGI application behind the two endpoints that generate.
 
 A client that goes away is noticed while its request waits and while it runs, streamed or not, and cancels it.
+
+FillIn makes one text of a prompt and its suffix, for models made for filling in. Such models were trained with marks
+around what is in front of a gap and behind it; each mark is one token of theirs, by which it is found out whether a
+model has them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,14 +17,72 @@ from starlette.types import Receive, Scope, Send
 
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
 from genbatch.actors.gateways.http.bodies import JSON, decode_json, renamed
-from genbatch.actors.gateways.http.fill_in import FillIn
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest, read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response
 from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls, OpenCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
-from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
+from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Result, Token
+
+CountTokens = Callable[[str, str], Awaitable[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class GapFormat:
+    """How a family of models writes a gap: each of `marks` with the one of `parts` that follows it."""
+
+    marks: tuple[str, ...]
+    parts: tuple[str, ...]
+
+    def write(self, prefix: str, suffix: str) -> str:
+        """The prompt."""
+        texts = {"prefix": prefix, "suffix": suffix, "gap": ""}
+        return "".join(mark + texts[part] for mark, part in zip(self.marks, self.parts, strict=True))
+
+
+FORMATS = (
+    # Qwen Coder, CodeGemma, Granite from 3.3 on.
+    GapFormat(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("prefix", "suffix", "gap")),
+    # StarCoder, Granite before.
+    GapFormat(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), ("prefix", "suffix", "gap")),
+    # DeepSeek Coder.
+    GapFormat(("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), ("prefix", "suffix", "gap")),  # noqa: RUF001
+    # Codestral.
+    GapFormat(("[SUFFIX]", "[PREFIX]"), ("suffix", "prefix")),
+)
+
+
+class FillIn:
+    """Knows the marks of each model that somebody has asked it about.
+
+    Args:
+        count_tokens: how many tokens of a model a text is.
+    """
+
+    def __init__(self, count_tokens: CountTokens) -> None:
+        self._count_tokens = count_tokens
+        self._known: dict[str, GapFormat | None] = {}  # by the model's id
+
+    async def prompt(self, model: str, prefix: str, suffix: str) -> str:
+        """What `model` goes on with to fill the gap between `prefix` and `suffix`.
+
+        Raises:
+            InvalidRequest: the model was not made for it.
+        """
+        if model not in self._known:
+            self._known[model] = await self._look(model)
+        format = self._known[model]
+        if format is None:
+            raise InvalidRequest("suffix", "this model can only continue text: it has no marks for filling in")
+        return format.write(prefix, suffix)
+
+    async def _look(self, model: str) -> GapFormat | None:
+        for known in FORMATS:
+            if all([await self._count_tokens(model, mark) == 1 for mark in known.marks]):
+                return known
+        return None
+
 
 # Tokens of one stream that may wait. A reader that is so far behind is not reading.
 MAX_WAITING = 4096

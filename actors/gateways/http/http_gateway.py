@@ -19,13 +19,13 @@ from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
+from genbatch.actors.gateways.addresses import HTTPAddress
 from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.app import make_app, make_metrics_app
-from genbatch.actors.gateways.http.http_address import HTTPAddress
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.runtime.supervisor import background
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, check_bind
 
 logger = logging.getLogger(__name__)

@@ -103,6 +103,6 @@ def test_at_every_moment_of_closing_each_caller_is_answered(
 
 
 def _regex(text: str) -> str:
-    from genbatch.nif.sampling.grammar_compiler import convert
+    from genbatch.nif.sampling.grammar import convert
 
     return convert("regex", text)

@@ -14,10 +14,9 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.clients.interface import TokenStream
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context import Context
-from genbatch.nif.largest import Largest
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Largest, RaggedBatch
 from genbatch.proto.messages import GenerateRequest, Token
 
 TinyModel = Callable[[str], Model]

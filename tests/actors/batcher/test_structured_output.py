@@ -21,7 +21,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import Model
-from genbatch.nif.sampling.grammar_constraint import GrammarConstraint
+from genbatch.nif.sampling.grammar import GrammarConstraint
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token
 
@@ -312,17 +312,17 @@ async def test_one_client_s_grammars_do_not_hold_up_another_s(
 ) -> None:
     import threading
 
-    from genbatch.nif.sampling import grammar_compiler
+    from genbatch.nif.sampling import grammar
 
     order: list[str] = []
-    queued, compile_ = threading.Event(), grammar_compiler.GrammarCompiler.compile
+    queued, compile_ = threading.Event(), grammar.GrammarCompiler.compile
 
     def noted(self: Any, kind: str, text: str, *rest: Any) -> Any:
         order.append(text)
         assert queued.wait(60)
         return compile_(self, kind, text, *rest)
 
-    monkeypatch.setattr(grammar_compiler.GrammarCompiler, "compile", noted)
+    monkeypatch.setattr(grammar.GrammarCompiler, "compile", noted)
     async with batcher(tiny_model("llama"), max_client_open=100.0) as bench:
 
         async def ask(client: str, text: str) -> None:
@@ -340,7 +340,7 @@ async def test_one_client_s_grammars_do_not_hold_up_another_s(
 
 @pytest.mark.trio
 async def test_without_the_extra_the_error_names_it(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("genbatch.nif.sampling.grammar_")]:
+    for name in [name for name in sys.modules if name.startswith("genbatch.nif.sampling.grammar")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
     async with batcher(tiny_model("llama")) as bench:

@@ -17,7 +17,7 @@ from genbatch.actors.engine.child_process import (
 )
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, PauseOrder, SchedulerError
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.fleet.routing import RouterError
-from genbatch.actors.fleet.scaling import FleetLoad, ScaleRule, wanted_replicas
+from genbatch.actors.fleet.routing import FleetLoad, RouterError, ScaleRule, wanted_replicas
 
 RULE = ScaleRule(min_replicas=0, max_replicas=10, tokens_per_replica=1000)
 

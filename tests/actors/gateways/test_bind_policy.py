@@ -3,7 +3,7 @@
 import pytest
 
 from genbatch.actors.gateways.addresses import host_and_port
-from genbatch.actors.security.errors import AddressError, InsecureBind
+from genbatch.actors.security.key_files import AddressError, InsecureBind
 from genbatch.actors.security.security import check_bind, is_loopback
 
 OTHERS_CAN_REACH = ["0.0.0.0", "*", "", "[::]", "::", "192.0.2.1", "10.0.0.1", "eth0", "example.org"]

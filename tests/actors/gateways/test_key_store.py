@@ -8,7 +8,7 @@ import zmq
 import zmq.auth
 
 from genbatch.actors.security.curve_keys import ClientKeys, KeyStore, ServerKeys, Tenant, read_public_key
-from genbatch.actors.security.errors import KeyFileError
+from genbatch.actors.security.key_files import KeyFileError
 
 
 @pytest.fixture

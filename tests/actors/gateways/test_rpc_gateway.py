@@ -18,7 +18,7 @@ from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.session import CallHost, OpenCall, Outbox, RPCSession
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import Registry
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.rpc import StreamOptions

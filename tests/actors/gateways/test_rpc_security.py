@@ -16,8 +16,7 @@ from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.actors.security.curve_keys import KeyStore
-from genbatch.actors.security.errors import InsecureBind, KeyFileError
-from genbatch.actors.security.key_files import client_context, server_context
+from genbatch.actors.security.key_files import InsecureBind, KeyFileError, client_context, server_context
 from genbatch.actors.security.security import open_security
 from genbatch.clients.remote import RPCClient
 from genbatch.proto.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable

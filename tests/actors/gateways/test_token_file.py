@@ -7,8 +7,7 @@ import pytest
 
 from genbatch.actors.security import key_files
 from genbatch.actors.security.curve_keys import KeyStore
-from genbatch.actors.security.errors import KeyFileError
-from genbatch.actors.security.key_files import TokenFile, bearer_token, hash_token, new_token
+from genbatch.actors.security.key_files import KeyFileError, TokenFile, bearer_token, hash_token, new_token
 
 
 def test_a_token_gives_its_name_and_every_other_text_gives_none(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from genbatch.actors.gateways.addresses import prepare_socket_file
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")

@@ -21,7 +21,7 @@ from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime import zeromq_socket
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES, REQUEST_LIMITS
 from tests.actors.gateways.scripted_batcher import Held, Served, served
 

@@ -15,7 +15,7 @@ from genbatch.actors.runtime import zeromq_socket
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.zeromq_socket import open_socket
 from genbatch.actors.security.curve_keys import ClientKeys, KeyPair, KeyStore
-from genbatch.actors.security.errors import InsecureBind
+from genbatch.actors.security.key_files import InsecureBind
 from genbatch.actors.security.security import Security
 from tests.actors.gateways.guarded import (
     Guarded,

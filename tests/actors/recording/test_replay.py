@@ -23,10 +23,10 @@ from genbatch.actors.recording.replay import Report, replay
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import GenerateRequest, Message, Token

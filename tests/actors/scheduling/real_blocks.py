@@ -10,7 +10,7 @@ from genbatch.actors.scheduling.plan import StepLimits
 from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, normalize_output
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup
 
 NUM_SLOTS = 64
 

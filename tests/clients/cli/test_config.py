@@ -13,8 +13,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
-from genbatch.clients.cli.option_fields import LIMITS, SECTIONS, Option, markdown_table, options
-from genbatch.clients.cli.option_flags import ServiceFlags
+from genbatch.clients.cli.option_flags import LIMITS, SECTIONS, Option, ServiceFlags, markdown_table, options
 from genbatch.clients.cli.settings import read_settings
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler import SchedulerError
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.start_checks import check_start
 from genbatch.clients import SyncRPCClient, SyncZeroMQClient
@@ -203,7 +203,7 @@ def test_without_a_service_it_is_said_how_to_start_one(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr("genbatch.clients.cli.top._is_terminal", lambda: True)
+    monkeypatch.setattr("genbatch.clients.cli.stats._is_terminal", lambda: True)
     result = CliRunner().invoke(app, [name])
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())

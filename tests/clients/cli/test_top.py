@@ -15,10 +15,9 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate, GetStats
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
-from genbatch.clients.cli import top
+from genbatch.clients.cli import stats as stats_commands
 from genbatch.clients.cli.main import app
-from genbatch.clients.cli.stats import stats_table
-from genbatch.clients.cli.top import TopHistory, top_screen
+from genbatch.clients.cli.stats import TopHistory, stats_table, top_screen
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
@@ -188,8 +187,8 @@ async def test_while_the_engine_is_down_the_screen_keeps_what_it_had(stats: dict
             return next(answers)
 
     history = TopHistory()
-    assert not await top._look(Service(), history)  # type: ignore[arg-type]  # it has no more of a client
-    assert await top._look(Service(), history) == "the engine is down"  # type: ignore[arg-type]
+    assert not await stats_commands._look(Service(), history)  # type: ignore[arg-type]  # it has no more of a client
+    assert await stats_commands._look(Service(), history) == "the engine is down"  # type: ignore[arg-type]
     assert history.stats == stats
 
 
@@ -201,7 +200,7 @@ async def test_of_several_models_one_is_watched_and_the_others_are_named(stats: 
 
     for asked, watched, other in (("", "a", "b"), ("b", "b", "a")):
         history = TopHistory()
-        assert not await top._look(Service(), history, asked)  # type: ignore[arg-type]
+        assert not await stats_commands._look(Service(), history, asked)  # type: ignore[arg-type]
         screen = drawn(history, 80, 24)
         assert f" {watched} · " in screen[0] and f"--model shows another: {other}" in screen[-1]
-    assert await top._look(Service(), TopHistory(), "c") == "no model c is served; there are a, b"  # type: ignore[arg-type]
+    assert await stats_commands._look(Service(), TopHistory(), "c") == "no model c is served; there are a, b"  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genbatch import open_batcher
-from genbatch.clients.fleet.connection import ReplicaConnection
+from genbatch.clients.fleet.replicas import ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, Token, TokenizeRequest

@@ -9,11 +9,10 @@ import torch
 import trio
 
 from genbatch import open_batcher
-from genbatch.actors.fleet.scaling import ScaleRule
+from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients.fleet.connection import ReplicaConnection
 from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions
-from genbatch.clients.fleet.replicas import Described
+from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from tests.waiting import ENGINE_PATIENCE_S, a_moment
 

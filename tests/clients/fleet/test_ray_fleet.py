@@ -12,13 +12,12 @@ import trio
 
 from genbatch import ZeroMQClient, open_batcher
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.fleet.scaling import ScaleRule
+from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients import remote
-from genbatch.clients.fleet.connection import ReplicaConnection
 from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions, open_fleet
 from genbatch.clients.fleet.ray_replicas import FOLDER, NAMESPACE, OBJECT_STORE, RayReplicas, ReplicaOptions, own_folder
-from genbatch.clients.fleet.replicas import Described
+from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import EngineLost, Unavailable

@@ -11,8 +11,13 @@ import numpy as np
 
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.clients.gpt_manager.manager import GptManager
-from genbatch.clients.gpt_manager.params import BuildConfig, KvCacheConfig, TrtGptModelOptionalParams, TrtGptModelType
-from genbatch.clients.gpt_manager.requests import InferenceRequest
+from genbatch.clients.gpt_manager.requests import (
+    BuildConfig,
+    InferenceRequest,
+    KvCacheConfig,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
 
 # Only a hanging manager reaches it.
 PATIENCE_S = 300.0

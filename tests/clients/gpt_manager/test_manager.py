@@ -14,8 +14,7 @@ from genbatch.actors.batcher.paced import PacedBatcher
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerError, SchedulerPolicy
 from genbatch.clients.gpt_manager.manager import IDLE_POLL_S, GptManager
-from genbatch.clients.gpt_manager.params import BuildConfig, TrtGptModelType
-from genbatch.clients.gpt_manager.requests import InferenceRequest
+from genbatch.clients.gpt_manager.requests import BuildConfig, InferenceRequest, TrtGptModelType
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.errors import ModelError, OptionError

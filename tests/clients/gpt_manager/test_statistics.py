@@ -12,7 +12,7 @@ import torch
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
-from genbatch.clients.gpt_manager.params import KvCacheConfig, TrtGptModelOptionalParams
+from genbatch.clients.gpt_manager.requests import KvCacheConfig, TrtGptModelOptionalParams
 from genbatch.nif.models.model import Model
 from tests.clients.gpt_manager.batch_client import BatchClient, inference_request, manager
 

@@ -19,21 +19,14 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
 
-from genbatch.nif.kernels.attention_tiles import share_size
-from genbatch.nif.kernels.block_copy import copy_blocks
-from genbatch.nif.kernels.edit_logits import edit_logits
-from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile
-from genbatch.nif.kernels.logprob import gather_logprobs
-from genbatch.nif.kernels.next_tokens import next_tokens
-from genbatch.nif.kernels.packed_weight import pack
+from genbatch.nif.kernels.attend_keys import share_size
+from genbatch.nif.kernels.elementwise import add_rms_norm, copy_blocks, rope_and_write, silu_mul, write_kv
+from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile, pack
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
-from genbatch.nif.kernels.rms_norm import add_rms_norm
-from genbatch.nif.kernels.rope_cache import rope_and_write, write_kv
-from genbatch.nif.kernels.sample import draw_tokens
-from genbatch.nif.kernels.silu_mul import silu_mul
+from genbatch.nif.kernels.sample import draw_tokens, edit_logits, gather_logprobs, next_tokens
 from genbatch.nif.sampling.device_sampler import row_edits
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from tests.nif.kernels.offline_compiler import SHARED_MEMORY, Compiled, record
 
 VOCAB = 151936

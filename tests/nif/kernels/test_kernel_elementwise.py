@@ -4,11 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.kernels import logprob, next_tokens, reference
-from genbatch.nif.kernels.block_copy import copy_blocks
-from genbatch.nif.kernels.logprob import gather_logprobs
-from genbatch.nif.kernels.rms_norm import add_rms_norm
-from genbatch.nif.kernels.silu_mul import silu_mul
+from genbatch.nif.kernels import sample as kernels
+from genbatch.nif.kernels.elementwise import add_rms_norm, copy_blocks, silu_mul
+from genbatch.nif.kernels.sample import gather_logprobs
+from tests.nif.kernels import reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 dtypes = st.sampled_from([torch.float32, torch.float16])
@@ -70,7 +69,7 @@ def test_gathered_logprobs_equal_log_softmax(device, rows, vocab_size, num_token
 
 
 def test_logprobs_of_a_vocabulary_in_several_chunks(device, monkeypatch):
-    monkeypatch.setattr(logprob, "_CHUNK", 16)
+    monkeypatch.setattr(kernels, "_LOGPROB_CHUNK", 16)
     logits = random(2, 70, seed=3, device=device)
     logits[1, :40] = float("-inf")  # whole chunks without a finite value come first
     tokens = torch.tensor([[0, 69], [69, 39]], device=device)
@@ -84,12 +83,12 @@ def test_logprobs_of_a_vocabulary_in_several_chunks(device, monkeypatch):
 def test_rows_go_on_with_what_is_given_or_was_drawn(device, rows, unused):
     given, drawn = torch.tensor(rows, device=device).T.contiguous()
     drawn = torch.cat((drawn, torch.full((unused,), 77, device=device)))
-    tokens = next_tokens.next_tokens(given, drawn)
+    tokens = kernels.next_tokens(given, drawn)
     assert tokens.equal(reference.next_tokens(given, drawn))
     assert tokens.tolist() == [max(0, g if g >= 0 else d) for g, d in rows]
 
 
 def test_next_tokens_of_more_rows_than_a_program_covers(device, monkeypatch):
-    monkeypatch.setattr(next_tokens, "_CHUNK", 4)
+    monkeypatch.setattr(kernels, "_ROW_CHUNK", 4)
     given = torch.tensor([-1, 3] * 5, device=device)
-    assert next_tokens.next_tokens(given, torch.arange(10, device=device)).tolist() == [0, 3, 2, 3, 4, 3, 6, 3, 8, 3]
+    assert kernels.next_tokens(given, torch.arange(10, device=device)).tolist() == [0, 3, 2, 3, 4, 3, 6, 3, 8, 3]

@@ -7,9 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.kernels import reference
-from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile
-from genbatch.nif.kernels.packed_weight import GROUP, KINDS, from_groups, pack, unpack
+from genbatch.nif.kernels.linear import (
+    GROUP,
+    KINDS,
+    HeadShape,
+    Residual,
+    Rotation,
+    TileLinear,
+    from_groups,
+    linear_tile,
+    pack,
+    unpack,
+)
+from tests.nif.kernels import reference
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2}

@@ -8,9 +8,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.kernels import paged_attention as paged_attention_module
-from genbatch.nif.kernels import reference
-from genbatch.nif.kernels.attention_tiles import max_shares, share_size, tile_shape
+from genbatch.nif.kernels.attend_keys import max_shares, share_size, tile_shape
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
+from tests.nif.kernels import reference
 
 # Shrinking a failure under the interpreter takes minutes and hardly helps.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)

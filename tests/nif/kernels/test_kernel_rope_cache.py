@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.kernels import reference
-from genbatch.nif.kernels.rope_cache import rope_and_write, write_kv
+from genbatch.nif.kernels.elementwise import rope_and_write, write_kv
+from tests.nif.kernels import reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 

@@ -6,10 +6,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.kernels import sample as sample_kernel
-from genbatch.nif.kernels.edit_logits import edit_logits
+from genbatch.nif.kernels.sample import edit_logits
 from genbatch.nif.sampling import device_sampler, sampler
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 
 # Shrinking a failure under the interpreter takes minutes and hardly helps.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.models.model import Model
+from genbatch.nif.runner import LayerGroup, RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 _FULL = (LayerGroup((0,)),)

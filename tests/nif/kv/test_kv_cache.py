@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
 from genbatch.nif.kv import block_tables
-from genbatch.nif.kv.block_pool import BlockPool
+from genbatch.nif.kv.block_pool import BlockPool, prefix_key
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.prefix_cache import prefix_key
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup
 
 _FULL = LayerGroup((0,))
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup
 
 _NUM_SEQUENCES = 4
 _BLOCK_SIZE = 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.kv.prefix_cache import PrefixCache, prefix_key, root_hash
+from genbatch.nif.kv.block_pool import PrefixCache, prefix_key, root_hash
 
 
 def _filled(tokens: Sequence[int], key: bytes, block_size: int = 4) -> PrefixCache:

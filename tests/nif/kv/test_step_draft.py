@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Beginning, StepDraft
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup
 
 NUM_SEQUENCES = 5
 BLOCK_SIZE = 3

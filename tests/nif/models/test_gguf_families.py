@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, GgufWeights, gguf_config
-from genbatch.nif.native.rope_table import RopeTables
+from genbatch.nif.native.model_weights import RopeTables
 
 ARCH = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,

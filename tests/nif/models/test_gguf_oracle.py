@@ -13,7 +13,6 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
@@ -24,6 +23,7 @@ from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.weight_source import GROUP_KINDS
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.native.weights import STORED_KINDS
+from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from tests.lora_adapters import PeftOracle, make_adapter
 

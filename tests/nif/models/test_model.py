@@ -37,9 +37,9 @@ from transformers import (
 )
 
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.models import model
 from genbatch.nif.models.model import Model, describe_model, load_model
+from genbatch.nif.runner import LayerGroup
 from genbatch.nif.runners import attention
 from genbatch.nif.runners.attention import ATTENTION_NAME
 

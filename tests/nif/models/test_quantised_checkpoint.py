@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.runner import Entry, Logits
 from tests.nif.models.quantised_files import (
     FORMATS,
     NEW_TOKENS,

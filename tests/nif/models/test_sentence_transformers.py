@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.runner import Entry, Logits
 from tests.nif.embedders import EMBEDDERS, build_embedder
 
 TEXTS = ["The capital of France is Paris.", "a", "Ein Block: é, 世界!", "blocks of a pool " * 3, "  a  "]

@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import Model, load_model
-from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.library import native_library
+from genbatch.nif.runner import RaggedBatch
 
 
 @pytest.fixture(scope="session")

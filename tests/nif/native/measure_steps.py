@@ -8,10 +8,9 @@ import time
 
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
-from genbatch.nif.runner import Runner
+from genbatch.nif.runner import RaggedBatch, Runner
 
 BLOCK_SIZE = 16
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "float32"}

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import torch
 
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.layer_group import LayerGroup
 from genbatch.nif.native import model_weights
 from genbatch.nif.native.build import build_library, native_flags
 from genbatch.nif.native.library import open_library
 from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.runner import LayerGroup, RaggedBatch
 
 FLAGS = (*native_flags(), "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 BLOCK_SIZE = 5  # neither a multiple of 16 nor even

@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
 from genbatch.nif.models.model import describe_model
-from genbatch.nif.models.model_layout import layer_groups, max_position
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.runner import RaggedBatch
 
 NAMES = [
     "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "starcoder2",

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.native import reference
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.library import ALL_POSITIONS, KV_BF16, KV_F32, KV_I8, Cache, native_library, open_library
+from tests.nif.native import reference
 
 LANES = 16
 FACTOR_BYTES = 12

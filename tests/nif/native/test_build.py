@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import Model
 from genbatch.nif.native import build, library
-from genbatch.nif.native.build import build_library, native_flags
-from genbatch.nif.native.errors import NativeUnavailable
+from genbatch.nif.native.build import NativeUnavailable, build_library, native_flags
 from genbatch.nif.native.model_weights import ModelWeights, check_supported
 from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.runner import RaggedBatch
 
 # Optimising takes most of a build; these builds are for their results.
 QUICK = "-O1"

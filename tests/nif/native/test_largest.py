@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.runner import NativeRunner, native_runner
+from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.sampling.sampler import SampleFault, greedy
 
 MODES = ("float32", "bfloat16", "int8")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.models.weight_source import StoredTensor
-from genbatch.nif.native import reference, weights
+from genbatch.nif.native import weights
 from genbatch.nif.native.library import (
     COLUMNS,
     WEIGHT_BF16,
@@ -19,6 +19,7 @@ from genbatch.nif.native.library import (
     native_library,
 )
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
+from tests.nif.native import reference
 
 KINDS = {"float32": WEIGHT_F32, "bfloat16": WEIGHT_BF16, "int8": WEIGHT_I8, "4-bit grid": WEIGHT_U4}
 GROUP = 64

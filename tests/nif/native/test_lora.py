@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
+from genbatch.nif.runner import Entry, Logits
 from tests.lora_adapters import ALL, PeftOracle, make_adapter
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from genbatch.nif.batch import Entry
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.runner import native_runner
+from genbatch.nif.runner import Entry
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 
 Models = Callable[..., Model]
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig
 
-from genbatch.nif.native.rope_table import RopeTables
+from genbatch.nif.native.model_weights import RopeTables
 
 
 def test_tables_grow_with_the_positions_and_not_before() -> None:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner, native_runner
+from genbatch.nif.runner import RaggedBatch
 
 NAMES = ["llama", "llama_odd", "mistral", "qwen2", "qwen3"]
 LENGTH = 150  # more than two chunks of 64 keys and several windows

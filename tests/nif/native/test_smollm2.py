@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.attention import ATTENTION_NAME
 
 PROMPTS = [

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from genbatch.nif.models.model import describe_model
 from genbatch.nif.models.weight_source import GROUP_KINDS, SafetensorsWeights, StoredTensor
-from genbatch.nif.native import reference
 from genbatch.nif.native.library import (
     COLUMNS,
     STORED,
@@ -28,6 +27,7 @@ from genbatch.nif.native.library import (
 )
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up
+from tests.nif.native import reference
 
 # Where a block has its float16 factors; any other byte may have any value.
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}

@@ -282,9 +282,9 @@ class FakeGpu:
         """A model of this configuration, all of its weights on the GPU and none of them anything."""
         from transformers import AutoModelForCausalLM
 
-        from genbatch.nif.layer_shape import LayerShape
+        from genbatch.nif.models.architectures import layer_groups
         from genbatch.nif.models.model import Model
-        from genbatch.nif.models.model_layout import layer_groups
+        from genbatch.nif.runner import LayerShape
         from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 
         register_attention()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from genbatch.nif.batch import Entry
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.context.tensor_parallel import follow
 from genbatch.nif.engine_options import EngineOptions, torchrun_rank
+from genbatch.nif.runner import Entry
 
 PROMPTS = ("The capital of France is", "Water is made of", "Once upon a time there was a small")
 NUM_TOKENS = 12

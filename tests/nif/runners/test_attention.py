@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.layer_group import LayerGroup
+from genbatch.nif.runner import LayerGroup, RaggedBatch
 from genbatch.nif.runners.attention import AttentionCall, LayerPool, TorchStep, paged_attention
 
 BLOCK_SIZE = 4

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import RaggedBatch
-from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
-from genbatch.nif.runners.decode_step import DecodeStep
+from genbatch.nif.runner import RaggedBatch
+from genbatch.nif.runners.launches import BatchUpload, DecodeStep, packed_size
 
 
 def batch_of(num_tokens: int, num_entries: int, num_groups: int, seed: int) -> RaggedBatch:

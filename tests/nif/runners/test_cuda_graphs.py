@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import RaggedBatch
 from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.runners.cuda_graphs import GraphCache, empty_step, graph_key, pad_decodes, pad_step
-from genbatch.nif.runners.decode_step import DecodeStep
+from genbatch.nif.runner import RaggedBatch
+from genbatch.nif.runners.launches import DecodeStep, GraphCache, empty_step, graph_key, pad_decodes, pad_step
 
 MAX_POSITION = 5000
 

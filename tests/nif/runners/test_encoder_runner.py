@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context.context import Context
 from genbatch.nif.models.model import load_model
+from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.encoder_runner import MAX_PADDING, MAX_TOKENS, SPARE_TOKENS, EncoderRunner, alike
 from tests.nif.embedders import build_embedder
 

@@ -8,21 +8,17 @@ import pytest
 import torch
 import triton
 
-from genbatch.nif.batch import Entry, RaggedBatch
-from genbatch.nif.batch_check import BatchLimits
 from genbatch.nif.context import Context
-from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError
-from genbatch.nif.runners import cuda_graphs
-from genbatch.nif.runners.batch_upload import BatchUpload, packed_size
-from genbatch.nif.runners.cuda_graphs import DecodeGraphs
-from genbatch.nif.runners.decode_step import DecodeStep
-from genbatch.nif.runners.launches import Launches
+from genbatch.nif.runner import BatchLimits, Entry, RaggedBatch
+from genbatch.nif.runners import launches
+from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, packed_size
 from genbatch.nif.runners.lean_llama import LeanStep
 from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from tests.nif.without_waiting import without_waiting
 
 pytestmark = pytest.mark.skipif(
@@ -66,7 +62,7 @@ class EagerStep:
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, GraphOptions], None]:
     """Gives a runner graphs that are replayed without a GPU; to be called once it has its pool."""
-    monkeypatch.setattr(cuda_graphs, "CapturedStep", EagerStep)
+    monkeypatch.setattr(launches, "CapturedStep", EagerStep)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
     def give(runner: TritonRunner, options: GraphOptions) -> None:

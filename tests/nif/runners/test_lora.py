@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError
 from genbatch.nif.models.lora import AdapterLimits, Adapters, read_lora
 from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.native.runner import native_runner
-from genbatch.nif.runner import Runner
+from genbatch.nif.runner import Entry, Logits, Runner
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.runners.triton_runner import TritonRunner
 from tests.lora_adapters import ALL, PeftOracle, make_adapter

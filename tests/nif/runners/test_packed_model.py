@@ -10,7 +10,7 @@ import torch
 import triton
 
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kernels.packed_weight import unpack
+from genbatch.nif.kernels.linear import unpack
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners.lean_llama import is_packed, pack_model
 from genbatch.nif.runners.triton_runner import TritonRunner

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from genbatch.nif.batch import Entry, Logits
 from genbatch.nif.context import Context
-from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
-from genbatch.nif.runners.side_stream import SideStream
+from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.runners.block_transfer import SideStream
 from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.nif.sampling.sampling_params import SamplingParams
 from tests.benchmarks.launch_model import Card, decode_step, predict
 from tests.nif.runners.fake_gpu import CUDA, FakeGpu, Race, WaitsForDevice
 

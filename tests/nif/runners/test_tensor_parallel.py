@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.batch import Entry, Logits, RaggedBatch
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.context.tensor_parallel import (
@@ -31,6 +30,7 @@ from genbatch.nif.context.tensor_parallel import (
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import NativeError, OptionError
 from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runner import Entry, Logits, RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 

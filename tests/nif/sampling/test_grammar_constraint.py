@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.models.model import Model
-from genbatch.nif.sampling.constraint import forbid
-from genbatch.nif.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler, GrammarError
-from genbatch.nif.sampling.grammar_constraint import FIRST_S, GrammarConstraint
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, sample
-from genbatch.nif.sampling.sampling_params import SamplingParams
+from genbatch.nif.sampling.draw import SamplingParams
+from genbatch.nif.sampling.grammar import FIRST_S, MAX_CACHED, GrammarCompiler, GrammarConstraint, GrammarError
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, sample
 
 END = 2
 HOSTILE = "(ab|c)*" * 9000  # seconds, if it were let
@@ -208,7 +206,7 @@ def test_logits_wider_than_the_tokenizer_are_never_chosen_beyond_it(compiler: Gr
 def test_the_checker_s_process_imports_neither_torch_nor_an_event_loop() -> None:
     import subprocess
 
-    program = "import sys, genbatch.nif.sampling.grammar_checker, genbatch.nif.sampling.grammar_compiler\n"
+    program = "import sys, genbatch.nif.sampling.grammar_checker, genbatch.nif.sampling.grammar\n"
     program += "print(sorted({'torch', 'trio', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []

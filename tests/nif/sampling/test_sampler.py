@@ -18,12 +18,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from genbatch.nif.largest import Largest
-from genbatch.nif.sampling.logprobs import token_logprobs
+from genbatch.nif.runner import Largest
+from genbatch.nif.sampling.draw import CHUNK, SamplingParams, _invert_whole, _pick, token_logprobs, uniform
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy, sample
-from genbatch.nif.sampling.sampling_params import SamplingParams
-from genbatch.nif.sampling.truncated_draw import CHUNK, _invert_whole, _pick
-from genbatch.nif.sampling.uniform_draw import uniform
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.validation import RequestLimits, validate_request
 

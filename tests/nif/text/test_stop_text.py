@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.text.stop_text import StopMatcher
+from genbatch.nif.text.detokenizer import StopMatcher
 
 ALPHABET = "ab😀"
 

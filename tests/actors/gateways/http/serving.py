@@ -8,8 +8,8 @@ from typing import Any
 import httpx2
 import trio
 
+from genbatch.actors.gateways.addresses import parse_http_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.http.http_address import parse_http_address
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.security.security import Security

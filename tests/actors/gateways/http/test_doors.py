@@ -12,7 +12,7 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.gateways.http import front, responses
 from genbatch.actors.gateways.http.anthropic import read_message
 from genbatch.actors.gateways.http.bodies import Refusal
-from genbatch.actors.gateways.http.fill_in import FORMATS, FillIn
+from genbatch.actors.gateways.http.generating import FORMATS, FillIn
 from genbatch.actors.gateways.http.responses import Conversations, read_items
 from genbatch.actors.runtime.actor import From
 from genbatch.proto.errors import InvalidRequest

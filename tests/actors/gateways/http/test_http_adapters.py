@@ -10,8 +10,8 @@ import pytest
 import torch
 import trio
 
+from genbatch.actors.gateways.addresses import parse_http_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.http.http_address import parse_http_address
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 from genbatch.actors.security.security import Security
 from genbatch.clients import open_batcher

@@ -16,13 +16,12 @@ import trio
 import trio.testing
 from starlette.applications import Starlette
 
+from genbatch.actors.gateways.addresses import check_http
 from genbatch.actors.gateways.http import front, generating, http_gateway, service_calls
 from genbatch.actors.gateways.http.front import Front
-from genbatch.actors.gateways.http.http_address import check_http
 from genbatch.actors.gateways.http.http_gateway import BoundedStream
 from genbatch.actors.security.curve_keys import KeyStore
-from genbatch.actors.security.errors import InsecureBind
-from genbatch.actors.security.key_files import TokenFile, server_context
+from genbatch.actors.security.key_files import InsecureBind, TokenFile, server_context
 from genbatch.actors.security.security import Security
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, EngineError, Forbidden, GenbatchError, Unavailable
@@ -555,7 +554,7 @@ async def test_counters_have_an_address_of_their_own_without_a_token(
 
 def test_a_missing_extra_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "genbatch.actors.gateways.http.http_address.find_spec", lambda name: None if name == "hypercorn" else name
+        "genbatch.actors.gateways.addresses.find_spec", lambda name: None if name == "hypercorn" else name
     )
     with pytest.raises(OptionError, match=r"hypercorn; run: .* -m pip install .*hypercorn"):
         check_http(":8000", Security())

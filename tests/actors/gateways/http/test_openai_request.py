@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genbatch.actors.gateways.addresses import HTTPAddress, parse_http_address
 from genbatch.actors.gateways.http.bodies import renamed
-from genbatch.actors.gateways.http.http_address import HTTPAddress, parse_http_address
 from genbatch.actors.gateways.http.openai_request import (
     MAX_PROMPTS,
     REFUSED,
@@ -15,7 +15,7 @@ from genbatch.actors.gateways.http.openai_request import (
     read_chat,
     read_completion,
 )
-from genbatch.actors.security.errors import AddressError
+from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.validation import RequestLimits, validate_request

@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and keys, and the writing of keys and values into the paged KV cache.
+"""What a layer does beside its products and its attention: RMSNorm, rotary embeddings with the write into the KV cache,
+the gated activation, and copies of whole KV blocks.
 
-The plain-torch twins are `reference.rope_and_write` and `reference.write_kv`.
-"""
+Each has its plain-torch twin in tests/nif/kernels/reference.py."""
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
@@ -9,6 +9,58 @@ The plain-torch twins are `reference.rope_and_write` and `reference.write_kv`.
 import torch
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    out_ptr,
+    residual_ptr,  # read and written
+    delta_ptr,
+    weight_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+):
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    columns = tl.arange(0, PAD)
+    mask = columns < WIDTH
+    residual = tl.load(residual_ptr + row + columns, mask=mask, other=0.0)
+    if HAS_DELTA:
+        # Summed in float32, then rounded: the sum that the next layer adds to is the one normalised here.
+        delta = tl.load(delta_ptr + row + columns, mask=mask, other=0.0)
+        residual = (residual.to(tl.float32) + delta.to(tl.float32)).to(residual.dtype)
+        tl.store(residual_ptr + row + columns, residual, mask=mask)
+    wide = residual.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    tl.store(out_ptr + row + columns, (wide * factor).to(residual.dtype) * weight, mask=mask)
+
+
+def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds `delta` to `residual` in place, and returns the sum's RMSNorm times `weight`.
+
+    Args:
+        residual: [T, width], contiguous, changed.
+        delta: [T, width], contiguous; None leaves the residual alone.
+        weight: [width].
+    """
+    rows, width = residual.shape
+    out = torch.empty_like(residual)
+    pad = triton.next_power_of_2(width)
+    _add_rms_norm_kernel[(rows,)](
+        out,
+        residual,
+        delta,
+        weight,
+        eps,
+        WIDTH=width,
+        PAD=pad,
+        HAS_DELTA=delta is not None,
+        num_warps=4 if pad <= 2048 else 8,
+    )
+    return out
 
 
 @triton.jit
@@ -226,4 +278,61 @@ def write_kv(
         KV_PAD=triton.next_power_of_2(num_kv_heads),
         HEAD_PAD=triton.next_power_of_2(head_size),
         num_warps=4,
+    )
+
+
+_SILU_CHUNK = 1024  # columns a program covers
+
+
+@triton.jit
+def _silu_mul_kernel(out_ptr, gate_up_ptr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """One program: one chunk of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    mask = columns < WIDTH
+    gate = tl.load(gate_up_ptr + row * 2 * WIDTH + columns, mask=mask, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + columns, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_ptr + row * WIDTH + columns, silu * up, mask=mask)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for `gate_up` [T, 2 * width], contiguous, gate first; returns [T, width]."""
+    rows, both = gate_up.shape
+    width = both // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    chunk = min(_SILU_CHUNK, triton.next_power_of_2(width))
+    _silu_mul_kernel[(rows, triton.cdiv(width, chunk))](out, gate_up, WIDTH=width, CHUNK=chunk, num_warps=4)
+    return out
+
+
+_COPY_CHUNK = 2048  # elements a program copies
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _copy_blocks_kernel(pool_ptr, pairs_ptr, num_blocks, block_elements, CHUNK: tl.constexpr):
+    """One program: one chunk of one pair's block."""
+    pair = tl.program_id(0)
+    source = tl.load(pairs_ptr + 2 * pair)
+    target = tl.load(pairs_ptr + 2 * pair + 1)
+    if (source < 0) | (source >= num_blocks) | (target < 0) | (target >= num_blocks):
+        return
+    offsets = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    mask = offsets < block_elements
+    content = tl.load(pool_ptr + source * block_elements + offsets, mask=mask)
+    tl.store(pool_ptr + target * block_elements + offsets, content, mask=mask)
+
+
+def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies blocks within the pool.
+
+    Args:
+        pool: [num_blocks, ...], contiguous.
+        pairs: [N, 2] int64 (source, target); no target is another pair's source or target, as the copies race.
+    """
+    num_blocks = pool.shape[0]
+    elements = pool[0].numel()
+    _copy_blocks_kernel[(pairs.shape[0], triton.cdiv(elements, _COPY_CHUNK))](
+        pool, pairs, num_blocks, elements, CHUNK=_COPY_CHUNK, num_warps=4
     )
