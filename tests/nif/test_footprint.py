@@ -1,4 +1,4 @@
-"""What a pool and its steps take is what was predicted, measured in a process whose memory nobody else's work changes.
+"""What a pool and its steps take is no more than was predicted, nor much less: measured in a process of its own.
 
 Run as a program, it prints the bytes that the worst steps took beside the KV pool, and those predicted.
 """
@@ -48,7 +48,7 @@ def _check(model: str, runner: str, n_batch: int) -> None:
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     measured, predicted = (int(number) for number in output.split()[-2:])
     assert measured > 16 << 20, "there is something to measure"
-    assert abs(predicted - measured) <= 0.25 * measured, f"predicted {predicted}, took {measured}"
+    assert measured <= predicted <= 1.5 * measured, f"predicted {predicted}, took {measured}"
 
 
 def _measure(model: str, runner: str, n_batch: int) -> tuple[int, int]:
