@@ -14,7 +14,7 @@ SUSPECTS = (
 POISON = ("actors/engine/test_accepted_requests.py::test_poison_is_refused_for_a_while_and_nothing_else_is",)
 NAN_ROW = (
     "nif/sampling/test_sampler.py::test_a_row_without_usable_logits_fails_alone",
-    "actors/batcher/test_batcher.py::test_a_row_of_nan_fails_its_request_alone",
+    "actors/batcher/test_answers.py::test_a_row_of_nan_fails_its_request_alone",
 )
 
 DRAFTS = "actors/batcher/test_drafting.py::test_drafts_right_and_wrong_take_fewer_steps_and_give_the_same_bits"
@@ -176,7 +176,7 @@ ENGINE_GUARDS = (
         "        if len(batch) > 1:\n            return _halves(batch)\n",
         "",
         (
-            "actors/batcher/test_batcher.py::test_a_step_that_fails_for_one_request_fails_that_request_alone",
+            "actors/batcher/test_answers.py::test_a_step_that_fails_for_one_request_fails_that_request_alone",
             "actors/batcher/test_step_faults.py::test_when_nobodys_step_succeeds_the_engine_is_started_anew",
         ),
         "the wrong request is blamed",
@@ -221,7 +221,7 @@ ENGINE_GUARDS = (
         "actors/batcher/stepper.py",
         "            except Exception as error:  # the caller's own function",
         "            except KeyError as error:  # the caller's own function",
-        ("actors/batcher/test_batcher.py::test_an_on_token_that_raises_ends_its_own_request_only",),
+        ("actors/batcher/test_answers.py::test_an_on_token_that_raises_ends_its_own_request_only",),
         "a bug of one caller stops the Batcher",
     ),
     Mutation(

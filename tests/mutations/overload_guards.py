@@ -5,7 +5,7 @@ from tests.mutations.mutation import Mutation
 ADMISSION, INTAKE, BATCHER = "actors/batcher/options.py", "actors/batcher/intake.py", "actors/batcher/batcher.py"
 ARRIVALS = "actors/batcher/arrivals.py"
 OPEN_REQUESTS, CAPACITY = "actors/batcher/open_requests.py", "actors/scheduling/scheduler.py"
-BAD_REQUESTS = ("actors/batcher/test_batcher.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
+BAD_REQUESTS = ("actors/batcher/test_answers.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
 
 OVERLOAD_GUARDS = (
     Mutation(

@@ -17,7 +17,7 @@ from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import DeadlineExceeded, EngineError, InvalidRequest, PromptTooLong, QueueFull
 from genbatch.proto.messages import EmbedRequest, GenerateRequest, Token
-from tests.actors.batcher.test_batcher import Bench, batcher, prompt_of
+from tests.actors.batcher.bench import Bench, batcher, prompt_of
 from tests.nif.embedders import EMBEDDERS, ENCODERS, EmbeddingOracle
 from tests.oracle import Oracle
 

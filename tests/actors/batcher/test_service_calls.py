@@ -27,7 +27,7 @@ from genbatch.proto.messages import (
     TokenIds,
     TokenizeRequest,
 )
-from tests.actors.batcher.test_batcher import Bench, batcher
+from tests.actors.batcher.bench import Bench, batcher
 
 TinyModel = Callable[[str], Model]
 pytestmark = pytest.mark.trio

@@ -1,0 +1,88 @@
+"""A Batcher over a real (tiny) model, for tests that look inside it."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+import trio
+
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.runtime.actor import ActorRef, start
+from genbatch.nif.context import Context
+from genbatch.nif.models.model import Model
+from genbatch.nif.runner import Runner
+from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.proto.messages import GenerateRequest, Result, Token
+
+TinyModel = Callable[[str], Model]
+OracleOf = Callable[[str], Any]
+
+
+class Bench:
+    """A running Batcher and what tests look at inside it."""
+
+    def __init__(self, actor: Batcher, ref: ActorRef) -> None:
+        self.actor = actor
+        self.ref = ref
+
+    async def generate(self, on_token: Callable[[Token], None] | None = None, **params: Any) -> Result:
+        request = GenerateRequest(**{"max_tokens": 8, **params})
+        result = await self.ref.call(Generate(request, on_token), timeout=None)
+        assert isinstance(result, Result)
+        return result
+
+    def assert_idle(self) -> None:
+        """Every slot and every block is back, but for prompts held on purpose."""
+        actor = self.actor
+        assert actor.slots.seq_pool == set(range(actor.options.n_parallel))
+        assert (actor.slots.sequences, actor.slots.pending, list(actor.requests)) == ({}, [], [])
+        actor.ctx.kv.check_integrity()
+        for held in list(actor.held):
+            actor.ctx.seq_rm(actor.held.drop(held))
+        assert actor.ctx.kv.counts().used == 0
+
+
+@asynccontextmanager
+async def batcher(
+    model: Model, *, n_ctx: int = 512, new_runner: Callable[[Model], Runner] = TorchRunner, **options: Any
+) -> AsyncIterator[Bench]:
+    chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, **options})
+
+    def open_context() -> Context:
+        return Context(
+            model,
+            new_runner(model),
+            n_ctx=n_ctx,
+            n_parallel=chosen.n_parallel,
+            n_held=chosen.max_held_prompts,
+            block_size=4,
+            n_batch=chosen.max_batch_tokens,
+        )
+
+    async with trio.open_nursery() as nursery:
+        actor = Batcher(open_context, chosen)
+        ref = await start(nursery, actor, name="batcher")
+        bench = Bench(actor, ref)
+        yield bench
+        bench.assert_idle()
+        await ref.stop()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 320, (length,), generator=generator).tolist()
+
+
+async def gather(bench: Bench, requests: list[dict[str, Any]]) -> list[Result]:
+    results: dict[int, Result] = {}
+
+    async def one(index: int, params: dict[str, Any]) -> None:
+        results[index] = await bench.generate(**params)
+
+    async with trio.open_nursery() as nursery:
+        for index, params in enumerate(requests):
+            nursery.start_soon(one, index, params)
+    return [results[index] for index in range(len(requests))]
