@@ -272,9 +272,15 @@ void *memory_allocate(int64_t bytes);
 void memory_free(void *, int64_t bytes);
 
 /* rows.c */
-void rms_norm(const float *x, const float *weight, float eps, int64_t size, float *out);
-void layer_norm(const float *x, const norm *, float eps, int64_t size, float *out);
-void norm_row(const model *, const norm *, const float *x, int64_t size, float *out); /* `out` may be `x` */
+typedef struct {
+    float mean, scale;
+} norm_factors;
+norm_factors norm_look(const model *, const float *x, int64_t size); /* what norms a row, from the whole of it */
+/* out[from .. to) of the row's norm; `out` may be `x`. Parts together are, to the bit, the whole. */
+void norm_part(const model *, const norm *, norm_factors, const float *x, int64_t from, int64_t to, float *out);
+void norm_row(const model *, const norm *, const float *x, int64_t size, float *out);
+/* The inputs [from, to), whole groups, of a row of `size` in the form that a linear multiplies. */
+void rows_put_part(int kind, const rows *, int64_t row, const float *x, int64_t size, int64_t from, int64_t to);
 void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size);
 /* A block's sums, [COLUMNS], to at most `count` activations. With gates, COLUMNS / 2 gates and as many ups become half
  * as many products. */

@@ -7,7 +7,7 @@
 
 #define MAX_GROUP 256 /* inputs; also what keeps 128 x 127 x group below 2^22, see INTEGER_ZERO */
 
-void rms_norm(const float *x, const float *weight, float eps, int64_t size, float *out)
+static float rms_scale(const float *x, float eps, int64_t size)
 {
     vf squares = {0};
     int64_t i = 0;
@@ -17,12 +17,10 @@ void rms_norm(const float *x, const float *weight, float eps, int64_t size, floa
     }
     float sum = vf_sum(squares);
     for (; i < size; i++) sum += x[i] * x[i];
-    float scale = 1.0f / sqrtf(sum / (float)size + eps);
-    for (i = 0; i + VL <= size; i += VL) vf_store(out + i, vf_load(x + i) * scale * vf_load(weight + i));
-    for (; i < size; i++) out[i] = x[i] * scale * weight[i];
+    return 1.0f / sqrtf(sum / (float)size + eps);
 }
 
-void layer_norm(const float *x, const norm *n, float eps, int64_t size, float *out)
+static norm_factors layer_factors(const float *x, float eps, int64_t size)
 {
     vf sums = {0}, squares = {0};
     int64_t i = 0;
@@ -36,16 +34,29 @@ void layer_norm(const float *x, const norm *n, float eps, int64_t size, float *o
     }
     float square = vf_sum(squares);
     for (; i < size; i++) square += (x[i] - mean) * (x[i] - mean);
-    const float scale = 1.0f / sqrtf(square / (float)size + eps);
-    for (i = 0; i < size; i++) out[i] = (x[i] - mean) * scale * n->weight[i] + (n->bias ? n->bias[i] : 0.0f);
+    return (norm_factors){mean, 1.0f / sqrtf(square / (float)size + eps)};
+}
+
+norm_factors norm_look(const model *m, const float *x, int64_t size)
+{
+    if (m->norm_kind == NORM_RMS) return (norm_factors){0, rms_scale(x, m->norm_eps, size)};
+    return layer_factors(x, m->norm_eps, size);
+}
+
+void norm_part(const model *m, const norm *n, norm_factors f, const float *x, int64_t from, int64_t to, float *out)
+{
+    int64_t i = from;
+    if (m->norm_kind == NORM_RMS) {
+        for (; i + VL <= to; i += VL) vf_store(out + i, vf_load(x + i) * f.scale * vf_load(n->weight + i));
+        for (; i < to; i++) out[i] = x[i] * f.scale * n->weight[i];
+    } else {
+        for (; i < to; i++) out[i] = (x[i] - f.mean) * f.scale * n->weight[i] + (n->bias ? n->bias[i] : 0.0f);
+    }
 }
 
 void norm_row(const model *m, const norm *n, const float *x, int64_t size, float *out)
 {
-    if (m->norm_kind == NORM_RMS)
-        rms_norm(x, n->weight, m->norm_eps, size, out);
-    else
-        layer_norm(x, n, m->norm_eps, size, out);
+    norm_part(m, n, norm_look(m, x, size), x, 0, size, out);
 }
 
 /* Rounds up to 8 significant bits, so that no group's largest value exceeds 127 steps. */
@@ -60,7 +71,7 @@ static float coarse_above(float x)
 
 /* Writes the integers of one group to `out` and returns what multiplies them. The group is scaled by its own
  * largest magnitude, so that an outlier costs precision to its group alone. */
-static group_factors put_group(const float *x, int64_t group, int8_t *out)
+ALWAYS_INLINE group_factors put_group(const float *x, const int64_t group, int8_t *out)
 {
     vf largest = {0};
     for (int64_t i = 0; i < group; i += VL) largest = vf_max(largest, vf_abs(vf_load(x + i)));
@@ -71,29 +82,37 @@ static group_factors put_group(const float *x, int64_t group, int8_t *out)
     for (int64_t i = 0; i < group; i += VL) {
         vi q = vi_round(vf_load(x + i) * inverse);
         sum += q;
-        *(vb_memory *)(out + i) = __builtin_convertvector(q, vb);
+        vb_store(out + i, q);
     }
     int32_t total = vi_sum(sum);
     return (group_factors){scale, -INTEGER_ZERO * scale, INTEGER_ZERO_BITS - 128 * total, scale * (float)total};
 }
 
-static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, int64_t size)
+ALWAYS_INLINE void put_groups(const rows *out, tile_place at, int64_t r, const float *x, int64_t size, int64_t from,
+                              int64_t to, const int64_t group)
 {
-    int64_t group = out->k / out->groups;
-    int8_t *data = (int8_t *)out->data + at.start * out->k + 4 * r;
-    group_factors *factors = (group_factors *)out->factors + at.start * out->groups + r;
-    for (int64_t g = 0; g < out->groups; g++, factors += at.size) {
+    int8_t *data = (int8_t *)out->data + at.start * out->k + 4 * r + from * at.size;
+    group_factors *factors = (group_factors *)out->factors + at.start * out->groups + r + from / group * at.size;
+    for (int64_t g = from; g < to; g += group, factors += at.size) {
         float part[MAX_GROUP];
         int8_t integers[MAX_GROUP];
-        const float *p = x + g * group;
-        int64_t count = size - g * group;
-        if (count < group) { /* what pads the last input counts as zeros */
+        const float *p = x + g;
+        if (size - g < group) { /* what pads the last input counts as zeros */
             memset(part, 0, (size_t)group * sizeof(float));
-            if (count > 0) memcpy(part, p, (size_t)count * sizeof(float));
+            if (size > g) memcpy(part, p, (size_t)(size - g) * sizeof(float));
             p = part;
         }
         *factors = put_group(p, group, integers);
         for (int64_t i = 0; i < group; i += 4, data += 4 * at.size) memcpy(data, integers + i, 4);
+    }
+}
+
+static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, int64_t size, int64_t from, int64_t to)
+{
+    switch (out->k / out->groups) { /* code of its own for the sizes that blocks of a file have */
+    case 16: put_groups(out, at, r, x, size, from, to, 16); break;
+    case 32: put_groups(out, at, r, x, size, from, to, 32); break;
+    default: put_groups(out, at, r, x, size, from, to, out->k / out->groups);
     }
 }
 
@@ -107,7 +126,7 @@ static float power_of_two(int exponent)
 }
 
 /* Writes the integers of one group, of 16 or 32, to `out` [DIGITS][group] and returns what multiplies them. */
-static digit_factors put_digit_group(const float *x, int64_t group, int8_t *out)
+ALWAYS_INLINE digit_factors put_digit_group(const float *x, const int64_t group, int8_t *out)
 {
     vi largest = {0};
     for (int64_t i = 0; i < group; i += VL) largest = vi_max(largest, (vi)vf_abs(vf_load(x + i)));
@@ -146,44 +165,59 @@ static digit_factors put_digit_group(const float *x, int64_t group, int8_t *out)
     return f;
 }
 
-static void put_digits(const rows *out, tile_place at, int64_t r, const float *x)
+ALWAYS_INLINE void put_digit_groups(const rows *out, tile_place at, int64_t r, const float *x, int64_t from, int64_t to,
+                                    const int64_t group)
 {
-    const int64_t group = out->k / out->groups;
-    int8_t *data = (int8_t *)out->data + DIGITS * at.start * out->k + 4 * r;
-    digit_factors *factors = (digit_factors *)out->factors + at.start * out->groups + r;
-    for (int64_t g = 0; g < out->groups; g++, factors += at.size) {
+    int8_t *data = (int8_t *)out->data + DIGITS * (at.start * out->k + from * at.size) + 4 * r;
+    digit_factors *factors = (digit_factors *)out->factors + at.start * out->groups + r + from / group * at.size;
+    for (int64_t g = from; g < to; g += group, factors += at.size) {
         int8_t digits[DIGITS * 32];
-        *factors = put_digit_group(x + g * group, group, digits);
+        *factors = put_digit_group(x + g, group, digits);
         for (int64_t i = 0; i < group; i += 4)
             for (int d = 0; d < DIGITS; d++, data += 4 * at.size) memcpy(data, digits + d * group + i, 4);
     }
 }
 
-static void put_f32(const rows *out, tile_place at, int64_t r, const float *x, int64_t size)
+/* Whole groups: blocks of a file hold 32 inputs. */
+static void put_digits(const rows *out, tile_place at, int64_t r, const float *x, int64_t from, int64_t to)
 {
-    float *data = (float *)out->data + at.start * out->k + r;
-    if (at.size == 1)
-        memcpy(data, x, (size_t)size * sizeof(float));
+    if (out->k / out->groups == 16)
+        put_digit_groups(out, at, r, x, from, to, 16);
     else
-        for (int64_t i = 0; i < size; i++, data += at.size) *data = x[i];
+        put_digit_groups(out, at, r, x, from, to, 32);
 }
 
-static void put_bf16(const rows *out, tile_place at, int64_t r, const float *x, int64_t size)
+static void put_f32(const rows *out, tile_place at, int64_t r, const float *x, int64_t from, int64_t to)
 {
-    uint16_t *data = (uint16_t *)out->data + at.start * out->k + 2 * r;
-    for (int64_t i = 0; i < size; i += 2, data += 2 * at.size) {
+    float *data = (float *)out->data + at.start * out->k + r + from * at.size;
+    if (at.size == 1)
+        memcpy(data, x + from, (size_t)(to - from) * sizeof(float));
+    else
+        for (int64_t i = from; i < to; i++, data += at.size) *data = x[i];
+}
+
+static void put_bf16(const rows *out, tile_place at, int64_t r, const float *x, int64_t from, int64_t to)
+{
+    uint16_t *data = (uint16_t *)out->data + at.start * out->k + 2 * r + from * at.size;
+    for (int64_t i = from; i < to; i += 2, data += 2 * at.size) {
         data[0] = bf16_from_float(x[i]);
-        data[1] = i + 1 < size ? bf16_from_float(x[i + 1]) : 0;
+        data[1] = i + 1 < to ? bf16_from_float(x[i + 1]) : 0;
     }
+}
+
+void rows_put_part(int kind, const rows *out, int64_t row, const float *x, int64_t size, int64_t from, int64_t to)
+{
+    const tile_place at = tile_with(out->count, row);
+    const int64_t r = row - at.start;
+    if (kind == WEIGHT_F32) put_f32(out, at, r, x, from, smaller(size, to));
+    if (kind == WEIGHT_BF16) put_bf16(out, at, r, x, from, smaller(size, to));
+    if (kind == WEIGHT_I8) put_int8(out, at, r, x, size, from, to);
+    if (kind == WEIGHT_I24) put_digits(out, at, r, x, from, to);
 }
 
 void rows_put(int kind, const rows *out, int64_t row, const float *x, int64_t size)
 {
-    tile_place at = tile_with(out->count, row);
-    if (kind == WEIGHT_F32) put_f32(out, at, row - at.start, x, size);
-    if (kind == WEIGHT_BF16) put_bf16(out, at, row - at.start, x, size);
-    if (kind == WEIGHT_I8) put_int8(out, at, row - at.start, x, size);
-    if (kind == WEIGHT_I24) put_digits(out, at, row - at.start, x); /* whole groups: blocks of a file hold 32 inputs */
+    rows_put_part(kind, out, row, x, size, 0, out->k);
 }
 
 /* What each kind of MLP makes of its sums */

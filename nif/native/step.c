@@ -91,21 +91,54 @@ static float *row_of_thread(const worker *w)
 
 static const norm no_norm = {NULL, NULL};
 
-/* operand[i] = norm(x[index[i]]) in the form that `l` multiplies; `index` may be NULL. */
-static void prepare_phase(worker *w, const linear *l, const float *x, int64_t size, const int64_t *index,
-                          int64_t count, const norm *n)
+/* What a linear's rows are made of: row i is norm(x[index[i]]), without a norm x[index[i]]; `index` may be NULL. */
+typedef struct {
+    const float *x;
+    int64_t size;
+    const int64_t *index;
+    const norm *norm;
+    float *kept; /* [rows, size]: the rows as floats are kept here, too; or NULL */
+} source;
+
+/* Rows of one tile lie a few bytes apart, so threads that each write some of them would take the lines of memory from one
+ * another all the time. A unit is therefore a tile and a segment of the inputs: so many segments that every thread has as
+ * much to do. Each looks at the whole row for the norm's factors, which is cheap beside what it writes. */
+static int64_t segments_for(const worker *w, int64_t tiles, const linear *l, int64_t *length)
 {
-    engine *e = w->engine;
-    rows operand = operand_for(e, l, count);
-    float *normed = row_of_thread(w);
-    int64_t from, to;
-    while (claim(w, count, grain_of(w, count), &from, &to)) {
-        for (int64_t i = from; i < to; i++) {
-            const float *row = x + (index ? index[i] : i) * size;
-            if (w->place >= 0) normed = e->work.adapted + i * size;
-            if (n->weight) norm_row(e->model, n, row, size, normed);
-            rows_put(linear_operand(l), &operand, i, n->weight ? normed : row, size);
-        }
+    const int64_t threads = pool_size(w->engine->pool), whole = l->group * ((64 + l->group - 1) / l->group);
+    int64_t segments = 1;
+    while (tiles * segments % threads && tiles < 8 * threads) segments++;
+    *length = padded((l->k + segments - 1) / segments, whole);
+    return (l->k + *length - 1) / *length;
+}
+
+/* The rows [first, first + count) of the operand, their inputs [from, to). */
+static void prepare_part(worker *w, const linear *l, const rows *operand, const source *s, int64_t first, int64_t count,
+                         int64_t from, int64_t to)
+{
+    const model *m = w->engine->model;
+    const int64_t end = smaller(to, s->size);
+    for (int64_t i = first; i < first + count; i++) {
+        const float *row = s->x + (s->index ? s->index[i] : i) * s->size;
+        float *own = s->kept ? s->kept + i * s->size : row_of_thread(w);
+        if (s->norm->weight)
+            norm_part(m, s->norm, norm_look(m, row, s->size), row, from, end, own);
+        else if (s->kept && from < end)
+            memcpy(own + from, row + from, sizeof(float) * (size_t)(end - from));
+        rows_put_part(linear_operand(l), operand, i, s->norm->weight ? own : row, s->size, from, to);
+    }
+}
+
+/* The rows in the form that `l` multiplies. */
+static void prepare_phase(worker *w, const linear *l, int64_t count, const source *s)
+{
+    const rows operand = operand_for(w->engine, l, count);
+    const int64_t tiles = tiles_for(count);
+    int64_t length, segments = segments_for(w, tiles, l, &length), from, to;
+    while (claim(w, tiles * segments, 1, &from, &to)) {
+        const tile_place at = tile_at(count, from / segments);
+        const int64_t start = from % segments * length;
+        prepare_part(w, l, &operand, s, at.start, at.size, start, smaller(start + length, l->k));
     }
     phase_end(w);
 }
@@ -118,9 +151,10 @@ static void layer_phase(worker *w, const layer *layer, enum lora_place place, co
     const lora_step *lora = &e->work.lora;
     const int64_t at = (layer - e->model->layers) * LORA_PLACES + place;
     w->place = w->rows && lora_adapts(lora, w->rows, at) ? at : -1;
-    prepare_phase(w, l, x, size, index, count, n);
+    float *kept = w->place >= 0 && n->weight ? e->work.adapted : NULL;
+    prepare_phase(w, l, count, &(source){x, size, index, n, kept});
     if (w->place < 0) return;
-    const lora_input input = n->weight ? (lora_input){e->work.adapted, NULL, size} : (lora_input){x, index, size};
+    const lora_input input = kept ? (lora_input){kept, NULL, size} : (lora_input){x, index, size};
     int64_t from, to, units = lora_units(lora, w->rows, at);
     while (claim(w, units, grain_of(w, units), &from, &to))
         for (int64_t unit = from; unit < to; unit++) lora_shrink(lora, w->rows, at, unit, &input);
@@ -384,18 +418,8 @@ static void route_phases(worker *w, const layer *l, const float *x, int64_t coun
     engine *e = w->engine;
     const experts *all = l->experts;
     choice *c = &e->work.choice;
-    int64_t from, to, hidden = e->model->hidden;
-    rows operand = operand_for(e, &all->router, count);
-    while (claim(w, count, grain_of(w, count), &from, &to))
-        for (int64_t i = from; i < to; i++) {
-            float *normed = e->work.normed + i * hidden;
-            if (l->mlp_norm.weight)
-                norm_row(e->model, &l->mlp_norm, x + i * hidden, hidden, normed);
-            else
-                memcpy(normed, x + i * hidden, sizeof(float) * (size_t)hidden);
-            rows_put(linear_operand(&all->router), &operand, i, normed, hidden);
-        }
-    phase_end(w);
+    int64_t from, to;
+    prepare_phase(w, &all->router, count, &(source){x, e->model->hidden, NULL, &l->mlp_norm, e->work.normed});
     linear_phase(w, &all->router, count, STORE, c->scores, all->count);
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t i = from; i < to; i++) experts_choose(all, c, i);
@@ -405,20 +429,19 @@ static void route_phases(worker *w, const layer *l, const float *x, int64_t coun
 }
 
 /* The operand of each expert's `gate_up` or `down`; row i is x[tokens[i]], or x[i] where `tokens` is NULL. */
-static void expert_prepare_phase(worker *w, const experts *all, const linear *linears, const float *x, int64_t size,
-                                 const int32_t *tokens)
+static void expert_prepare_phase(worker *w, const linear *linears, const float *x, int64_t size, const int32_t *tokens)
 {
     engine *e = w->engine;
     const choice *c = &e->work.choice;
-    int64_t from, to, count = c->starts[all->count];
-    while (claim(w, count, grain_of(w, count), &from, &to)) {
-        int32_t expert = 0;
-        for (int64_t i = from; i < to; i++) {
-            while (c->starts[expert + 1] <= i) expert++;
-            const linear *l = &linears[expert];
-            const int64_t start = c->starts[expert];
-            rows operand = expert_operand(e, l, start, c->starts[expert + 1] - start);
-            rows_put(linear_operand(l), &operand, i - start, x + (tokens ? tokens[i] : i) * size, size);
+    int64_t length, segments = segments_for(w, c->num_panels, linears, &length), from, to;
+    while (claim(w, c->num_panels * segments, 1, &from, &to)) {
+        const expert_panel *p = &c->panels[from / segments];
+        const linear *l = &linears[p->expert];
+        const rows operand = expert_operand(e, l, p->start, p->count);
+        const int64_t start = from % segments * length, end = smaller(start + length, l->k);
+        for (int64_t i = p->first; i < p->first + p->size; i++) {
+            const float *row = x + (tokens ? tokens[p->start + i] : p->start + i) * size;
+            rows_put_part(linear_operand(l), &operand, i, row, size, start, end);
         }
     }
     phase_end(w);
@@ -484,9 +507,9 @@ static void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
     const model *m = e->model;
     if (l->experts) {
         route_phases(w, l, x, count);
-        expert_prepare_phase(w, l->experts, l->experts->gate_up, e->work.normed, m->hidden, e->work.choice.tokens);
+        expert_prepare_phase(w, l->experts->gate_up, e->work.normed, m->hidden, e->work.choice.tokens);
         expert_linear_phase(w, l->experts->gate_up, ACTIVATE, e->work.activated, l->intermediate);
-        expert_prepare_phase(w, l->experts, l->experts->down, e->work.activated, l->intermediate, NULL);
+        expert_prepare_phase(w, l->experts->down, e->work.activated, l->intermediate, NULL);
         expert_linear_phase(w, l->experts->down, STORE, e->work.expert_out, m->hidden);
         expert_join_phase(w, l, x, count);
         return;
@@ -534,7 +557,7 @@ static void run(void *argument, int thread)
         mlp_phases(&w, l, x, count);
         if (m->parallel) join_phase(&w, &l->attention_post, x, count);
     }
-    prepare_phase(&w, &m->head, x, m->hidden, NULL, count, &m->final_norm);
+    prepare_phase(&w, &m->head, count, &(source){x, m->hidden, NULL, &m->final_norm, NULL});
     head_phase(&w, &m->head, count);
 }
 
