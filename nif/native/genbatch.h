@@ -223,8 +223,10 @@ typedef void (*pool_function)(void *argument, int thread);
 pool *pool_create(int num_threads);
 void pool_destroy(pool *);
 int pool_size(const pool *);
+/* Runs it as thread 0, and in the others that come before it has ended there; returns when all have left. */
 void pool_run(pool *, pool_function, void *argument);
-void pool_barrier(pool *);
+void pool_barrier(pool *); /* of all threads, those included that have yet to come */
+void pool_wait(int *spins); /* once round a loop that waits; *spins starts at 0 */
 
 /* gemm_*.c: sums[count][COLUMNS] = rows[first .. first + count) x one weight block; whole tiles */
 void gemm_f32_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);

@@ -1,7 +1,10 @@
-/* One forward pass: every thread runs the whole of it and meets the others at a barrier after each phase.
+/* One forward pass: every thread runs the whole of it, phase by phase.
  *
- * Inside a phase threads claim units of work from a counter, so a thread that lost its core for a while
- * holds up one unit and not a fixed share. Which thread computes a unit does not change its result. */
+ * Inside a phase threads claim units of work from a counter, and a phase is over when all its units are done, whoever did
+ * them. So a thread that lost its core, or has yet to wake, holds up the unit that it has claimed, if any, and not a fixed
+ * share; when it comes back it finds nothing left in the phases that it missed. Which thread computes a unit does not change
+ * its result. How many units a phase has must be the same for a thread that comes late: it follows from the step and the model
+ * alone, and where it does not (experts) all threads meet before and after it changes. */
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -35,6 +38,11 @@ typedef struct {
     lora_rows lora_tokens, lora_kept; /* the step's rows, and those that go on after the last attention */
 } workspace;
 
+/* Claims of units: how many were asked for, how many are done. */
+typedef struct {
+    atomic_int claimed, done;
+} phase;
+
 typedef struct engine {
     pool *pool;
     const model *model;
@@ -44,7 +52,7 @@ typedef struct engine {
     int num_families[MAX_GROUPS];
     void *memory; /* holds `work` and the families */
     int64_t capacity; /* bytes */
-    atomic_int *claims; /* a counter per phase */
+    phase *phases;
     const step *step;
 } engine;
 
@@ -52,22 +60,29 @@ typedef struct {
     engine *engine;
     int thread;
     int phase;
+    bool claimed; /* whether it has units of this phase, to be done before the next claim */
+    int claims; /* how many the phase has in all, known when none are left */
     const lora_rows *rows; /* those of x; NULL without adapters */
     int64_t place; /* of the linear under way, where a row has an adapter there; else -1 */
 } worker;
 
-static void phase_end(worker *w)
-{
-    w->phase++;
-    pool_barrier(w->engine->pool);
-}
-
-/* Claims [*from, *to) of `count` units; false when none are left. */
+/* Claims [*from, *to) of `count` units; false when none are left. What was claimed before is done. */
 static bool claim(worker *w, int64_t count, int64_t grain, int64_t *from, int64_t *to)
 {
-    *from = atomic_fetch_add_explicit(&w->engine->claims[w->phase], 1, memory_order_relaxed) * grain;
+    phase *p = &w->engine->phases[w->phase];
+    if (w->claimed) atomic_fetch_add_explicit(&p->done, 1, memory_order_release);
+    *from = atomic_fetch_add_explicit(&p->claimed, 1, memory_order_relaxed) * grain;
     *to = smaller(*from + grain, count);
-    return *from < count;
+    w->claimed = *from < count;
+    w->claims = (int)((count + grain - 1) / grain);
+    return w->claimed;
+}
+
+/* Waits for what others have claimed. */
+static void phase_end(worker *w)
+{
+    phase *p = &w->engine->phases[w->phase++];
+    for (int spins = 0; atomic_load_explicit(&p->done, memory_order_acquire) < w->claims;) pool_wait(&spins);
 }
 
 /* About 8 claims a thread: fine enough to balance, coarse enough that weights stream in long runs. */
@@ -392,10 +407,9 @@ static void head_phase(worker *w, const linear *l, int64_t count)
 {
     engine *e = w->engine;
     const step *s = e->step;
-    lane_maxima *all = e->work.maxima, *own = s->best ? all + w->thread * count : NULL;
-    if (own) largest_clear(own, count);
-    linear_units(w, l, count, &(target){STORE, s->logits, e->model->vocab_size, own});
-    if (!own || w->thread > 0) return;
+    lane_maxima *all = s->best ? e->work.maxima : NULL;
+    linear_units(w, l, count, &(target){STORE, s->logits, e->model->vocab_size, all ? all + w->thread * count : NULL});
+    if (!all || w->thread > 0) return;
     for (int64_t i = 0; i < count; i++) {
         s->best[i] = (largest){-INFINITY, INT32_MAX};
         for (int thread = 0; thread < pool_size(e->pool); thread++) largest_join(all + thread * count + i, &s->best[i]);
@@ -424,8 +438,9 @@ static void route_phases(worker *w, const layer *l, const float *x, int64_t coun
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t i = from; i < to; i++) experts_choose(all, c, i);
     phase_end(w);
+    pool_barrier(e->pool); /* nobody is left among the last layer's panels */
     if (w->thread == 0) experts_group(all, c, count, PANEL_TILES);
-    phase_end(w);
+    pool_barrier(e->pool);
 }
 
 /* The operand of each expert's `gate_up` or `down`; row i is x[tokens[i]], or x[i] where `tokens` is NULL. */
@@ -528,7 +543,7 @@ static void run(void *argument, int thread)
     const model *m = e->model;
     const step *s = e->step;
     workspace *work = &e->work;
-    worker w = {e, thread, 0, s->num_adapters ? &work->lora_tokens : NULL, -1};
+    worker w = {.engine = e, .thread = thread, .rows = s->num_adapters ? &work->lora_tokens : NULL, .place = -1};
     int64_t width = (int64_t)m->num_heads * m->head_dim;
     int64_t pitch = width + 2 * (int64_t)m->num_kv_heads * m->head_dim;
     float *x = work->x;
@@ -690,7 +705,7 @@ void engine_destroy(engine *e)
 {
     if (e->pool) pool_destroy(e->pool);
     memory_free(e->memory, e->capacity);
-    free(e->claims);
+    free(e->phases);
     free(e);
 }
 
@@ -702,8 +717,8 @@ engine *engine_create(const model *m, const cache *caches, int num_threads)
     e->pool = pool_create(num_threads);
     e->model = m;
     e->caches = caches;
-    e->claims = calloc((size_t)(m->num_layers * PHASES_PER_LAYER + PHASES_AROUND), sizeof(atomic_int));
-    if (e->pool && e->claims) return e;
+    e->phases = calloc((size_t)(m->num_layers * PHASES_PER_LAYER + PHASES_AROUND), sizeof(phase));
+    if (e->pool && e->phases) return e;
     engine_destroy(e);
     return NULL;
 }
@@ -716,7 +731,8 @@ int engine_step(engine *e, const step *s, int64_t *where)
     if (!reserve(e)) return STEP_NO_MEMORY;
     find_families(e);
     find_adapters(e);
-    memset(e->claims, 0, sizeof(atomic_int) * (size_t)(e->model->num_layers * PHASES_PER_LAYER + PHASES_AROUND));
+    if (s->best) largest_clear(e->work.maxima, pool_size(e->pool) * s->num_logit_rows); /* a thread may not come at all */
+    memset(e->phases, 0, sizeof(phase) * (size_t)(e->model->num_layers * PHASES_PER_LAYER + PHASES_AROUND));
     pool_run(e->pool, run, e);
     return STEP_OK;
 }

@@ -1,7 +1,8 @@
-/* A pool whose threads run one function together and meet at barriers inside it.
+/* A pool whose threads run one function together.
  *
- * OpenMP is not used: torch brings its own libgomp, whose idle threads spin, and a step needs some
- * ten barriers a layer, which must cost a fraction of a microsecond. The caller is thread 0. */
+ * OpenMP is not used: torch brings its own libgomp, whose idle threads spin, and a step has some ten phases a layer, each
+ * of which must cost a fraction of a microsecond. The caller is thread 0. It waits for nobody who has not come: a thread
+ * that the system is late to wake joins while the run goes on, or leaves it out. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -13,6 +14,10 @@
  * imbalance between two healthy threads and far shorter than a scheduler's time slice. */
 #define SPINS 1000
 
+/* Who is in a run: its number, whether it is over for newcomers, how many workers are inside. */
+#define RUN ((uint64_t)1 << 32)
+#define OVER ((uint64_t)1 << 31)
+
 struct pool {
     int num_threads;
     pthread_t *threads;
@@ -22,6 +27,7 @@ struct pool {
     bool closing; /* under mutex */
     pool_function function;
     void *argument;
+    _Alignas(64) _Atomic uint64_t present;
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_uint generation;
 };
@@ -40,6 +46,14 @@ static inline void relax(void)
 #endif
 }
 
+void pool_wait(int *spins)
+{
+    if ((*spins)++ < SPINS)
+        relax();
+    else
+        sched_yield();
+}
+
 void pool_barrier(pool *p)
 {
     unsigned generation = atomic_load_explicit(&p->generation, memory_order_relaxed);
@@ -48,12 +62,19 @@ void pool_barrier(pool *p)
         atomic_store_explicit(&p->generation, generation + 1, memory_order_release);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&p->generation, memory_order_acquire) == generation; spins++) {
-        if (spins < SPINS)
-            relax();
-        else
-            sched_yield();
-    }
+    for (int spins = 0; atomic_load_explicit(&p->generation, memory_order_acquire) == generation;) pool_wait(&spins);
+}
+
+/* Joins the run that is open, once; false where that is over. `last` is the run that the thread was in before. */
+static bool join(pool *p, uint64_t *last)
+{
+    uint64_t present = atomic_load_explicit(&p->present, memory_order_acquire);
+    do {
+        if (present & OVER || present / RUN == *last) return false;
+    } while (!atomic_compare_exchange_weak_explicit(&p->present, &present, present + 1, memory_order_acq_rel,
+                                                    memory_order_acquire));
+    *last = present / RUN;
+    return true;
 }
 
 static void *thread_main(void *argument)
@@ -61,7 +82,7 @@ static void *thread_main(void *argument)
     start_argument start = *(start_argument *)argument;
     pool *p = start.pool;
     free(argument);
-    uint64_t seen = 0;
+    uint64_t seen = 0, last = 0;
     for (;;) {
         pthread_mutex_lock(&p->mutex);
         while (p->runs == seen && !p->closing) pthread_cond_wait(&p->wake, &p->mutex);
@@ -69,8 +90,9 @@ static void *thread_main(void *argument)
         bool closing = p->closing;
         pthread_mutex_unlock(&p->mutex);
         if (closing) return NULL;
+        if (!join(p, &last)) continue;
         p->function(p->argument, start.thread);
-        pool_barrier(p);
+        atomic_fetch_sub_explicit(&p->present, 1, memory_order_release);
     }
 }
 
@@ -78,7 +100,7 @@ pool *pool_create(int num_threads)
 {
     pool *p = aligned_alloc(64, (sizeof(pool) + 63) / 64 * 64);
     if (!p) return NULL;
-    *p = (pool){.num_threads = num_threads};
+    *p = (pool){.num_threads = num_threads, .present = OVER};
     p->threads = calloc((size_t)num_threads, sizeof(pthread_t));
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
@@ -115,8 +137,11 @@ void pool_run(pool *p, pool_function function, void *argument)
     p->argument = argument;
     pthread_mutex_lock(&p->mutex);
     p->runs++;
+    atomic_store_explicit(&p->present, p->runs * RUN, memory_order_release);
     pthread_cond_broadcast(&p->wake);
     pthread_mutex_unlock(&p->mutex);
     function(argument, 0);
-    pool_barrier(p);
+    const uint64_t over = p->runs * RUN + OVER;
+    atomic_fetch_or_explicit(&p->present, OVER, memory_order_acq_rel);
+    for (int spins = 0; atomic_load_explicit(&p->present, memory_order_acquire) != over;) pool_wait(&spins);
 }
