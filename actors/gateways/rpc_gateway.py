@@ -12,7 +12,7 @@ message is a `hello` request with one, and nothing else is read before it.
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -67,7 +67,6 @@ class RPCConnection:
         client: its name, for fairness and logs.
         authenticate: tells whose a token is; None lets everybody in who can reach the address.
         on_sense: called when the client has said who it is, or its first message where nobody asks.
-        turn: returns when it may end, its client being gone.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class RPCConnection:
         client: str,
         authenticate: Authenticate | None = None,
         on_sense: Callable[[], None] = lambda: None,
-        turn: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
     ) -> None:
         self.client = client
         self.last_heard = trio.current_time()
@@ -89,7 +87,6 @@ class RPCConnection:
         self._calls = host
         self._authenticate = authenticate
         self._on_sense = on_sense
-        self._turn = turn
         self._token = ""
         self._outbox = Outbox()
         self._mail = trio.Event()  # there is something in the outbox
@@ -112,7 +109,7 @@ class RPCConnection:
                     with trio.move_on_after(LINGER_S):
                         await self._part()
                 else:
-                    await self._turn()
+                    await self._calls.turn_to_end()
                 nursery.cancel_scope.cancel()
         finally:
             self._outbox.clear()
@@ -147,7 +144,7 @@ class RPCConnection:
             try:
                 await self._stream.send_eof()
                 while await self._stream.receive_some(MAX_FEED_BYTES):
-                    await self._turn()
+                    await self._calls.turn_to_end()
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
 
@@ -285,7 +282,6 @@ class RPCGateway:
         self._connections: set[RPCConnection] = set()
         self._names = count(1)
         self._limit = ConnectionLimit(max_connections())
-        self._ends = trio.Lock()
         self._calls: CallHost
 
     @property
@@ -347,7 +343,6 @@ class RPCGateway:
                         client=f"rpc:{next(self._names)}",
                         authenticate=authenticate,
                         on_sense=seat.settle,
-                        turn=self._turn_to_end,
                     )
                     await self._host(connection, seat)
         except Exception:  # our own bug ends one connection, not the gateway
@@ -364,11 +359,6 @@ class RPCGateway:
             await connection.run()
         finally:
             self._connections.discard(connection)
-
-    async def _turn_to_end(self) -> None:
-        """Lets one connection a turn of the event loop end: where a hundred hang up at once, tokens pass in between."""
-        async with self._ends:
-            await trio.lowlevel.checkpoint()
 
     async def _secured(self, stream: trio.SocketStream) -> trio.abc.Stream | None:
         """The stream, encrypted where that is asked for; None if the client does not do its part of it."""

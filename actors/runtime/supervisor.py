@@ -98,6 +98,14 @@ class ChildSpec:
     mailbox_size: int = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intensity:
+    """More than `max_restarts` within `max_seconds`, and a supervisor gives up."""
+
+    max_restarts: int = 3
+    max_seconds: float = 5.0
+
+
 class Supervisor:
     """Keeps its children running.
 
@@ -105,7 +113,7 @@ class Supervisor:
         children: in the order of starting; ids must differ.
         strategy: what restarts with a child: nothing (one_for_one), every child (one_for_all), or those after
             it (rest_for_one). Of these, temporary children are only stopped.
-        max_restarts: more restarts than this within `max_seconds` and the supervisor gives up.
+        intensity: how many restarts are too many.
         registry: where actors are found under their ids; a new one if None.
     """
 
@@ -114,8 +122,7 @@ class Supervisor:
         children: Iterable[ChildSpec],
         *,
         strategy: Strategy = "one_for_one",
-        max_restarts: int = 3,
-        max_seconds: float = 5.0,
+        intensity: Intensity = Intensity(),
         name: str = "supervisor",
         registry: Registry | None = None,
         telemetry: Telemetry | None = None,
@@ -123,8 +130,7 @@ class Supervisor:
         self._specs = list(children)
         assert len({spec.id for spec in self._specs}) == len(self._specs), "two children have one id"
         self._strategy: Strategy = strategy
-        self._max_restarts = max_restarts
-        self._max_seconds = max_seconds
+        self._intensity = intensity
         self._restarts: deque[float] = deque()  # times of those within max_seconds
         self.name = name
         self.registry = registry or Registry()
@@ -183,14 +189,14 @@ class Supervisor:
         return self._specs[self._specs.index(spec) :]
 
     def _count_restart(self, spec: ChildSpec, reason: Reason) -> None:
-        now = trio.current_time()
+        most, now = self._intensity, trio.current_time()
         self._restarts.append(now)
-        while self._restarts[0] < now - self._max_seconds:
+        while self._restarts[0] < now - most.max_seconds:
             self._restarts.popleft()
-        if len(self._restarts) > self._max_restarts:
+        if len(self._restarts) > most.max_restarts:
             self._emit("supervisor.gave_up", spec, reason=reason)
             cause = reason if isinstance(reason, BaseException) else None
-            raise RestartLimit(self.name, spec.id, self._max_restarts, self._max_seconds) from cause
+            raise RestartLimit(self.name, spec.id, most.max_restarts, most.max_seconds) from cause
         self._emit("supervisor.restart", spec, {"restarts": len(self._restarts)})
 
     async def _start(self, specs: Iterable[ChildSpec], nursery: trio.Nursery) -> None:

@@ -88,20 +88,9 @@ class Security:
 
 
 def open_security(
-    *,
-    keys: str | None = None,
-    tokens: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    http_insecure: bool = False,
-    allowed_hosts: Sequence[str] = (),
-    allowed_origins: Sequence[str] = (),
+    *, keys: str | None = None, tokens: str | None = None, tls_cert: str | None = None, tls_key: str | None = None
 ) -> Security:
-    """Reads what the options name; what was not given is not there.
-
-    Args:
-        keys, tokens, tls_cert, tls_key: paths.
-        http_insecure, allowed_hosts, allowed_origins: see Security.
+    """Reads the files that the options name; what was not given is not there.
 
     Raises:
         KeyFileError: a file is missing, faulty, or exposed to others.
@@ -112,7 +101,4 @@ def open_security(
         keys=ServerKeys(Path(keys)) if keys else None,
         tokens=TokenFile(Path(tokens)) if tokens else None,
         tls=server_context(Path(tls_cert), Path(tls_key)) if tls_cert and tls_key else None,
-        http_insecure=http_insecure,
-        allowed_hosts=tuple(allowed_hosts),
-        allowed_origins=tuple(allowed_origins),
     )

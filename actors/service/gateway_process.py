@@ -6,6 +6,7 @@ a connection's. Imports no torch.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -130,14 +131,11 @@ def check_listeners(options: ServiceOptions) -> Security:
         KeyFileError: a file is missing, faulty or exposed.
         OptionError: an extra is missing.
     """
-    security = open_security(
-        keys=options.keys,
-        tokens=options.tokens,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
+    security = replace(
+        open_security(keys=options.keys, tokens=options.tokens, tls_cert=options.tls_cert, tls_key=options.tls_key),
         http_insecure=options.http_insecure,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
+        allowed_hosts=tuple(options.allowed_hosts),
+        allowed_origins=tuple(options.allowed_origins),
     )
     if options.bind is not None:
         check_address(options.bind, lacking=security.lacking_for_zeromq)

@@ -44,7 +44,7 @@ from genbatch.actors.engine.child_process import (
     to_error,
 )
 from genbatch.actors.runtime.errors import StartFailed
-from genbatch.actors.runtime.supervisor import ChildSpec, Restart, Supervisor, Task, background
+from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import BY_MODEL
@@ -392,8 +392,7 @@ async def kept_running(
     """Runs one child under a supervisor of its own: while it starts, which may take long, others can be restarted."""
     supervisor = Supervisor(
         [ChildSpec(name, start, restart=restart, shutdown=SHUTDOWN_S)],
-        max_restarts=options.max_restarts,
-        max_seconds=options.restart_window_s,
+        intensity=Intensity(max_restarts=options.max_restarts, max_seconds=options.restart_window_s),
         name=name,
         telemetry=telemetry,
     )

@@ -43,6 +43,8 @@ from genbatch.clients.cli.command import UsageError, run_command, with_flag_grou
 from genbatch.clients.cli.connection import ConnectionFlags, LoadingBars, import_engine, open_client
 from genbatch.clients.cli.option_flags import ModelFlags
 
+DEFAULT_PARALLEL = 32
+
 _LOAD = "Load"
 _TRAFFIC = "Traffic"
 _MEASURES = "Measures"
@@ -70,6 +72,15 @@ def _listed(values: tuple[float, ...]) -> str:
 class LoadFlags:
     """What is asked of the service."""
 
+    workload: Annotated[
+        Workload,
+        typer.Option(
+            "--workload",
+            "-w",
+            help="w2: chat; w3: chat after a shared system prompt; w4: chat arriving at random; w5: fixed batches; "
+            "w6: a long prompt amid answers.",
+        ),
+    ]
     num_prompts: Annotated[
         int | None,
         typer.Option(min=1, help=f"Requests of w2, w3 and w4; {CHAT_REQUESTS} if not given.", rich_help_panel=_LOAD),
@@ -168,9 +179,12 @@ class TrafficFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureFlags:
-    """What is measured beside the latencies."""
+class ReportFlags:
+    """What is told of it."""
 
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write all figures there, as JSON.")
+    ] = None
     goodput: Annotated[
         list[str] | None,
         typer.Option(
@@ -178,6 +192,30 @@ class MeasureFlags:
             help="Count requests that keep to it, such as ttft:500, tpot:50 or e2el:9000; may be given again.",
             rich_help_panel=_MEASURES,
         ),
+    ] = None
+
+    def checked(self) -> Goodput:
+        """What a request must keep to in order to be counted.
+
+        Raises:
+            UsageError: it cannot be read, or `out` could not be written.
+        """
+        try:
+            goodput = Goodput.parse(self.goodput or ())
+        except GoodputError as error:
+            raise UsageError(str(error)) from error
+        if self.out is not None and not self.out.absolute().parent.is_dir():
+            raise UsageError(f"out: there is no folder {self.out.absolute().parent}")
+        return goodput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateFlags:
+    """What only a model in this process is asked for."""
+
+    n_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Sequences that a private service decodes at once; {DEFAULT_PARALLEL} if not given."),
     ] = None
     floor: Annotated[
         bool,
@@ -212,18 +250,18 @@ class MeasureFlags:
         return {name: True for name, value in wanted.items() if value}
 
 
-def case_options(workload: Workload, load: LoadFlags, traffic: TrafficFlags, measures: MeasureFlags) -> CaseOptions:
+def case_options(load: LoadFlags, traffic: TrafficFlags, private: PrivateFlags) -> CaseOptions:
     """What sets the workload's cases apart.
 
     Raises:
         UsageError: a flag that this workload does not read, or a value out of its range.
     """
-    for name, value in (asdict(load) | asdict(traffic) | asdict(measures)).items():
+    for name, value in (asdict(load) | asdict(traffic) | asdict(private)).items():
         readers = _READ_BY.get(name, tuple(Workload))
-        if value not in (None, False) and workload not in readers:
-            raise UsageError(f"{name}: {workload} does not read it, only {' and '.join(readers)}")
+        if value not in (None, False) and load.workload not in readers:
+            raise UsageError(f"{name}: {load.workload} does not read it, only {' and '.join(readers)}")
     traffic.check()
-    if traffic.burstiness is not None and traffic.request_rate is None and workload is not Workload.W4:
+    if traffic.burstiness is not None and traffic.request_rate is None and load.workload is not Workload.W4:
         raise UsageError("burstiness: without a request_rate all requests are sent at once")
     return CaseOptions(
         request_rate=traffic.request_rate or math.inf,
@@ -234,7 +272,6 @@ def case_options(workload: Workload, load: LoadFlags, traffic: TrafficFlags, mea
     )
 
 
-DEFAULT_PARALLEL = 32
 # Flags that the batch manager has no counterpart of.
 _NOT_THE_BATCH_MANAGERS = ("runner", "quantize", "n_threads", "n_ctx")
 
@@ -243,22 +280,18 @@ _NOT_THE_BATCH_MANAGERS = ("runner", "quantize", "n_threads", "n_ctx")
 class Target:
     """Where the flags lead to.
 
-    Args:
-        n_parallel: sequences that a private service decodes at once; None is the default.
-
     Raises:
         UsageError: flags that only a private service reads, or that the batch manager does not.
     """
 
     connection: ConnectionFlags
     engine: ModelFlags
-    n_parallel: int | None
-    measures: MeasureFlags
+    private: PrivateFlags
 
     def __post_init__(self) -> None:
         if self.connection.connect is not None:
             self._refuse_flags_of_a_private_service(self.connection.connect)
-        if self.measures.logits:
+        if self.private.logits:
             self._refuse_flags_beside_logits()
 
     @asynccontextmanager
@@ -271,7 +304,7 @@ class Target:
         Raises:
             GenbatchError, ModelError, OptionError: as the client or the service raises.
         """
-        if self.measures.logits:
+        if self.private.logits:
             async with self._open_batch_manager(loads) as opened:
                 yield opened
             return
@@ -281,7 +314,7 @@ class Target:
 
     async def floors(self, cases: Sequence[Case]) -> list[float | None]:
         """Seconds of each case's step by the kernels alone; None where it is not asked for."""
-        if not self.measures.floor:
+        if not self.private.floor:
             return [None for _ in cases]
         with LoadingBars(Console(stderr=True)) as bars:
             await import_engine(bars)
@@ -289,7 +322,7 @@ class Target:
 
     def logits_of(self, client: Streams) -> dict[str, int]:
         """Logits that came with the last load, in rows and bytes; nothing where none are asked for."""
-        if not self.measures.logits:
+        if not self.private.logits:
             return {}
         from genbatch.clients.bench.gpt_manager_client import GptManagerClient
 
@@ -303,7 +336,7 @@ class Target:
 
     @property
     def _parallel(self) -> int:
-        return self.n_parallel or DEFAULT_PARALLEL
+        return self.private.n_parallel or DEFAULT_PARALLEL
 
     def _measure_floors(self, cases: Sequence[Case]) -> list[float | None]:
         from genbatch.clients.bench.floor import DecodeFloor
@@ -326,7 +359,7 @@ class Target:
             engine = self.engine.options(self.connection.private_model)
             load = partial(load_model, dtype=engine.dtype, n_gpu_layers=engine.n_gpu_layers, progress=bars)
             model = await trio.to_thread.run_sync(load, self.connection.private_model, abandon_on_cancel=True)
-        async with open_gpt_manager(model, loads, self._parallel, **self.measures.logits) as client:
+        async with open_gpt_manager(model, loads, self._parallel, **self.private.logits) as client:
             yield client, {"id": model.name, "vocab_size": model.vocab_size, "runner": "batch manager"}
 
     def _roomy(self, loads: Sequence[ScriptedLoad]) -> ModelFlags:
@@ -339,10 +372,7 @@ class Target:
         return ModelFlags(**{**self.engine.values, "n_ctx": n_ctx})
 
     def _refuse_flags_of_a_private_service(self, address: str) -> None:
-        given = {"n_parallel": self.n_parallel, "floor": self.measures.floor}
-        given["return_context_logits"] = self.measures.return_context_logits
-        given["return_generation_logits"] = self.measures.return_generation_logits
-        for name, value in given.items():
+        for name, value in asdict(self.private).items():
             if value:
                 raise UsageError(f"{name}: only of a model in this process, not of the service at {address}")
 
@@ -350,33 +380,17 @@ class Target:
         for name in _NOT_THE_BATCH_MANAGERS:
             if name in self.engine.changed():
                 raise UsageError(f"{name}: logits come from the batch manager, which does not read it")
-        if self.measures.floor:
+        if self.private.floor:
             raise UsageError("floor: logits come from the batch manager, whose steps have no measured floor")
 
 
 @with_flag_groups
 def bench(
-    *,
-    workload: Annotated[
-        Workload,
-        typer.Option(
-            "--workload",
-            "-w",
-            help="w2: chat; w3: chat after a shared system prompt; w4: chat arriving at random; w5: fixed batches; "
-            "w6: a long prompt amid answers.",
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write all figures there, as JSON.")
-    ] = None,
-    n_parallel: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Sequences that a private service decodes at once; {DEFAULT_PARALLEL} if not given."),
-    ] = None,
-    connection: ConnectionFlags,
     scripted: LoadFlags,
+    report: ReportFlags,
+    private: PrivateFlags,
+    connection: ConnectionFlags,
     traffic: TrafficFlags,
-    measures: MeasureFlags,
     engine: ModelFlags,
 ) -> None:
     """Measure a running service, or a private one, under a scripted load.
@@ -393,18 +407,13 @@ def bench(
     """
 
     async def run() -> None:
-        options = case_options(workload, scripted, traffic, measures)
-        target = Target(connection, engine, n_parallel, measures)
-        try:
-            goodput = Goodput.parse(measures.goodput or ())
-        except GoodputError as error:
-            raise UsageError(str(error)) from error
-        if out is not None and not out.absolute().parent.is_dir():
-            raise UsageError(f"out: there is no folder {out.absolute().parent}")
-        report = await Bench(workload, scripted, traffic, goodput, options, target).run()
-        Console().print(results_table(report["runs"]))
-        if out is not None:
-            out.write_text(json.dumps(report, indent=2) + "\n")
+        options = case_options(scripted, traffic, private)
+        target = Target(connection, engine, private)
+        goodput = report.checked()
+        figures = await Bench(scripted, traffic, goodput, options, target).run()
+        Console().print(results_table(figures["runs"]))
+        if report.out is not None:
+            report.out.write_text(json.dumps(figures, indent=2) + "\n")
 
     run_command(run)
 
@@ -413,7 +422,6 @@ def bench(
 class Bench:
     """One run of the command."""
 
-    workload: Workload
     load: LoadFlags
     traffic: TrafficFlags
     goodput: Goodput
@@ -423,13 +431,13 @@ class Bench:
     async def run(self) -> dict[str, Any]:
         """Runs every case and returns the report, ready for JSON."""
         # What room they need does not depend on the vocabulary, which is known once the service is there.
-        sizes = cases_of(self.workload, self.load.options(FIRST_TOKEN + 1), self.options)
+        sizes = cases_of(self.load.workload, self.load.options(FIRST_TOKEN + 1), self.options)
         floors = await self.target.floors(sizes)
         begun = datetime.now(UTC)
         async with self.target.open([case.load for case in sizes]) as (client, model):
             load = self.load.options(model["vocab_size"])
             capacity = await self._capacity(client, model["vocab_size"])
-            cases = cases_of(self.workload, load, self.options, capacity)
+            cases = cases_of(self.load.workload, load, self.options, capacity)
             runs = await self._run_all(client, cases, floors)
         return {
             "date": begun.isoformat(timespec="seconds"),
@@ -446,7 +454,7 @@ class Bench:
 
     async def _capacity(self, client: Streams, vocab_size: int) -> float:
         """Requests a second of W4's chat when all come at once; 1 for a workload that does not ask."""
-        if self.workload is not Workload.W4:
+        if self.load.workload is not Workload.W4:
             return 1.0
         if self.traffic.capacity is not None:
             return self.traffic.capacity

@@ -33,6 +33,27 @@ _ANY = RequestLimits(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFlags:
+    """How the prompt is put to the model."""
+
+    system: Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False
+
+    def of(self, text: str) -> tuple[str | None, list[dict[str, str]] | None]:
+        """The `prompt` and the `messages` to send; one of them is None.
+
+        Raises:
+            UsageError: a raw prompt with a system prompt.
+        """
+        if self.raw and self.system is not None:
+            raise UsageError("system: a raw prompt has no system prompt")
+        if self.raw:
+            return text, None
+        turns = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return None, [*turns, {"role": "user", "content": text}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
     """Parameters of a GenerateRequest, under their own names."""
 
@@ -168,10 +189,7 @@ def _text_of(given: str, flag: str, is_text: bool) -> str:
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
     *,
-    system: Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
+    form: PromptFlags,
     json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON, at the end.")] = False,
     connection: ConnectionFlags,
     sampling: SamplingFlags,
@@ -190,9 +208,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
 
     async def answer() -> None:
-        turns = _conversation(text, system, raw)
-        # A raw prompt travels as `prompt`, a conversation as `messages`.
-        given = (text if raw else None, turns, sampling.parameters())
+        given = (*form.of(text), sampling.parameters())
         check_request(*given)
         async with open_client(connection, engine, finds_running=True) as client:
             if json:
@@ -201,20 +217,6 @@ def generate(
                 await _stream(client, *given)
 
     run_command(answer)
-
-
-def _conversation(text: str, system: str | None, raw: bool) -> list[dict[str, str]] | None:
-    """The messages to send; None for a raw prompt.
-
-    Raises:
-        UsageError: a raw prompt with a system prompt.
-    """
-    if not raw:
-        turns = [] if system is None else [{"role": "system", "content": system}]
-        return [*turns, {"role": "user", "content": text}]
-    if system is not None:
-        raise UsageError("system: a raw prompt has no system prompt")
-    return None
 
 
 async def _print_json(

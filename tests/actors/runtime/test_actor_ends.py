@@ -27,7 +27,7 @@ from genbatch.actors.runtime.actor import (
     start,
 )
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
-from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
+from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Supervisor
 from genbatch.actors.runtime.telemetry import Telemetry
 from tests.actors.runtime.probe import Probe, Watcher, ask, crash, events_of
 
@@ -330,7 +330,7 @@ def test_each_call_has_exactly_one_outcome_and_leaves_no_record(plan: list[Step]
 
     async def scenario() -> None:
         spec = ChildSpec("desk", lambda: Desk(ends, mailboxes), mailbox_size=3)
-        supervisor = Supervisor([spec], max_restarts=len(plan), max_seconds=3600)
+        supervisor = Supervisor([spec], intensity=Intensity(max_restarts=len(plan), max_seconds=3600))
         async with trio.open_nursery() as nursery:
             await nursery.start(supervisor.run)
             with trio.move_on_after(200):  # those who wait for ever are cancelled here

@@ -14,7 +14,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.runtime.actor import Exit, Reason, start
 from genbatch.actors.runtime.errors import ActorDown, NameTaken, RestartLimit, StartFailed
-from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Strategy, Supervisor
+from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Registry, Strategy, Supervisor
 from genbatch.actors.runtime.telemetry import Telemetry
 from tests.actors.runtime.probe import Probe, crash
 
@@ -214,7 +214,9 @@ async def test_too_many_restarts_in_the_window_stop_everything_and_are_raised_ba
     events: list[str] = []
     telemetry.attach(lambda event, measurements, metadata: events.append(event))
     supervisor = Supervisor(
-        [journal.actor("a"), journal.actor("b")], max_restarts=2, max_seconds=10, telemetry=telemetry
+        [journal.actor("a"), journal.actor("b")],
+        intensity=Intensity(max_restarts=2, max_seconds=10),
+        telemetry=telemetry,
     )
 
     async def crash_on_and_off() -> None:
@@ -266,7 +268,9 @@ async def test_a_task_that_ends_without_starting_has_not_started() -> None:
 @pytest.mark.parametrize(("failures", "survives"), [(2, True), (3, False)])
 async def test_a_restart_that_fails_is_tried_again_and_counts(failures: int, survives: bool) -> None:
     journal = Journal()
-    supervisor = Supervisor([journal.actor("a"), journal.actor("b")], strategy="one_for_all", max_restarts=3)
+    supervisor = Supervisor(
+        [journal.actor("a"), journal.actor("b")], strategy="one_for_all", intensity=Intensity(max_restarts=3)
+    )
     outcome: list[str] = []
 
     async def supervise() -> None:
@@ -290,7 +294,9 @@ async def test_a_restart_that_fails_is_tried_again_and_counts(failures: int, sur
 @pytest.mark.trio
 async def test_two_children_that_crash_at_once_cause_one_restart_of_all() -> None:
     journal = Journal()
-    supervisor = Supervisor([journal.actor("a"), journal.actor("b")], strategy="one_for_all", max_restarts=1)
+    supervisor = Supervisor(
+        [journal.actor("a"), journal.actor("b")], strategy="one_for_all", intensity=Intensity(max_restarts=1)
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(supervisor.run)
         journal.take()
@@ -362,7 +368,7 @@ async def test_a_supervisor_may_supervise_supervisors() -> None:
     inner: list[Supervisor] = []
 
     def make_inner() -> Callable[..., Any]:
-        inner.append(Supervisor([journal.actor("b"), journal.actor("c")], max_restarts=0))
+        inner.append(Supervisor([journal.actor("b"), journal.actor("c")], intensity=Intensity(max_restarts=0)))
         return inner[-1].run
 
     outer = Supervisor([journal.actor("a"), ChildSpec("inner", make_inner), journal.actor("d")])
