@@ -20,19 +20,15 @@ from typing import Any
 
 import outcome
 
-from genbatch.actors.batcher.draining import Draining
 from genbatch.actors.batcher.embeddings import QUEUE_SHARE, books
-from genbatch.actors.batcher.flight import Flight
 from genbatch.actors.batcher.grammars import Compiled, Grammars
 from genbatch.actors.batcher.intake import Intake, Prompt
-from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.messages import Embed, Generate
-from genbatch.actors.batcher.open_requests import OpenRequests
+from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
-from genbatch.actors.batcher.report import StallWatch
 from genbatch.actors.batcher.requests import HeldPrompt, Request, account_of
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
-from genbatch.actors.runtime.actor import From, Monitor, reply_error
+from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.actors.runtime.worker import Worker
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import GenerateRequest
@@ -101,148 +97,123 @@ class Encoded:
 class Arrivals:
     """Its length is the number of sequences, of requests whose prompt or grammar is with a thread.
 
+    What lets a request in, or goes on with it, returns it once it has its sequences.
+
     Args:
+        state: who is there already, and where arrivals are booked.
         options: how much may wait.
-        draining: whether new ones are taken at all.
         intake: checks, tokenizes and makes sequences.
         grammars: answers with Compiled.
         worker: the tokenizer's thread.
-        slots: what waits and what is free.
-        requests: takes what is let in.
-        journal, flight, watch: are told.
-        monitor: watches over a caller.
-        send: brings Encoded back to the actor that owns this.
-        on_ready: called with each request that has its sequences.
+        owner: the actor that this belongs to: it watches over callers, and gets Encoded.
     """
 
     def __init__(
         self,
-        *,
+        state: BatchState,
         options: BatcherOptions,
-        draining: Draining,
         intake: Intake,
         grammars: Grammars,
         worker: Worker,
-        slots: Slots,
-        requests: OpenRequests,
-        journal: Journal,
-        flight: Flight,
-        watch: StallWatch,
-        monitor: Callable[[From[Any]], Monitor],
-        send: Callable[[Encoded], None],
-        on_ready: Callable[[Request], None],
+        owner: GenServer,
     ) -> None:
+        self._slots = state.slots
+        self._requests = state.requests
+        self._draining = state.draining
+        self._journal = state.journal
+        self._watch = state.watch
+        self._flight = state.flight
         self._options = options
-        self._draining = draining
         self._intake = intake
         self._grammars = grammars
         self._worker = worker
-        self._slots = slots
-        self._requests = requests
-        self._journal = journal
-        self._flight = flight
-        self._watch = watch
-        self._monitor = monitor
-        self._send = send
-        self._on_ready = on_ready
+        self._owner = owner
         self._num_away = 0  # sequences of requests that are with a thread
         self._numbers = count(1)
 
     def __len__(self) -> int:
         return self._num_away
 
-    def embed(self, message: Embed, from_: "From[Any]") -> None:
-        """As `take`, for texts that are to be embedded."""
+    def take(self, message: Generate | Embed, from_: "From[Any]") -> Request | None:
+        """Lets a request in, or replies with what is wrong with it."""
         try:
             self._draining.check()
-            if self._intake.adapter(message.request.model) is not None:
-                raise InvalidRequest("model", "an adapter changes what is generated; embeddings are the model's own")
-            embedding = self._intake.embeddings.begin(message.request)
-            wanted = books(embedding)
-            deadline_s = self._admit(wanted, message.client, embeds=True)
+            if isinstance(message, Embed):
+                request = self._embedding(message, from_)
+            else:
+                request = self._generation(message, from_)
         except GenbatchError as error:
             self._journal.refused(message, error)
             reply_error(from_, error)
-            return
+            return None
+        if request.grammar is None:
+            return self._encode(request)
+        self._num_away += request.wanted.n
+        self._grammars.compile(request)
+        return None
+
+    def _generation(self, message: Generate, from_: "From[Any]") -> Request:
+        wanted = message.request
+        self._intake.check(wanted)
+        adapter = self._intake.adapter(wanted.model)
+        self._intake.check_beams(message.beam_width, wanted)
+        grammar = self._intake.grammar(wanted)
+        deadline_s = self._admit(wanted, message.client, embeds=False)
+        request = self._request(message, from_, wanted, deadline_s)
+        request.on_token, request.on_begin = message.on_token, message.on_begin
+        request.tag, request.beam_width, request.keep = message.tag, message.beam_width, message.keep
+        request.grammar, request.adapter = grammar, adapter
+        self._add(request)
+        self._flight.arrived(request, message, deadline_s)
+        return request
+
+    def _embedding(self, message: Embed, from_: "From[Any]") -> Request:
+        if self._intake.adapter(message.request.model) is not None:
+            raise InvalidRequest("model", "an adapter changes what is generated; embeddings are the model's own")
+        embedding = self._intake.embeddings.begin(message.request)
+        wanted = books(embedding)
+        deadline_s = self._admit(wanted, message.client, embeds=True)
+        request = self._request(message, from_, wanted, deadline_s)
+        request.embedding = embedding
+        self._add(request)
+        self._flight.close("embeddings were asked for, and a record has none")
+        return request
+
+    def _request(
+        self, message: Generate | Embed, from_: "From[Any]", wanted: GenerateRequest, deadline_s: float | None
+    ) -> Request:
         now = self._flight.now()
-        request = Request(
+        return Request(
             number=next(self._numbers),
             wanted=wanted,
-            embedding=embedding,
             from_=from_,
-            monitor=self._monitor(from_),
-            on_token=None,
+            monitor=self._owner.monitor(from_),
             client=message.client,
             request_id=self._journal.request_id(message),
             accepted_at=now,
             expires_at=None if deadline_s is None else now + deadline_s,
         )
-        self._add(request)
-        self._flight.close("embeddings were asked for, and a record has none")
-        self._encode(request)
 
     def _add(self, request: Request) -> None:
         if not self._requests:
             self._watch.restart(request.accepted_at)
         self._requests.add(request)
 
-    def take(self, message: Generate, from_: "From[Any]") -> None:
-        """Lets a request in, or replies with what is wrong with it."""
-        wanted = message.request
-        try:
-            self._draining.check()
-            self._intake.check(wanted)
-            adapter = self._intake.adapter(wanted.model)
-            self._intake.check_beams(message.beam_width, wanted)
-            grammar = self._intake.grammar(wanted)
-            deadline_s = self._admit(wanted, message.client, embeds=False)
-        except GenbatchError as error:
-            self._journal.refused(message, error)
-            reply_error(from_, error)
-            return
-        now = self._flight.now()
-        request = Request(
-            number=next(self._numbers),
-            wanted=wanted,
-            from_=from_,
-            monitor=self._monitor(from_),
-            on_token=message.on_token,
-            on_begin=message.on_begin,
-            client=message.client,
-            request_id=self._journal.request_id(message),
-            accepted_at=now,
-            tag=message.tag,
-            beam_width=message.beam_width,
-            keep=message.keep,
-            grammar=grammar,
-            adapter=adapter,
-            expires_at=None if deadline_s is None else now + deadline_s,
-        )
-        self._add(request)
-        self._flight.arrived(request, message, deadline_s)
-        if request.grammar is None:
-            self._encode(request)
-        else:
-            self._num_away += wanted.n
-            self._grammars.compile(request)
-
-    def compiled(self, message: Compiled) -> None:
+    def compiled(self, message: Compiled) -> Request | None:
         """Goes on with a request whose grammar was compiled, or refused."""
         request, constraints = message.request, message.constraints
         self._num_away -= request.wanted.n
         if request not in self._requests:
-            return  # its caller left meanwhile
+            return None  # its caller left meanwhile
         if isinstance(constraints, outcome.Error):
-            self._finish(request, constraints)
-        else:
-            request.constraints = constraints.unwrap()
-            self._encode(request)
+            return self._finish(request, constraints)
+        request.constraints = constraints.unwrap()
+        return self._encode(request)
 
-    def encoded(self, message: Encoded) -> None:
+    def encoded(self, message: Encoded) -> Request | None:
         """Goes on with a request whose long prompt was tokenized."""
         self._num_away -= message.request.wanted.n
-        if message.request in self._requests:
-            self._finish(message.request, message.prompt)
+        return self._finish(message.request, message.prompt) if message.request in self._requests else None
 
     def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> float | None:
         """Lets a request wait, or raises; returns its deadline in seconds from now."""
@@ -265,44 +236,51 @@ class Arrivals:
         admission.check(wanted=wanted.n, client=account, deadline_s=deadline_s, load=load)
         return deadline_s
 
-    def _encode(self, request: Request) -> None:
+    def _encode(self, request: Request) -> Request | None:
         """Tokenizes the prompt, a long one off the event loop."""
-        wanted, send = request.wanted, self._send
+        wanted, owner = request.wanted, self._owner
         read: Callable[[], Any] = partial(self._intake.read, wanted)
         size = self._intake.size(wanted)
         if request.embedding is not None:
             texts = request.embedding.wanted
             read, size = partial(self._intake.embeddings.read, texts), self._intake.embeddings.size(texts)
         if size <= INLINE_PROMPT_CHARS:
-            self._finish(request, outcome.capture(read))
-        else:
-            self._num_away += wanted.n
-            self._worker.submit(read, on_done=lambda prompt: send(Encoded(request, prompt)))
+            return self._finish(request, outcome.capture(read))
+        self._num_away += wanted.n
+        self._worker.submit(read, on_done=lambda prompt: owner.ref.info(Encoded(request, prompt), control=True))
+        return None
 
-    def _finish(self, request: Request, prompt: "outcome.Outcome[Any]") -> None:
+    def _finish(self, request: Request, prompt: "outcome.Outcome[Any]") -> Request | None:
         """Makes the sequences, or ends a request that cannot have any."""
         if request.embedding is None:
             self._flight.encoded(request, prompt)
         try:
-            found = prompt.unwrap()
-            if request.embedding is not None:
-                self._intake.embeddings.start(request, found, self._intake.longest)
-                for _ in range(request.embedding.width):
-                    request.next_text(request.accepted_at)
-                self._journal.accepted(request)
-                self._on_ready(request)
-                return
-            request.prompt_tokens, request.first_message, request.echo = found.tokens, found.first_message, found.echo
-            if request.wanted.prompt_logprobs is not None:
-                request.prompt_logprobs = [None]  # nothing foretells the first token
-            max_tokens = self._intake.max_tokens(request)
+            max_tokens = self._keep(request, prompt.unwrap())
         except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
             refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
             self._journal.unreadable(request, refusal)
             self._requests.end(request, refusal)
-            return
-        request.sequences = self._intake.sequences(request, max_tokens)
+            return None
+        if request.embedding is None:
+            request.sequences = self._intake.sequences(request, max_tokens)
+        else:
+            for _ in range(request.embedding.width):
+                request.next_text(request.accepted_at)
         self._journal.accepted(request)
         if request.constraints:
             self._grammars.watch(request.sequences)
-        self._on_ready(request)
+        return request
+
+    def _keep(self, request: Request, found: Any) -> int:
+        """Gives a request what was read of its prompt or its texts; returns how many tokens it may generate.
+
+        Raises:
+            PromptTooLong: there is no room for any.
+        """
+        if request.embedding is not None:
+            self._intake.embeddings.start(request, found, self._intake.longest)
+            return 0
+        request.prompt_tokens, request.first_message, request.echo = found.tokens, found.first_message, found.echo
+        if request.wanted.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # nothing foretells the first token
+        return self._intake.max_tokens(request)

@@ -77,12 +77,8 @@ class Batcher(BatcherParts):
     async def handle_call(self, request: object, from_: From[Any]) -> object:
         self._flight.began()
         match request:
-            case Generate():
-                self.arrivals.take(request, from_)
-                self._await_deadline()
-                return NOREPLY
-            case Embed():
-                self.arrivals.embed(request, from_)
+            case Generate() | Embed():
+                self._enqueue(self.arrivals.take(request, from_))
                 self._await_deadline()
                 return NOREPLY
             case GetStats():
@@ -131,9 +127,9 @@ class Batcher(BatcherParts):
                     request.abandoned = "cancelled"
                     self._end_abandoned()
             case Encoded():
-                self.arrivals.encoded(message)
+                self._enqueue(self.arrivals.encoded(message))
             case Compiled():
-                self.arrivals.compiled(message)
+                self._enqueue(self.arrivals.compiled(message))
             case SessionRead():
                 self.sessions.read(message)
                 self.stepper.hurry()
@@ -167,8 +163,10 @@ class Batcher(BatcherParts):
 
     # The tick
 
-    def _enqueue(self, request: Request) -> None:
-        """A request is ready: its sequences wait for a slot."""
+    def _enqueue(self, request: Request | None) -> None:
+        """The sequences of a request wait for a slot; there is none yet where a thread has it, or it was refused."""
+        if request is None:
+            return
         if request.embedding is None:
             self.sharing.share(request, context_is_free=not self._stepping)
         for sequence in request.sequences:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import outcome
-import trio
 
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.messages import Detokenize, LoadAdapter, LoadSession, SaveSession, Tokenize, UnloadAdapter
-from genbatch.actors.batcher.open_requests import OpenRequests
+from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import HeldPrompt, Request
-from genbatch.actors.batcher.slots import HeldPrompts, Slots
+from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.runtime.actor import From, Timer, reply, reply_error
 from genbatch.actors.runtime.worker import Worker
 from genbatch.nif.context import Context
@@ -216,8 +215,8 @@ class SessionCalls:
                 self._held.return_slot(slot)
                 return
             held = self._intake.held_prompt(list(ctx.kv.tokens(slot)), key, adapter)
-            held.last_used = trio.current_time()
             self._held.adopt(held, slot)
+            self._held.used(held)
 
         return load, end
 
@@ -286,18 +285,14 @@ class AdapterCalls:
     """See the module's docstring; used on the event loop.
 
     Args:
-        ctx: whose adapters.
-        slots, held, requests: what may be evaluated with one.
+        state: whose context's adapters, and what may be evaluated with one.
         open_worker: makes the thread that reads; it is made when it is first needed.
         send: brings AdapterReady back to the actor that owns this.
         send_after: brings UnloadOver, in so many seconds.
         on_change: called when there is another adapter, or one less.
     """
 
-    ctx: Context
-    slots: Slots
-    held: HeldPrompts
-    requests: OpenRequests
+    state: BatchState
     open_worker: Callable[[str], Worker]
     send: Callable[[AdapterReady], None]
     send_after: Callable[[float, UnloadOver], Timer]
@@ -315,7 +310,7 @@ class AdapterCalls:
             validate_load_adapter(wanted)
             if wanted.name in self._loading:
                 raise InvalidRequest("name", f"an adapter {wanted.name!r} is being loaded")
-            self.ctx.adapters.check(wanted.name)
+            self.state.ctx.adapters.check(wanted.name)
         except (GenbatchError, AdapterError) as error:
             reply_error(from_, _to_error(error))
             return
@@ -333,7 +328,7 @@ class AdapterCalls:
         """Serves it; whom to answer that it is served, None where the caller was told why not."""
         from_ = self._loading.pop(message.name)
         try:
-            self.ctx.add_adapter(message.adapter.unwrap())
+            self.state.ctx.add_adapter(message.adapter.unwrap())
         except Exception as error:  # also of a runner that has no memory for it
             reply_error(from_, _to_error(error))
             return None
@@ -341,8 +336,8 @@ class AdapterCalls:
         return from_
 
     def _read(self, name: str, path: Path) -> LoraAdapter:
-        adapter = self.ctx.adapters.read(name, path)
-        self.ctx.prepare_adapter(adapter)
+        adapter = self.state.ctx.adapters.read(name, path)
+        self.state.ctx.prepare_adapter(adapter)
         return adapter
 
     # Unloading
@@ -352,8 +347,8 @@ class AdapterCalls:
         wanted = message.request
         try:
             validate_unload_adapter(wanted)
-            if wanted.name not in self.ctx.adapters:
-                loaded = ", ".join(self.ctx.adapters) or "none"
+            if wanted.name not in self.state.ctx.adapters:
+                loaded = ", ".join(self.state.ctx.adapters) or "none"
                 raise ModelNotFound(f"no adapter {wanted.name[:128]!r} is loaded; there is {loaded}", field="name")
         except GenbatchError as error:
             reply_error(from_, error)
@@ -366,8 +361,8 @@ class AdapterCalls:
                 timer, going.timer = going.timer, timer
             timer.cancel()
             return
-        self._unloading[wanted.name] = _Unloading(self.ctx.adapters[wanted.name], [from_], timer)
-        self.ctx.adapters.retire(wanted.name)
+        self._unloading[wanted.name] = _Unloading(self.state.ctx.adapters[wanted.name], [from_], timer)
+        self.state.ctx.adapters.retire(wanted.name)
         self.on_change()
 
     def over(self, message: UnloadOver) -> None:
@@ -385,10 +380,10 @@ class AdapterCalls:
         for name, going in list(self._unloading.items()):
             if self._with(going.adapter):
                 continue
-            for held in [held for held in self.held if held.adapter is going.adapter]:
-                self.slots.drop_held(held)
+            for held in [held for held in self.state.held if held.adapter is going.adapter]:
+                self.state.slots.drop_held(held)
                 let_go = True
-            self.ctx.drop_adapter(going.adapter)
+            self.state.ctx.drop_adapter(going.adapter)
             going.timer.cancel()
             del self._unloading[name]
             for from_ in going.callers:
@@ -406,7 +401,7 @@ class AdapterCalls:
             await self._worker.close()
 
     def _with(self, adapter: LoraAdapter) -> list[Request]:
-        return [request for request in self.requests if request.adapter is adapter]
+        return [request for request in self.state.requests if request.adapter is adapter]
 
 
 def _to_error(error: Exception) -> GenbatchError:

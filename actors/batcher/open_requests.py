@@ -1,16 +1,24 @@
-"""OpenRequests: the requests that are not answered yet, the ways in which one ends, and the end of them all."""
+"""OpenRequests: the requests that are not answered yet, the ways in which one ends, and the end of them all.
+
+They belong to a BatchState, which is all that a Batcher's parts share.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Set
+from dataclasses import dataclass
 
 import trio
 
+from genbatch.actors.batcher.draining import Draining
+from genbatch.actors.batcher.flight import Flight
 from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.report import StallWatch
 from genbatch.actors.batcher.requests import Request, Sequence
-from genbatch.actors.batcher.slots import Slots
+from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
 from genbatch.actors.runtime.actor import Monitor
 from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.actors.scheduling.request import Phase
+from genbatch.nif.context import Context
 from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
 from genbatch.proto.messages import FinishReason
 
@@ -184,3 +192,26 @@ class OpenRequests:
             early = "the first step" if request.embedding is None else "all embeddings were there"
             error = Cancelled("cancelled") if left else DeadlineExceeded(f"the deadline passed before {early}")
         self.end(request, error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchState:
+    """What a Batcher's parts share.
+
+    Args:
+        ctx: the context, which evaluates.
+        held, swap: prompts that are held in it, and KV that has left it.
+        slots, requests: who is in it, and who waits for an answer.
+        draining: whether new requests are taken.
+        journal, watch, flight: are told of what happens.
+    """
+
+    ctx: Context
+    held: HeldPrompts
+    swap: Swap
+    slots: Slots
+    requests: OpenRequests
+    draining: Draining
+    journal: Journal
+    watch: StallWatch
+    flight: Flight

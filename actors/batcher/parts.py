@@ -4,7 +4,6 @@ A part is made once and given what it works with, so that this file shows who kn
 together, is in batcher.py.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,11 +17,10 @@ from genbatch.actors.batcher.flight import OpenFlight, unrecorded
 from genbatch.actors.batcher.grammars import Grammars
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.journal import Journal
-from genbatch.actors.batcher.open_requests import OpenRequests
+from genbatch.actors.batcher.open_requests import BatchState, OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
 from genbatch.actors.batcher.report import StallWatch, model_cards, stats_report
-from genbatch.actors.batcher.requests import Request
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
 from genbatch.actors.batcher.stats import BatcherStats
 from genbatch.actors.batcher.stepper import StepCommit, Stepper
@@ -72,10 +70,6 @@ class BatcherParts(GenServer):
         self._runs_ahead = self.options.async_batching and self.options.record is None
         self._draining = Draining(lambda: len(self.requests), self.send_after)
 
-    @abstractmethod
-    def _enqueue(self, request: Request) -> None:
-        """A request is ready: its sequences wait for a slot."""
-
     # From its start to its end
 
     async def init(self) -> None:
@@ -101,67 +95,21 @@ class BatcherParts(GenServer):
         self.ctx = await self._worker.run(self._open_context)
         self.intake = self._open_intake()
         self._texts = TextCalls(self.intake, self._tokenizing, INLINE_PROMPT_CHARS)
-        self.grammars = Grammars(
-            self.ctx.model,
-            self.options.limits.max_grammar_s,
-            lambda done: self.ref.info(done, control=True),
-            self._open_worker,
-        )
+        self.grammars = Grammars(self.ctx.model, self.options.limits.max_grammar_s, self._send, self._open_worker)
         self._watch = StallWatch(self.options.stall_s, trio.current_time())
-        self.held = HeldPrompts(range(self.options.n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size)
-        self.sessions = SessionCalls(
-            self.ctx, self.held, self.intake, self._tokenizing, lambda message: self.ref.info(message, control=True)
-        )
         self.swap = Swap(self.ctx, self.options.cpu_offload_space)
         self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name)
-        fair = FairShare()
-        in_turn = fair if self.options.fair_share else None
         self._flight = self._open_flight(self.options)
-        now = self._flight.now
-        self.slots = Slots(self.ctx, self.held, self.swap, in_turn, self.options.n_parallel, self.journal, now)
-        self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
-        self.adapters = AdapterCalls(
-            ctx=self.ctx,
-            slots=self.slots,
-            held=self.held,
-            requests=self.requests,
-            open_worker=self._open_worker,
-            send=lambda message: self.ref.info(message, control=True),
-            send_after=self.send_after,
-            on_change=self._tell_models,
-        )
-        self.commit = StepCommit(self.ctx, self.requests, self.journal)
+        state = self._open_state(self.options.n_parallel, self._flight.now)
+        self.sessions = SessionCalls(self.ctx, self.held, self.intake, self._tokenizing, self._send)
+        self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._tell_models)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
         self.intake.longest = view.longest
         self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held)
         self.sharing = PromptSharing(self.intake, self.held, self.slots)
-        self.arrivals = self.arrivals_type(
-            options=self.options,
-            draining=self._draining,
-            intake=self.intake,
-            grammars=self.grammars,
-            worker=self._tokenizing,
-            slots=self.slots,
-            requests=self.requests,
-            journal=self.journal,
-            flight=self._flight,
-            watch=self._watch,
-            monitor=self.monitor,
-            send=lambda message: self.ref.info(message, control=True),
-            on_ready=self._enqueue,
-        )
-        self.stepper = Stepper(
-            worker=self._worker,
-            ctx=self.ctx,
-            swap=self.swap,
-            slots=self.slots,
-            requests=self.requests,
-            commit=self.commit,
-            journal=self.journal,
-            watch=self._watch,
-            send=lambda message: self.ref.info(message, control=True),
-            looks_up=self.options.prompt_lookup,
-        )
+        self.arrivals = self.arrivals_type(state, self.options, self.intake, self.grammars, self._tokenizing, self)
+        self.commit = StepCommit(state)
+        self.stepper = Stepper(state, self.commit, self._worker, self._send, looks_up=self.options.prompt_lookup)
         self._flight.begin(self.ctx, [self.intake.system_prompt(content) for content in self.options.system_prompts])
         for content in self.options.system_prompts:
             held = self.sharing.hold_configured(content)
@@ -172,6 +120,29 @@ class BatcherParts(GenServer):
                     reason = f"{content!r:.60} has {len(held.tokens)} tokens, for which the KV cache has no room"
                     raise OptionError("system_prompts", reason) from error
             held.num_computed = len(held.tokens)
+
+    def _open_state(self, n_parallel: int, now: Callable[[], float]) -> BatchState:
+        fair = FairShare()
+        in_turn = fair if self.options.fair_share else None
+        self.held = HeldPrompts(range(n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size, now)
+        self.slots = Slots(self.ctx, self.held, self.swap, in_turn, n_parallel, self.journal)
+        self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
+        self._state = BatchState(
+            ctx=self.ctx,
+            held=self.held,
+            swap=self.swap,
+            slots=self.slots,
+            requests=self.requests,
+            draining=self._draining,
+            journal=self.journal,
+            watch=self._watch,
+            flight=self._flight,
+        )
+        return self._state
+
+    def _send(self, message: object) -> None:
+        """What one of its parts has for it, ahead of what callers send."""
+        self.ref.info(message, control=True)
 
     def _open_intake(self) -> Intake:
         return Intake(self.ctx.model, self.options, self.ctx.max_positions, self.ctx.adapters)
@@ -202,4 +173,4 @@ class BatcherParts(GenServer):
         )
 
     def _stats(self) -> dict[str, Any]:
-        return stats_report(self.stats, self.ctx, self.slots, self.held, self.swap, trio.current_time())
+        return stats_report(self._state, trio.current_time())

@@ -1,15 +1,16 @@
 """What the Batcher says of itself: whether it gets on, which model it has, and its numbers."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
 
 from genbatch.actors.batcher.requests import Sequence
-from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
-from genbatch.actors.batcher.stats import BatcherStats
 from genbatch.nif.context import Context
 from genbatch.proto.messages import Health, HealthStatus, ModelCard
+
+if TYPE_CHECKING:
+    from genbatch.actors.batcher.open_requests import BatchState
 
 
 class StallWatch:
@@ -67,22 +68,21 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
 MAX_SLOTS = 64
 
 
-def stats_report(
-    stats: BatcherStats, ctx: Context, slots: Slots, held: HeldPrompts, swap: Swap, now: float
-) -> dict[str, Any]:
+def stats_report(state: "BatchState", now: float) -> dict[str, Any]:
     """Everything that is known at the time `now`, in seconds on the event loop's clock."""
+    ctx, slots = state.ctx, state.slots
     kv, cache = ctx.kv, ctx.kv.prefix_cache
     counts = kv.counts()
     running = list(slots.sequences.items())[:MAX_SLOTS]
     return {
-        **stats.snapshot(now),
+        **state.journal.stats.snapshot(now),
         "model": ctx.model.name,
         "runner": ctx.runner.name,
         "requests_running": len(slots.sequences),
         "requests_waiting": len(slots.pending),
         "n_parallel": slots.n_parallel,
         "slots": [_slot(seq_id, sequence, now) for seq_id, sequence in sorted(running)],
-        "held_prompts": len(held),
+        "held_prompts": len(state.held),
         "prefix_cache_queries": cache.num_query_tokens if cache else 0,
         "prefix_cache_hits": cache.num_hit_tokens if cache else 0,
         "kv_blocks_max": counts.max,
@@ -94,7 +94,7 @@ def stats_report(
         ),
         "adapters": list(ctx.adapters),
         "adapter_bytes": sum(adapter.nbytes for adapter in ctx.adapters.values()),
-        "swapped_bytes": swap.bytes_used,
+        "swapped_bytes": state.swap.bytes_used,
         "tasks": trio.lowlevel.current_statistics().tasks_living,  # of this process's event loop
     }
 

@@ -470,9 +470,9 @@ class Request:
     wanted: GenerateRequest
     from_: "From[Any]"
     monitor: Monitor
-    on_token: Callable[[Token], None] | None
     client: str
     accepted_at: float
+    on_token: Callable[[Token], None] | None = None
     on_begin: Callable[[], None] | None = None
     tag: Hashable = None
     beam_width: int = 1

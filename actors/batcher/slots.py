@@ -135,11 +135,13 @@ class HeldPrompts:
     Args:
         slots: the context's sequence ids that are set aside for held prompts.
         min_tokens: shorter prefixes are not worth a slot.
+        now: the time that decides who has not been used for longest.
     """
 
-    def __init__(self, slots: ListOf[int], min_tokens: int) -> None:
+    def __init__(self, slots: ListOf[int], min_tokens: int, now: Callable[[], float] = trio.current_time) -> None:
         self._free_slots = list(slots)
         self._min_tokens = min_tokens
+        self._now = now
         self._held: list[HeldPrompt] = []
         self._seen: OrderedDict[tuple[bytes, tuple[int, ...]], None] = OrderedDict()
 
@@ -210,6 +212,10 @@ class HeldPrompts:
         self._held.append(held)
         return True
 
+    def used(self, held: HeldPrompt) -> None:
+        """It has just been used: those that were not go before it."""
+        held.last_used = self._now()
+
     def droppable(self) -> list[HeldPrompt]:
         """Those that may go to make room, the least recently used first: not configured ones, nor unfinished ones."""
         return sorted([held for held in self._held if held.ready and not held.pinned], key=lambda held: held.last_used)
@@ -242,7 +248,6 @@ class Slots:
         fair: whose turn it is among clients; None: all wait in one line.
         n_parallel: how many slots there are.
         journal: where starts and pauses are booked.
-        now: the time that decides.
     """
 
     def __init__(
@@ -253,7 +258,6 @@ class Slots:
         fair: FairShare | None,
         n_parallel: int,
         journal: Journal,
-        now: Callable[[], float] = trio.current_time,
     ) -> None:
         self.pending: list[Sequence] = []  # by turn, then priority, then arrival
         self._fair = fair
@@ -264,7 +268,6 @@ class Slots:
         self._swap = swap
         self.n_parallel = n_parallel
         self._journal = journal
-        self._now = now
 
     def enqueue(self, sequence: Sequence) -> None:
         """Lets a sequence wait in its turn."""
@@ -314,7 +317,7 @@ class Slots:
             self._ctx.seq_cp(donor.seq_id, seq_id, 0, num_shared)
             sequence.num_computed = num_shared
             if isinstance(donor, HeldPrompt):
-                donor.last_used = self._now()
+                self._held.used(donor)
         if not sequence.scores_prompt:
             sequence.num_computed = self._ctx.attach_prefix(seq_id, sequence.tokens, sequence.cache_key)
         if sequence.num_pauses == 0:

@@ -19,11 +19,9 @@ import torch
 import trio
 
 from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
-from genbatch.actors.batcher.journal import Journal
-from genbatch.actors.batcher.open_requests import OpenRequests
-from genbatch.actors.batcher.report import StallWatch
+from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import HeldPrompt, PooledText, Request, Sequence
-from genbatch.actors.batcher.slots import Slots, Swap, SwapFault, run_copies, waiting_key
+from genbatch.actors.batcher.slots import SwapFault, run_copies, waiting_key
 from genbatch.actors.batcher.step import Evaluated, Planned, evaluate
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
@@ -237,15 +235,13 @@ class StepCommit:
     """Turns what was evaluated into what callers see; between two steps only.
 
     Args:
-        ctx: where beams take over one another's KV.
-        requests: whose tokens these are, and who ends with them.
-        journal: where tokens are booked.
+        state: whose tokens these are, and where they are booked.
     """
 
-    def __init__(self, ctx: Context, requests: OpenRequests, journal: Journal) -> None:
-        self._ctx = ctx
-        self._requests = requests
-        self._journal = journal
+    def __init__(self, state: BatchState) -> None:
+        self._ctx = state.ctx
+        self._requests = state.requests
+        self._journal = state.journal
 
     def book(self, planned: Planned, evaluated: Evaluated) -> None:
         """Books what a step gave: positions, the token drawn, its text, and the end if it was the last."""
@@ -402,37 +398,30 @@ class Stepper:
     """Has the context to itself from `begin` until `take` says that all has ended.
 
     Args:
+        state: the context that evaluates, and who is in it.
+        commit: books what was evaluated.
         worker: the model's thread.
-        ctx: evaluates.
-        swap: KV to be copied before a step.
-        slots, requests: for what a step that failed takes away.
-        commit, journal, watch: where steps are booked.
         send: brings a message back to the actor that owns this.
         looks_up: whether runs draft tokens where their text has them already.
     """
 
     def __init__(
         self,
-        *,
-        worker: Worker,
-        ctx: Context,
-        swap: Swap,
-        slots: Slots,
-        requests: OpenRequests,
+        state: BatchState,
         commit: StepCommit,
-        journal: Journal,
-        watch: StallWatch,
+        worker: Worker,
         send: Callable[[StepMessage], None],
+        *,
         looks_up: bool,
     ) -> None:
-        self._worker = worker
-        self._ctx = ctx
-        self._swap = swap
-        self._slots = slots
-        self._requests = requests
+        self._ctx = state.ctx
+        self._swap = state.swap
+        self._slots = state.slots
+        self._requests = state.requests
+        self._journal = state.journal
+        self._watch = state.watch
         self._commit = commit
-        self._journal = journal
-        self._watch = watch
+        self._worker = worker
         self._send = send
         self._looks_up = looks_up
         self._costs = DraftCosts()

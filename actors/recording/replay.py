@@ -242,9 +242,10 @@ class ReplayedArrivals(Arrivals):
         """After a look at how long requests took."""
         return wanted.deadline_s
 
-    def _encode(self, request: Request) -> None:
+    def _encode(self, request: Request) -> Request | None:
         """Its tokens come later."""
         self._num_away += request.wanted.n
+        return None
 
 
 class ReplayedBatcher(Batcher):

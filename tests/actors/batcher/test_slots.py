@@ -27,7 +27,7 @@ def test_what_was_paused_goes_first_and_then_clients_take_turns() -> None:
     for account in "aab":
         fair.enter(account)
     fair.charge("b", prompt_tokens=100)
-    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None), lambda: 0.0)
+    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None))
     first, second, other, paused = waits("a", 1), waits("a", 2), waits("b", 3), waits("b", 4, num_pauses=1)
     for one in (first, second, other, paused):
         slots.enqueue(one)
