@@ -112,8 +112,8 @@ OVERLOAD_GUARDS = (
     Mutation(
         "draining takes nothing new",
         ARRIVALS,
-        "self._draining.check()\n            self._intake.check(wanted)",
-        "self._intake.check(wanted)",
+        "self._draining.check()",
+        "pass",
         ("actors/batcher/test_service_calls.py::test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new",),
         "a service that is to stop never does",
     ),
