@@ -23,7 +23,19 @@ from tests.mutations.mutations import MUTATIONS
 from tests.mutations.run import FAILED, PASSED, Run, prepare, run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("actors", "nif", "proto", "clients", "genbatch", "tests", "pyproject.toml", ".ns")
+COPIED = (
+    "actors",
+    "nif",
+    "proto",
+    "clients",
+    "genbatch",
+    "tests",
+    "docs",
+    "examples",
+    "README.md",
+    "pyproject.toml",
+    ".ns",
+)
 # Seconds. A guard may be what keeps a test from waiting for ever.
 TIMEOUT_S, WHOLE_TIMEOUT_S = 120.0, 1200.0
 

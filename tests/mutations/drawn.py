@@ -1,37 +1,42 @@
 """Mutations drawn by seed over the whole product, each tried against the tests that reach the changed line.
 
-    python -m tests.mutations.drawn --map                     # once: which test reaches which line
-    python -m tests.mutations.drawn --count 300 --seed 7      # the share that survives, by folder, and the survivors
+    python -m tests.mutations.drawn --count 300 --seed 7                # the share that survives, and the survivors
+    python -m tests.mutations.drawn --count 300 --seed 7 --minutes 10   # goes on where the last call stopped
+    python -m tests.mutations.drawn --count 300 --seed 7 --again        # the survivors once more, with new tests
 
-A survivor is a change of the code that no test notices: a promise without a test, or a change that means nothing. The
-hand-written guards (`python -m tests.mutations`) must all be noticed; of these most must.
+First it learns which test reaches which line (`reach.py`). Both that and how each change went are kept below
+`.mutations`. A survivor is a change of the code that no test notices: a promise without a test, or a change that means
+nothing. The hand-written guards (`python -m tests.mutations`) must all be noticed; of these most must.
 """
 
 import argparse
 import ast
 import json
-import queue
+import math
 import random
-import subprocess
+import re
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path, PurePath
-
-from coverage import CoverageData
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from tests.mutations.__main__ import ROOT, copy_source
+from tests.mutations.reach import KEPT, PRODUCT, Reach, load_reach, make_map
 from tests.mutations.run import FAILED, PASSED, prepare, run_tests
 
-PRODUCT = ("actors", "nif", "proto", "clients")
-MAP = ROOT / ".mutations"  # ignored by git: the coverage data and how long each test takes
-# Tests of one mutation: the quickest that reach its line, so many seconds of them without the mutation.
-MOST_SECONDS = 30.0
-TIMEOUT_S = 150.0
+# A change that makes tests take so much longer than they took under coverage has been noticed.
+MOST_TIMES, SPARE_SECONDS = 3.0, 45.0
+UNFINISHED = 3  # exit code
+
+# What only a GPU runs: the branch taken where there is one, and a function that cannot do without.
+ASKS_FOR_GPU = re.compile(r"\"cuda\"|cuda\.is_available|\bon_gpu|_on_gpu\b")
+NEEDS_GPU = re.compile(r"torch\.cuda\.(?!is_available|device_count)")
+# Arguments that Triton's interpreter and a CPU's memory do without.
+GPU_ARGUMENTS = ("num_warps", "num_stages", "pin_memory", "non_blocking")
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -92,6 +97,8 @@ class _Draws(ast.NodeVisitor):
             super().generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if any(self._needs_gpu(one) for one in node.body):
+            return
         self._statement = node
         for default in (*node.args.defaults, *(one for one in node.args.kw_defaults if one is not None)):
             self.visit(default)
@@ -99,6 +106,10 @@ class _Draws(ast.NodeVisitor):
             self.visit(statement)
 
     visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg not in GPU_ARGUMENTS:
+            self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for statement in node.body:  # not what it is made from: frozen or not, nobody writes to it
@@ -117,7 +128,29 @@ class _Draws(ast.NodeVisitor):
             return
         self._statement = node
         self._replace(node.test, f"not ({self._source(node.test)})")
-        self.generic_visit(node)
+        self.visit(node.test)
+        for one in self._without_gpu(node.test, node.body, node.orelse):
+            self.visit(one)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.visit(node.test)
+        for one in self._without_gpu(node.test, [node.body], [node.orelse]):
+            self.visit(one)
+
+    def _needs_gpu(self, node: ast.AST) -> bool:
+        """Whether running it calls CUDA, whatever is asked before."""
+        if isinstance(node, ast.If | ast.IfExp | ast.BoolOp | ast.Lambda | ast.FunctionDef):
+            return False
+        if isinstance(node, ast.Call) and NEEDS_GPU.match(self._source(node.func)):
+            return True
+        return any(self._needs_gpu(child) for child in ast.iter_child_nodes(node))
+
+    def _without_gpu(self, test: ast.expr, body: list[Any], orelse: list[Any]) -> list[Any]:
+        """The branches that run where there is no GPU."""
+        source = self._source(test)
+        if ASKS_FOR_GPU.search(source) is None or " or " in source:
+            return [*body, *orelse]
+        return body if source.startswith("not ") or " != " in source else orelse
 
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
@@ -169,7 +202,11 @@ class _Draws(ast.NodeVisitor):
         """Left alone: words."""
 
     def _source(self, node: ast.AST) -> str:
-        return ast.get_source_segment(self._text, node) or ""
+        if not isinstance(node, ast.expr | ast.stmt) or node.end_lineno is None or node.end_col_offset is None:
+            return ""
+        return self._text[
+            self._offset(node.lineno, node.col_offset) : self._offset(node.end_lineno, node.end_col_offset)
+        ]
 
     def _replace(self, node: ast.expr | ast.stmt, new: str) -> None:
         if self._statement is None or node.end_lineno is None or node.end_col_offset is None:
@@ -184,15 +221,16 @@ class _Draws(ast.NodeVisitor):
 
 
 def changes_of(file: str, text: str) -> list[Change]:
-    """Every change that can be drawn from a file; each still parses."""
+    """Every change that can be drawn from a file; a few do not parse."""
     draws = _Draws(file, text)
     draws.visit(ast.parse(text))
-    return [change for change in draws.changes if _parses(change.apply(text))]
+    return draws.changes
 
 
-def _parses(text: str) -> bool:
+def parses(change: Change, text: str) -> bool:
+    """Whether the file is still Python with the change."""
     try:
-        ast.parse(text)
+        ast.parse(change.apply(text))
     except SyntaxError:
         return False
     return True
@@ -203,92 +241,14 @@ def _is_number(node: ast.AST) -> bool:
 
 
 def draw(count: int, seed: int, folders: list[str]) -> list[Change]:
-    """Changes over the product, each file as likely as it has places to change."""
+    """Changes over the product, each place as likely as any other; fewer are the first of more."""
     files = sorted(
         path.relative_to(ROOT).as_posix() for folder in (folders or PRODUCT) for path in (ROOT / folder).rglob("*.py")
     )
-    every = [change for file in files for change in changes_of(file, (ROOT / file).read_text())]
-    return random.Random(seed).sample(every, min(count, len(every)))
-
-
-# Which tests reach a line
-
-
-def make_map() -> int:
-    """Runs the suite under coverage, a context a test."""
-    MAP.mkdir(exist_ok=True)
-    settings = MAP / "coveragerc"
-    packages = "".join(f"    genbatch.{name}\n" for name in PRODUCT)
-    settings.write_text(f"[run]\ndata_file = {MAP / 'coverage'}\nsource_pkgs =\n{packages}")
-    options = ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
-    options.append(f"--junitxml={MAP / 'times.xml'}")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *options], cwd=ROOT, check=False)
-    seconds: dict[str, float] = {}
-    for case in ElementTree.parse(MAP / "times.xml").iter("testcase"):
-        name = f"{case.get('classname', '').replace('.', '/').removeprefix('tests/')}.py::{case.get('name')}"
-        seconds[name] = float(case.get("time", 0))
-    (MAP / "times.json").write_text(json.dumps(seconds))
-    return done.returncode
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Which tests reach which line, and how long each takes."""
-
-    data: CoverageData
-    files: dict[str, str]  # below the root: as the data names it
-    seconds: dict[str, float]
-
-    def tests(self, change: Change) -> list[str]:
-        """The quickest tests that reach a change, MOST_SECONDS of them."""
-        measured = self.files.get(change.file)
-        contexts = self.data.contexts_by_lineno(measured) if measured is not None else {}
-        lines = range(change.line, change.last + 1)
-        tests = _tests(context for line in lines for context in contexts.get(line, ()))
-        # A rank, a worker or a kernel that is interpreted runs where nobody measures: then its mirrored tests.
-        tests = tests or self._mirrored(change.file)
-        # What runs once, when its module is imported, belongs to no test: then any of the file's.
-        tests = tests or _tests(context for of_line in contexts.values() for context in of_line)
-        chosen, seconds = [], 0.0
-        for test in sorted(tests, key=self._seconds):
-            seconds += self._seconds(test)
-            if seconds > MOST_SECONDS and chosen:
-                break
-            chosen.append(test)
-        return chosen
-
-    def _mirrored(self, file: str) -> set[str]:
-        """The tests in the folder that mirrors a file's and named after it, as `test_kernel_sample.py` is."""
-        path = PurePath(file)
-        return {
-            test
-            for test in self.seconds
-            if PurePath(test.partition("::")[0]).parent == path.parent
-            and PurePath(test.partition("::")[0]).stem.endswith(path.stem)
-        }
-
-    def _seconds(self, test: str) -> float:
-        return self.seconds.get(test, 5.0)
-
-
-def _tests(contexts: Iterable[str]) -> set[str]:
-    names = {context.partition("|")[0] for context in contexts}
-    return {name.removeprefix("tests/").partition("[")[0] for name in names if "::" in name}
-
-
-def load_reach() -> Reach:
-    """Reads what `--map` wrote."""
-    data = CoverageData(str(MAP / "coverage"))
-    data.read()
-    files = {}
-    for measured in data.measured_files():
-        path = Path(measured).resolve()
-        if path.is_relative_to(ROOT):
-            files[path.relative_to(ROOT).as_posix()] = measured
-    times: Counter[str] = Counter()
-    for name, taken in json.loads((MAP / "times.json").read_text()).items():
-        times[name.partition("[")[0]] += taken
-    return Reach(data, files, dict(times))
+    texts = {file: (ROOT / file).read_text() for file in files}
+    every = [change for file, text in texts.items() for change in changes_of(file, text)]
+    random.Random(seed).shuffle(every)
+    return list(islice((change for change in every if parses(change, texts[change.file])), count))
 
 
 # Trying them
@@ -303,33 +263,79 @@ class Tried:
     num_tests: int
 
 
-def try_all(changes: list[Change], reach: Reach, jobs: int) -> Iterator[Tried]:
-    """Tries each change in a copy of the source."""
-    chosen = [(change, reach.tests(change)) for change in changes]
-    with tempfile.TemporaryDirectory(prefix="drawn-") as directory, ThreadPoolExecutor(jobs) as pool:
-        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for index in range(jobs):
-            copies.put(copy_source(Path(directory) / str(index)))
-        yield from pool.map(lambda pair: _try(copies, *pair), chosen)
+class Record:
+    """How each change of a seed went, a line each, on disk.
+
+    Args:
+        path: written to after each change. What it says of a text that has changed since is not believed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tried: dict[tuple[str, str], Tried] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            kept = json.loads(line)
+            tried = Tried(Change(**kept["change"]), kept["killer"], kept["num_tests"])
+            self._tried[kept["was"], tried.change.new] = tried
+
+    def find(self, change: Change) -> Tried | None:
+        """How the change went, if it was tried on this text."""
+        return self._tried.get((self._was(change), change.new))
+
+    def add(self, tried: Tried) -> None:
+        """Keeps it."""
+        was = self._was(tried.change)
+        self._tried[was, tried.change.new] = tried
+        self._path.parent.mkdir(exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"was": was, **asdict(tried)}) + "\n")
+
+    @staticmethod
+    def _was(change: Change) -> str:
+        """The file and its text around the change, which tells it apart wherever the lines have moved to."""
+        text = (ROOT / change.file).read_text()
+        return f"{change.file}: {text[max(0, change.start - 200) : change.end + 100]}"
 
 
-def _try(copies: "queue.SimpleQueue[Path]", change: Change, tests: list[str]) -> Tried:
+def try_change(copy: Path, change: Change, tests: list[str], reach: Reach) -> Tried:
+    """Tries a change in a copy of the source."""
     if not tests:
         return Tried(change, "", 0)
-    copy = copies.get()
+    limit = SPARE_SECONDS + MOST_TIMES * sum(reach.seconds[test] for test in tests)
     path = copy / change.file
     text = path.read_text()
     try:
         path.write_text(change.apply(text))
-        run = run_tests(copy, tests, stop_at_first=True, timeout_s=TIMEOUT_S)
+        run = run_tests(copy, tests, stop_at_first=True, timeout_s=limit)
     finally:
         path.write_text(text)
-        copies.put(copy)
-    if run.exit_code is None:
-        return Tried(change, "does not end", len(tests))
     if run.exit_code == PASSED:
         return Tried(change, "", len(tests))
-    return Tried(change, run.red[0] if run.exit_code == FAILED and run.red else f"exit {run.exit_code}", len(tests))
+    if run.exit_code is not None:
+        return Tried(change, run.red[0] if run.exit_code == FAILED and run.red else f"exit {run.exit_code}", len(tests))
+    # Was it the change, or is the machine so slow just now?
+    without = run_tests(copy, tests, stop_at_first=True, timeout_s=limit / 2)
+    return Tried(change, "does not end" if without.exit_code == PASSED else "", len(tests))
+
+
+def try_all(changes: list[Change], record: Record, again: bool, ends_at: float) -> bool:
+    """Tries what the record does not know; `again`: and what survived. False if `ends_at` came first."""
+    known = {change: record.find(change) for change in changes}
+    wanted = [change for change, tried in known.items() if tried is None or (again and not tried.killer)]
+    reach = load_reach()
+    with tempfile.TemporaryDirectory(prefix="drawn-") as directory:
+        copy = copy_source(Path(directory) / "copy")
+        for change in wanted:
+            if time.monotonic() > ends_at:
+                return False
+            tried = try_change(copy, change, reach.tests(change.file, change.line, change.last), reach)
+            record.add(tried)
+            print(f"{'killed  ' if tried.killer else 'SURVIVED'} {_words(change)}  [{tried.killer}]", flush=True)
+    return True
+
+
+def _words(change: Change) -> str:
+    return change.describe((ROOT / change.file).read_text())
 
 
 def _folder(file: str) -> str:
@@ -351,35 +357,35 @@ def report(tried: list[Tried]) -> str:
     lines.append("")
     for one in tried:
         if not one.killer:
-            lines.append(f"- {one.change.describe((ROOT / one.change.file).read_text())} ({one.num_tests} tests)")
+            lines.append(f"- {_words(one.change)} ({one.num_tests} tests)")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Exit code 1 if more than --most of the changes survive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--map", action="store_true", help="run the suite once to learn which test reaches which line")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", action="append", default=[], help="only below this folder; repeatable")
-    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--most", type=float, default=0.1, help="share that may survive")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long; the next call goes on")
+    parser.add_argument("--again", action="store_true", help="try the survivors once more")
     parser.add_argument("--report", type=Path, metavar="FILE")
     chosen = parser.parse_args()
-    if chosen.map:
-        return make_map()
+    ends_at = time.monotonic() + 60 * chosen.minutes
     prepare()
-    reach = load_reach()
+    if not make_map(ends_at):
+        return UNFINISHED
     changes = draw(chosen.count, chosen.seed, chosen.folder)
-    tried: list[Tried] = []
-    for one in try_all(changes, reach, chosen.jobs):
-        tried.append(one)
-        text = (ROOT / one.change.file).read_text()
-        print(f"{'killed  ' if one.killer else 'SURVIVED'} {one.change.describe(text)}  [{one.killer}]", flush=True)
+    record = Record(KEPT / f"tried-{chosen.seed}.jsonl")
+    is_finished = try_all(changes, record, chosen.again, ends_at)
+    tried = [one for one in map(record.find, changes) if one is not None]
     table = report(tried)
     print("\n" + table)
     if chosen.report is not None:
         chosen.report.write_text(table)
+    if not is_finished:
+        return UNFINISHED
     return 1 if sum(not one.killer for one in tried) > chosen.most * len(tried) else 0
 
 

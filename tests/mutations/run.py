@@ -5,8 +5,10 @@ import importlib.util
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +27,8 @@ HEAVY = [
 ]
 PASSED, FAILED = 0, 1  # pytest's exit codes
 NOT_THE_COPY = 100
+# Bytes of one process: a change may be what kept memory from growing.
+MOST_MEMORY = 12 << 30
 
 _servers = multiprocessing.get_context("forkserver")
 
@@ -50,10 +54,13 @@ def prepare() -> None:
     _servers.set_forkserver_preload(HEAVY)
 
 
-def run_tests(copy: Path, tests: list[str], *, stop_at_first: bool, timeout_s: float) -> Run:
-    """Runs tests (paths below tests/, with ::names) over the source at `copy`."""
+def run_tests(
+    copy: Path, tests: list[str], *, stop_at_first: bool, timeout_s: float, options: Sequence[str] = ()
+) -> Run:
+    """Runs tests (paths below tests/, with ::names) over the source at `copy`; `options` are pytest's."""
     log = copy / "output.txt"
-    process = _servers.Process(target=_run, args=(copy, tests, stop_at_first, log))
+    options = [*options, "-x"] if stop_at_first else options
+    process = _servers.Process(target=_run, args=(copy, tests, options, log))
     process.start()
     process.join(timeout_s)
     exit_code = process.exitcode
@@ -72,9 +79,11 @@ def _end_group(process: BaseProcess) -> None:
     process.join()
 
 
-def _run(copy: Path, tests: list[str], stop_at_first: bool, log: Path) -> None:
+def _run(copy: Path, tests: list[str], options: Sequence[str], log: Path) -> None:
     """In the process: has `genbatch` and `tests` come from the copy, then runs pytest."""
     os.setpgid(0, 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, hard))
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -90,7 +99,7 @@ def _run(copy: Path, tests: list[str], stop_at_first: bool, log: Path) -> None:
         sys.exit(NOT_THE_COPY)
     import pytest
 
-    options = ["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    always = ["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     # Plugins among what is there already need no rewriting.
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    sys.exit(int(pytest.main([*options, *(["-x"] if stop_at_first else []), *(f"tests/{test}" for test in tests)])))
+    always += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    sys.exit(int(pytest.main([*always, *options, *(f"tests/{test}" for test in tests)])))

@@ -2,10 +2,12 @@
 
 import io
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from genbatch.clients.cli import demo
 from genbatch.clients.cli.demo import DemoAnswer, answer_panels, summary
 
 
@@ -31,6 +33,20 @@ def test_panels_and_table_fit_the_window_together(width: int, height: int, texts
     table = console.render_lines(summary(answers, counted), pad=False)
     assert len(grid) + len(table) <= height
     assert all(sum(segment.cell_length for segment in line) <= width for line in grid)
+
+
+@pytest.mark.parametrize("width", [40, 100, 240])
+def test_panels_leave_room_for_the_table_until_they_are_too_small_for_it(width: int) -> None:
+    answers = [DemoAnswer(f"prompt {index}", asked_at=0.0) for index in range(8)]
+
+    def lines(height: int) -> int:
+        console = Console(width=width, height=height, file=io.StringIO())
+        return len(console.render_lines(answer_panels(answers, console), pad=False))
+
+    rows = {40: 8, 100: 4, 240: 2}[width]
+    enough = rows * demo._MIN_PANEL_HEIGHT + len(answers) + demo._TABLE_MARGIN
+    assert lines(enough) == rows * demo._MIN_PANEL_HEIGHT
+    assert lines(enough - 1) == max((enough - 2) // rows, demo._MIN_PANEL_HEIGHT) * rows  # one line is the prompt's
 
 
 def test_a_panel_shows_the_end_of_a_long_answer() -> None:

@@ -1,6 +1,8 @@
 """`genbatch top`: the screen at two sizes, from a real Batcher's stats, and what a hostile name can do to it."""
 
 import io
+import os
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+import trio.testing
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -204,3 +207,19 @@ async def test_of_several_models_one_is_watched_and_the_others_are_named(stats: 
         screen = drawn(history, 80, 24)
         assert f" {watched} · " in screen[0] and f"--model shows another: {other}" in screen[-1]
     assert await stats_commands._look(Service(), TopHistory(), "c") == "no model c is served; there are a, b"  # type: ignore[arg-type]
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("key", [b"q", b"Qx", b""], ids=["q", "Qx", "no terminal any more"])
+async def test_q_quits_and_no_other_key_does(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with os.fdopen(read) as stdin, os.fdopen(write, "wb", buffering=0) as keyboard, trio.fail_after(30):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        async with trio.open_nursery() as nursery:
+            screen = trio.CancelScope()
+            nursery.start_soon(stats_commands._quit_on_q, screen)
+            keyboard.write(b"xq")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert not screen.cancel_called
+            keyboard.write(key) if key else keyboard.close()
+        assert screen.cancel_called

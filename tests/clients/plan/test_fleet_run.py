@@ -49,6 +49,28 @@ def test_keys_make_a_run_of_steps_slower_step_by_step() -> None:
     assert run.duration_s == pytest.approx(1e-3 * sum(range(101, 151)))
 
 
+@pytest.mark.parametrize(("at", "steps"), [(0.05, 1), (1.0549, 10), (1.0551, 11)])
+def test_an_arrival_cuts_a_run_of_steps_that_grow_slower_at_the_end_of_the_step_under_way(
+    at: float, steps: int
+) -> None:
+    growing = StepTime(base=0.0, decode=0.0, key=1e-3, prefill=0.0, prefill_key=0.0)
+    run = run_fleet(trace(asked(0.0, 100, 1000), asked(at, 10, 2)), growing, fleet())
+    # Steps of 101, 102, ... ms: the tenth ends at 1.055 s. The next evaluates the newcomer's prompt, too.
+    ends = 1e-3 * sum(range(101, 101 + steps))
+    assert run.ttft_s == [pytest.approx(ends - at + 1e-3 * (101 + steps)), 0.0]  # in the order of their ends
+
+
+def test_between_two_reports_a_gateway_counts_what_it_has_sent_itself() -> None:
+    requests = [asked(0.0, 500, 2), *[asked(0.0, 100, 2)] * 4]
+    unheard = SimulatedFleet(replicas=2, router="least_tokens", batch_timeout_s=0.0, report_s=60.0)
+    assert run_fleet(trace(*requests), SIMPLE, unheard).most_of_one == pytest.approx(2 * 4 / 5)
+    # Four places each: the fourth and fifth of the long beginning's replica would be refused.
+    full = SimulatedFleet(replicas=2, router="prefix", n_parallel=2, max_queue=2, report_s=60.0)
+    same = [asked(0.0, 640, 2, blocks=range(10))] * 8
+    run = run_fleet(trace(*same), SIMPLE, full)
+    assert run.refused == 0 and run.most_of_one == pytest.approx(1.0)
+
+
 def test_who_finds_no_slot_waits_and_who_finds_no_place_is_refused() -> None:
     run = run_fleet(trace(*[asked(0.0, 10, 10)] * 9), SIMPLE, fleet(n_parallel=2, max_queue=3))
     assert len(run.ttft_s) == 5 and run.refused == 4
