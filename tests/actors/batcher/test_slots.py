@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from genbatch.actors.batcher.requests import Sequence
-from genbatch.actors.batcher.slots import FairShare, HeldPrompts, Slots
+from genbatch.actors.batcher.slots import FairShare, HeldPrompts, Slots, _charge
 
 
 def waits(account: str, arrival: int, num_pauses: int = 0) -> Sequence:
@@ -32,3 +32,22 @@ def test_what_was_paused_goes_first_and_then_clients_take_turns() -> None:
     for one in (first, second, other, paused):
         slots.enqueue(one)
     assert slots.ready() == [paused, first, second, other]
+
+
+def test_two_that_wait_take_turns_already() -> None:
+    fair = FairShare()
+    for account in "ab":
+        fair.enter(account)
+    fair.charge("a", prompt_tokens=100)
+    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None), lambda: 0.0)
+    first, second = waits("a", 1), waits("b", 2)
+    slots.enqueue(first)
+    slots.enqueue(second)
+    assert slots.ready() == [second, first]
+
+
+def test_a_request_is_charged_for_its_prompt_once_however_many_sequences_it_has() -> None:
+    first = waits("a", 1)
+    assert _charge(first) == 8
+    first.choice = 1
+    assert _charge(first) == 0

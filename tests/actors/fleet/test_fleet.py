@@ -50,6 +50,7 @@ class Scripted:
         self.on_token: list[Callable[[Token], None] | None] = []
         self.ends: list[trio.MemorySendChannel[Result | GenbatchError]] = []
         self.drained: list[float] = []
+        self.embedded: list[EmbedRequest] = []
 
     async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         self.asked.append(request)
@@ -62,6 +63,7 @@ class Scripted:
         return end
 
     async def embed(self, request: EmbedRequest) -> Embedded:
+        self.embedded.append(request)
         send, receive = trio.open_memory_channel[Result | GenbatchError](1)
         self.ends.append(send)
         end = await receive.receive()
@@ -238,6 +240,7 @@ async def test_texts_are_embedded_by_another_replica_where_theirs_is_lost(nurser
         lost.ends.clear()
     await wait_all_tasks_blocked()
     assert isinstance(ends[1], EngineLost)
+    assert (fleet.counts["replayed"], fleet.counts["lost"]) == (2, 1)
     await ask(deadline_s=0.0)
     assert isinstance(ends[2], InvalidRequest)
     fleet.check_integrity()
@@ -395,3 +398,19 @@ async def test_what_no_gateway_takes_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="beams"):
         await fleet.call(Generate(GenerateRequest(prompt="a"), beam_width=2))
     fleet.check_integrity()
+
+
+@pytest.mark.trio
+async def test_a_request_without_a_deadline_has_the_services_and_one_with_its_own_keeps_it(
+    nursery: trio.Nursery,
+) -> None:
+    fleet, [replica] = fleet_of("one", default_deadline_s=60.0)
+    Asked(fleet, nursery)
+    Asked(fleet, nursery, deadline_s=5.0)
+    for deadline_s in (None, 5.0):
+        nursery.start_soon(fleet.call, Embed(EmbedRequest(input=["a"], deadline_s=deadline_s), "c"))
+    await wait_all_tasks_blocked()
+    for asked in (replica.asked, replica.embedded):
+        own, services = sorted(request.deadline_s or 0.0 for request in asked)
+        assert 0 < own <= 5.0 < 50.0 < services <= 60.0
+    nursery.cancel_scope.cancel()

@@ -211,3 +211,12 @@ def test_a_users_own_router_is_named_by_module_and_class() -> None:
 def test_a_name_that_leads_to_no_router_is_refused(name: str, said: str) -> None:
     with pytest.raises(RouterError, match=said):
         build_router(name)
+
+
+def test_of_a_prompt_that_is_all_there_the_last_token_is_evaluated_still() -> None:
+    router = PrefixAffinity()
+    router.learn("r0", [1, 2])
+    request = RouteRequest(0, (1, 2), 128, 64)
+    saved = int(router.saved_weight * 127)
+    assert router.route(request, roster(saved - 1, 0)).name == "r0"
+    assert router.route(request, roster(saved + 1, 0)).name == "r1"

@@ -110,6 +110,8 @@ async def test_what_is_not_here_is_said_in_the_same_shape() -> None:
             body = {"input": "a"} if path == "/v1/embeddings" else None
             response = await served.client.request(method, path, json=body)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert (await served.client.get(CHAT)).headers["allow"] == "POST"
+        assert len((await served.client.get("/x" * 5000)).content) < 500, "a path of any length is sent back"
 
 
 @pytest.mark.trio

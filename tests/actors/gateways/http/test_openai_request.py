@@ -10,6 +10,7 @@ from genbatch.actors.gateways.addresses import HTTPAddress, parse_http_address
 from genbatch.actors.gateways.http.bodies import renamed
 from genbatch.actors.gateways.http.openai_request import (
     MAX_PROMPTS,
+    NEUTRAL,
     REFUSED,
     WITHOUT_MEANING,
     read_chat,
@@ -159,3 +160,17 @@ def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
         with pytest.raises(InvalidRequest) as caught:
             read_chat({"messages": [USER], field: value})
         assert caught.value.field == field
+
+
+def test_a_flag_of_others_says_nothing_when_it_is_off_and_is_refused_when_it_is_on() -> None:
+    flags = {name for name, neutral in NEUTRAL.items() if any(type(value) is bool for value in neutral)}
+    on = {"skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "stream_reasoning"}
+    assert on < flags
+    for name in on:
+        read_chat({"messages": [USER], name: True})
+    for name in flags - on:
+        read_completion({"prompt": "a", name: False})
+        if name != "echo":  # a completion has it
+            with pytest.raises(InvalidRequest) as caught:
+                read_chat({"messages": [USER], name: True})
+            assert caught.value.field == name

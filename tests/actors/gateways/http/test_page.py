@@ -1,6 +1,7 @@
 """The page in a real browser, over the whole tree with a tiny model."""
 
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,24 @@ async def test_docs_list_what_is_served() -> None:
                 assert response.status_code == 405, path
         chat = document["components"]["schemas"]["ChatFields"]["properties"]
         assert {"messages", "tools", "tool_choice"} <= chat.keys()
+
+
+@pytest.mark.trio
+async def test_every_element_of_the_docs_is_closed() -> None:
+    class Open(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tags: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            if tag not in ("meta", "link", "br", "input", "img"):
+                self.tags.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.tags.pop() == tag
+
+    async with served_http() as served:
+        document = Open()
+        document.feed((await served.client.get("/docs")).text)
+        document.close()
+    assert not document.tags
