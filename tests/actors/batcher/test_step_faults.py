@@ -1,6 +1,7 @@
 """Who is to blame for a step that fails: one request, or the engine."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.stepper import MAX_LONE_FAULTS, EngineFault
+from genbatch.actors.batcher.stepper import MAX_LONE_FAULTS, EngineFault, StepFaults
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.nif.context import Context
@@ -258,3 +259,36 @@ async def test_what_fails_after_the_forward_leaves_no_trace_and_is_tried_again(
         assert failures < 0 and not reasons
         assert [tried[number].token_ids for number in range(4)] == [ends[number].token_ids for number in range(4)]
         nursery.cancel_scope.cancel()
+
+
+def failed_alone(faults: StepFaults, count: int) -> list[Any]:
+    alone: list[Any] = [SimpleNamespace(owner=object()) for _ in range(count)]
+    for one in alone:
+        assert faults.parts([one], RuntimeError("again")) == []
+    return alone
+
+
+def test_who_fails_beside_steps_that_go_through_is_to_blame_however_many_and_however_often() -> None:
+    faults = StepFaults()
+    for _ in range(MAX_LONE_FAULTS + 1):
+        alone = failed_alone(faults, 2)
+        faults.succeeded()
+        assert [planned for planned, _ in faults.verdict()] == alone
+
+
+def test_ticks_without_a_fault_say_nothing_about_the_engine() -> None:
+    faults = StepFaults()
+    for _ in range(MAX_LONE_FAULTS + 1):
+        assert faults.verdict() == []
+    assert [planned for planned, _ in faults.verdict()] == []
+    alone = failed_alone(faults, 1)
+    assert [planned for planned, _ in faults.verdict()] == alone
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_faults_without_a_step_that_goes_through_are_the_engines_at_two_owners_or_often(count: int) -> None:
+    faults = StepFaults()
+    with pytest.raises(EngineFault, match="no request's step succeeds: again"):
+        for _ in range(MAX_LONE_FAULTS if count == 1 else 1):
+            failed_alone(faults, count)
+            faults.verdict()

@@ -1,13 +1,16 @@
 """Options arrive in another process as they left, and nothing else does."""
 
+import signal
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 import pytest
+import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
+    ChildProcess,
     NotStarted,
     ProcessFailed,
     decode_options,
@@ -98,3 +101,14 @@ def test_the_errors_of_a_start_keep_their_class_and_what_they_name(error: Except
 def test_another_error_of_a_start_keeps_its_text() -> None:
     again = to_error(to_message(ZeroDivisionError("what")))
     assert isinstance(again, ProcessFailed) and "ZeroDivisionError: what" in str(again)
+
+
+@pytest.mark.trio
+async def test_a_process_whose_end_is_not_waited_for_to_the_end_is_gone_all_the_same() -> None:
+    child = ChildProcess("sleeper", "tests.actors.engine.sleeper")
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await child.end(grace_s=60.0)
+    assert scope.cancelled_caught
+    assert child._process.returncode == -signal.SIGKILL
+    assert await child.end() == -signal.SIGKILL, "it may be called again"

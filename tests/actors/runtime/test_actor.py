@@ -604,3 +604,10 @@ async def test_every_message_is_reported_to_whoever_listens(nursery: trio.Nurser
         *[("actor.message", kind) for kind in ("From", "Cast", "Info", "Stop")],
         ("actor.stop", None),
     ]
+
+
+@pytest.mark.trio
+async def test_an_actor_without_a_name_has_its_class_s(nursery: trio.Nursery) -> None:
+    assert (await start(nursery, Counter())).name == "Counter"
+    assert (await start(nursery, Counter(), name="mine")).name == "mine"
+    nursery.cancel_scope.cancel()
