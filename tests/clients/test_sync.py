@@ -230,3 +230,15 @@ def test_a_closed_client_says_so(background: Background) -> None:
 def test_it_has_the_shared_interface() -> None:
     clients: list[SyncClient] = [SyncZeroMQClient("ipc:///nowhere"), SyncRPCClient("unix:///nowhere")]
     assert clients
+
+
+def test_a_service_hears_of_the_client_once_in_a_while_and_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    client = SyncZeroMQClient("ipc:///nowhere")
+    monkeypatch.setattr(client._transport, "send", sent.append)
+    counts = []
+    for now in (1000.0, 1000.0 + sync.HEARTBEAT_S / 2, 1000.0 + sync.HEARTBEAT_S, 1000.0 + 1.5 * sync.HEARTBEAT_S):
+        monkeypatch.setattr(sync.time, "monotonic", lambda now=now: now)
+        client._beat()
+        counts.append(len(sent))
+    assert counts == [1, 1, 2, 2]

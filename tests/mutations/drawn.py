@@ -2,7 +2,7 @@
 
     python -m tests.mutations.drawn --count 300 --seed 7                # the share that survives, and the survivors
     python -m tests.mutations.drawn --count 300 --seed 7 --minutes 10   # goes on where the last call stopped
-    python -m tests.mutations.drawn --count 300 --seed 7 --again        # the survivors once more, with new tests
+    python -m tests.mutations.drawn --count 300 --seed 7 --again        # the survivors once more, with more tests
 
 First it learns which test reaches which line (`reach.py`). Both that and how each change went are kept below
 `.mutations`. A survivor is a change of the code that no test notices: a promise without a test, or a change that means
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutations.__main__ import ROOT, copy_source
-from tests.mutations.reach import KEPT, PRODUCT, Reach, load_reach, make_map
+from tests.mutations.reach import KEPT, MOST_SECONDS, MOST_SECONDS_AGAIN, PRODUCT, Reach, load_reach, make_map
 from tests.mutations.run import FAILED, PASSED, prepare, run_tests
 
 # A change that makes tests take so much longer than they took under coverage has been noticed.
@@ -322,13 +322,13 @@ def try_all(changes: list[Change], record: Record, again: bool, ends_at: float) 
     """Tries what the record does not know; `again`: and what survived. False if `ends_at` came first."""
     known = {change: record.find(change) for change in changes}
     wanted = [change for change, tried in known.items() if tried is None or (again and not tried.killer)]
-    reach = load_reach()
+    reach, most_seconds = load_reach(), MOST_SECONDS_AGAIN if again else MOST_SECONDS
     with tempfile.TemporaryDirectory(prefix="drawn-") as directory:
         copy = copy_source(Path(directory) / "copy")
         for change in wanted:
             if time.monotonic() > ends_at:
                 return False
-            tried = try_change(copy, change, reach.tests(change.file, change.line, change.last), reach)
+            tried = try_change(copy, change, reach.tests(change.file, change.line, change.last, most_seconds), reach)
             record.add(tried)
             print(f"{'killed  ' if tried.killer else 'SURVIVED'} {_words(change)}  [{tried.killer}]", flush=True)
     return True
@@ -369,7 +369,7 @@ def main() -> int:
     parser.add_argument("--folder", action="append", default=[], help="only below this folder; repeatable")
     parser.add_argument("--most", type=float, default=0.1, help="share that may survive")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long; the next call goes on")
-    parser.add_argument("--again", action="store_true", help="try the survivors once more")
+    parser.add_argument("--again", action="store_true", help="try the survivors once more, with more tests")
     parser.add_argument("--report", type=Path, metavar="FILE")
     chosen = parser.parse_args()
     ends_at = time.monotonic() + 60 * chosen.minutes

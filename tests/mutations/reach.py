@@ -25,8 +25,9 @@ KEPT = ROOT / ".mutations"  # ignored by git
 MAPPED = ("proto", "actors", "clients", "nif", "simulation")
 # Seconds of one test file under coverage; one that takes longer is left out.
 TIMEOUT_S = 900.0
-# Seconds of the tests chosen for a line, as they took under coverage: of its mirrored folder, and of all others.
-MOST_SECONDS = 12.0
+# Seconds of the tests chosen for a line, as they took under coverage: of its mirrored folder, and of all others; more
+# for what has survived once.
+MOST_SECONDS, MOST_SECONDS_AGAIN = 12.0, 60.0
 # What it costs to load one more test file.
 FILE_SECONDS = 0.5
 
@@ -126,25 +127,25 @@ class Reach:
     lines: dict[str, dict[int, set[str]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def tests(self, file: str, first: int, last: int) -> list[str]:
+    def tests(self, file: str, first: int, last: int, most_seconds: float) -> list[str]:
         """The tests to try a change of these lines with: those of the mirrored folder first, the quickest first."""
         of_line = self.lines.get(file, {})
         tests = {test for line in range(first, last + 1) for test in of_line.get(line, ())}
-        # A rank, a worker or a kernel that is interpreted runs where nobody measures: then its mirrored tests.
+        # A rank, a child or a kernel that is interpreted runs where nobody measures: then its mirrored tests.
         tests = tests or {test for test in self.seconds if self._is_named_after(test, file)}
         # What runs once, when its module is imported, belongs to no test: then any of the file's.
         tests = tests or {test for who in of_line.values() for test in who}
         near = {test for test in tests if self._is_mirrored(test, file)}
-        return [*self._quickest(near), *self._quickest(tests - near)]
+        return [*self._quickest(near, most_seconds), *self._quickest(tests - near, most_seconds)]
 
-    def _quickest(self, tests: set[str]) -> list[str]:
+    def _quickest(self, tests: set[str], most_seconds: float) -> list[str]:
         chosen: list[str] = []
         files: set[str] = set()
         seconds = 0.0
         for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             file = test.partition("::")[0]
             seconds += self.seconds[test] + (0 if file in files else FILE_SECONDS)
-            if seconds > MOST_SECONDS and chosen:
+            if seconds > most_seconds and chosen:
                 break
             files.add(file)
             chosen.append(test)

@@ -89,8 +89,9 @@ def _run(copy: Path, tests: list[str], options: Sequence[str], log: Path) -> Non
     os.dup2(output, 2)
     os.chdir(copy)
     names = str(copy / ".ns")
-    os.environ.update(PYTHONPATH=names, PYTHONDONTWRITEBYTECODE="1")
-    sys.dont_write_bytecode = True
+    os.environ["PYTHONPATH"] = names
+    # What is compiled is kept in the copy: tests do not change, and of the product a file's digest is compared.
+    sys.dont_write_bytecode = False
     sys.path[:] = [names, str(copy), *(entry for entry in sys.path if entry)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("genbatch", "tests")]:
         del sys.modules[name]

@@ -203,3 +203,9 @@ def test_the_page_of_options_has_the_table_that_the_command_prints() -> None:
     table = run("--markdown").output
     assert table == markdown_table() and "| `n_parallel` | 8 | sequences decoded at once |" in table
     assert table in PAGE.read_text(), "paste what `genbatch config --markdown` prints"
+
+
+def test_a_value_is_shown_as_a_person_reads_it() -> None:
+    option = next(one for one in options().values() if one.field == "system_prompts")
+    assert option.shown(()) == "none" and option.shown(("a", "b")) == "'a', 'b'"
+    assert option.shown(True) == "true" and option.shown(0.25) == "0.25" and option.shown(None) == "none"

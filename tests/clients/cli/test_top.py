@@ -223,3 +223,25 @@ async def test_q_quits_and_no_other_key_does(key: bytes, monkeypatch: pytest.Mon
             assert not screen.cancel_called
             keyboard.write(key) if key else keyboard.close()
         assert screen.cancel_called
+
+
+def test_stats_prints_a_table_for_each_model(stats: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Service:
+        def __init__(self, answer: dict[str, Any]) -> None:
+            self.answer = answer
+
+        async def __aenter__(self) -> "Service":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def stats(self) -> dict[str, Any]:
+            return self.answer
+
+    for answer, models in ((stats, ()), ({"by_model": {"a": stats, "b": stats}}, ("a", "b"))):
+        monkeypatch.setattr(stats_commands, "remote_client", lambda *_, answer=answer: Service(answer))
+        said = CliRunner().invoke(app, ["stats", "--connect", "tcp://127.0.0.1:1"], env={"COLUMNS": "80"})
+        assert said.exit_code == 0, said.output
+        assert said.output.count("KV cache") == max(1, len(models))
+        assert all(f"─ {model} ─" in said.output for model in models)

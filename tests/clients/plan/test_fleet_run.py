@@ -1,12 +1,15 @@
 """The simulated fleet: single requests to the millisecond, totals that add up, and routers that make a difference."""
 
+import io
+import re
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from genbatch.clients.plan.fleet_run import SimulatedFleet, run_fleet
+from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet, plan_table, run_fleet, smallest
 from genbatch.clients.plan.step_time import StepTime
 from genbatch.clients.plan.traces import MADE, Trace, TraceError, TraceOptions, TraceRequest
 from tests.clients.plan.measured import MACHINE
@@ -175,3 +178,19 @@ def test_gateways_that_hear_of_each_others_prefixes_compute_less() -> None:
         for tells in (False, True)
     )
     assert told.cached_tokens / told.prompt_tokens > 1.1 * alone.cached_tokens / alone.prompt_tokens
+
+
+@pytest.mark.parametrize("with_cost", [False, True])
+def test_the_table_has_a_row_for_each_size_and_marks_the_smallest_that_meets_the_target(with_cost: bool) -> None:
+    requests = trace(*[asked(0.0, 10, 10)] * 9)
+    runs = [run_fleet(requests, SIMPLE, fleet(replicas, n_parallel=2, max_queue=3)) for replicas in (1, 2, 3)]
+    rows = [PlanRow.of(run, {}, 1.5) for run in runs]
+    console = Console(width=200, file=io.StringIO(), force_terminal=True)
+    console.print(plan_table(rows, target_share=0.9, with_cost=with_cost))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    shown = [line for line in lines if line.rstrip("\x1b[0m ") and "%" in line]
+    assert [re.sub(r"\x1b\[[0-9;]*m", "", line).split("│")[1:3] for line in shown] == [
+        [f" {row.replicas:8d} ", f" {row.refused:7d} "] for row in rows
+    ]
+    assert ["1;32m" in line for line in shown] == [row is smallest(rows, 0.9) for row in rows]
+    assert ("cost/Mtok" in console.file.getvalue()) == with_cost  # type: ignore[attr-defined]
