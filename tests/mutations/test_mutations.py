@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.drawn import changes_of, draw
+from tests.mutations import drawn as drawn_mutations
+from tests.mutations.drawn import Record, Tried, changes_of, draw
 from tests.mutations.mutation import DoesNotApply, Mutation
 from tests.mutations.mutations import MUTATIONS
+from tests.mutations.reach import Reach
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,3 +70,49 @@ def test_changes_are_drawn_by_seed_and_every_one_still_parses() -> None:
         "g(a * 2)  ->  g(a * 3)",
     }
     assert draw(20, 3, ["proto"]) == draw(20, 3, ["proto"]) != draw(20, 4, ["proto"])
+    assert draw(20, 3, ["proto"])[:10] == draw(10, 3, ["proto"])
+
+
+def test_what_only_a_gpu_runs_is_not_drawn_and_what_asks_for_one_is() -> None:
+    text = (
+        "def f(a: int) -> int:\n"
+        '    if device.type == "cuda":\n'
+        "        g(1)\n"
+        "    else:\n"
+        "        g(2)\n"
+        '    h(a, num_warps=4, pad=8 if device.type != "cuda" else 16)\n'
+        "def sync(a: int) -> int:\n"
+        "    torch.cuda.synchronize()\n"
+        "    return a + 1\n"
+        "def free(a: int) -> int:\n"
+        "    return torch.cuda.mem_get_info()[3] if torch.cuda.is_available() else a + 4\n"
+    )
+    drawn = {text[change.start : change.end] for change in changes_of("f.py", text)}
+    assert {"g(2)", "2", "8", 'device.type == "cuda"', 'device.type != "cuda"', "a + 4", "4"} <= drawn
+    assert not drawn & {"g(1)", "1", "16", "a + 1", "3", "torch.cuda.synchronize()"}
+    assert [change for change in changes_of("f.py", text) if change.line == 6 and change.new == "5"] == []
+
+
+def test_tests_of_the_mirrored_folder_come_first_and_the_quickest_of_them() -> None:
+    seconds = {"a/test_x.py::one": 5.0, "a/test_x.py::two": 1.0, "b/test_y.py::one": 0.1, "b/test_y.py::two": 90.0}
+    reach = Reach({"a/x.py": {3: set(seconds), 4: {"a/test_x.py::one"}}}, seconds)
+    assert reach.tests("a/x.py", 3, 3, 4.0) == ["a/test_x.py::two", "b/test_y.py::one"]
+    assert reach.tests("a/x.py", 4, 5, 4.0) == ["a/test_x.py::one"], "one is tried, however long it takes"
+    # Nobody was seen to reach it: the tests named after the file, else any that reach the file.
+    assert reach.tests("a/x.py", 9, 9, 100.0) == ["a/test_x.py::two", "a/test_x.py::one"]
+    assert reach.tests("b/z.py", 9, 9, 100.0) == []
+
+
+def test_what_was_tried_is_found_again_until_the_text_around_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawn_mutations, "ROOT", tmp_path)
+    (tmp_path / "f.py").write_text("a = 1\n")
+    (change,) = changes_of("f.py", "a = 1\n")
+    record = Record(tmp_path / "kept" / "tried.jsonl")
+    assert record.find(change) is None
+    record.add(Tried(change, "", 3))
+    record.add(Tried(change, "test_a.py::test_b", 4))
+    assert Record(tmp_path / "kept" / "tried.jsonl").find(change) == Tried(change, "test_a.py::test_b", 4)
+    (tmp_path / "f.py").write_text("b = 1\n")
+    assert Record(tmp_path / "kept" / "tried.jsonl").find(change) is None

@@ -5,6 +5,7 @@ The arithmetic of latencies, rates and goodput, over times given by hand.
 Sending a load: when, how many at once, and what becomes of failures; over a mocked clock.
 """
 
+import io
 import math
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -17,6 +18,7 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from genbatch.actors.runtime.supervisor import background
 from genbatch.clients.bench.runs import (
@@ -31,6 +33,7 @@ from genbatch.clients.bench.runs import (
     machine,
     percentile,
     prefill_rate,
+    results_table,
     run_load,
     summary,
 )
@@ -138,6 +141,7 @@ def test_the_decode_rate_is_taken_while_everybody_decodes() -> None:
     second = times(0.0, 1.0, 1.4, 1.8, 2.2)
     assert decode_rate([first, second]) == pytest.approx(4 / 1.0)
     assert decode_rate([times(0.0, 0.5, 1.5)]) == pytest.approx(1.0)
+    assert decode_rate([times(0.0, 1.0, 2.0, 5.0)]) == pytest.approx(2 / 4.0)
 
 
 def test_there_is_no_decode_rate_if_one_ended_before_another_began_or_failed() -> None:
@@ -254,3 +258,21 @@ async def test_a_request_that_failed_holds_nobody_up(autojump_clock: trio.testin
     run = await run_load(SteadyService(), load_of((0, 9), (6, 9), (7, 1), after=4))
     assert run.times[-1].error is None
     assert run.times[-1].sent_at - run.times[1].sent_at == pytest.approx(4)
+
+
+def test_the_table_has_a_column_for_each_run_and_a_row_for_what_any_of_them_says() -> None:
+    first = {"workload": "w1", "completed": 7, "num_prompts": 8, "failed": {"queue_full": 1}, "duration_s": 2.25}
+    first |= {"request_throughput": 3.456, "ttft_ms": {"p50": 1234.5, "p99": 2000.0}, "context_logits_rows": 1200}
+    second = {"workload": "w2", "completed": 8, "num_prompts": 8, "failed": {}, "duration_s": 1.0, "decode_tok_s": 99.6}
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(results_table([first, second]))
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in console.export_text().splitlines()]
+    assert [row for row in rows if len(row) == 3] == [
+        ["completed", "7 of 8", "8 of 8"],
+        ["failed", "queue_full 1", ""],
+        ["seconds", "2.2", "1.0"],
+        ["requests/s", "3.46", "-"],
+        ["decode tok/s", "-", "100"],
+        ["TTFT", "1,234.5 / 2,000.0", "-"],
+        ["rows of context logits", "1,200", "-"],
+    ]

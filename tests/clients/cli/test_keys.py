@@ -1,12 +1,14 @@
 """`genbatch keys` as a user types it, down to a service that lets its clients in."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from genbatch.actors.security.curve_keys import ClientKeys, ServerKeys
 from genbatch.actors.security.key_files import TokenFile
+from genbatch.clients.cli.connection import AddressFlags, remote_client
 from genbatch.clients.cli.main import app
 
 
@@ -78,3 +80,14 @@ def test_an_unsafe_or_contradictory_start_is_refused_at_once(arguments: list[str
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert reason in " ".join(result.stderr.split())
+
+
+def test_a_service_that_encrypts_is_reached_with_its_ca_and_another_in_the_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("genbatch.clients.remote.RPCClient", lambda address, **options: asked.append(options))
+    monkeypatch.setattr("genbatch.actors.security.key_files.client_context", lambda ca: ("trusts", ca))
+    for ca in (None, "ca.pem"):
+        remote_client("rpc://127.0.0.1:1", AddressFlags(tls_ca=ca, token="t"))
+    assert asked == [{"token": "t", "tls": None}, {"token": "t", "tls": ("trusts", Path("ca.pem"))}]

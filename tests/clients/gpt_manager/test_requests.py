@@ -1,6 +1,7 @@
 """InferenceRequest: what goes in comes out; the tensors of a response: exact shapes, and numbers that agree."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -16,6 +17,7 @@ from genbatch.clients.gpt_manager.requests import (
     InferenceRequest,
     decode_inference_request,
     encode_inference_request,
+    last_response,
 )
 from genbatch.nif.models.model import Model
 from genbatch.proto.codec import DecodeLimits
@@ -218,3 +220,10 @@ def test_b26_a_streamed_request_has_its_logits_token_by_token(tiny_model: TinyMo
     np.testing.assert_allclose(joined, whole.generation_logits, atol=1e-5)
     np.testing.assert_allclose(parts[0].context_logits, whole.context_logits, atol=1e-5)
     assert parts[1].context_logits.shape == (1, 1, 1)
+
+
+def test_the_end_of_a_stopped_stream_brings_no_token() -> None:
+    request: Any = SimpleNamespace(prompt=[1, 2, 3], num_sent=2, cum_logprob=np.float32(-0.5))
+    tensors = last_response(request)
+    assert [tensor.shape for tensor in tensors] == [(1, 1, 0), (1, 1), (1, 1, 1), (1, 1, 1, 1), (1, 1, 0), (1, 1)]
+    assert tensors.sequence_length == 5 and tensors.cum_log_probs == np.float32(-0.5)
