@@ -173,16 +173,6 @@ def read_embeddings(answer: Embeddings) -> Embeddings:
     return Embeddings(embeddings=vectors, usage=answer.usage)
 
 
-def generate_request(
-    prompt: str | Sequence[int] | None = None,
-    *,
-    messages: Sequence[MessageLike] | None = None,
-    **params: Unpack[GenerateParams],
-) -> GenerateRequest:
-    """As `build_request`, with the arguments of `Client.generate`."""
-    return build_request(prompt, messages, params)
-
-
 def _plain(messages: Sequence[MessageLike]) -> list[object]:
     if isinstance(messages, str | bytes | Mapping):
         raise InvalidRequest("messages", f"expected a list of messages, got {type(messages).__name__}")

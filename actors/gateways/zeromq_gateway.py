@@ -144,11 +144,6 @@ class ZeroMQGateway:
         """Calls that have not ended, of all clients."""
         return sum(peer.session.num_calls for peer in self._peers.values())
 
-    @property
-    def num_connections(self) -> int:
-        """Connections that have begun and not ended, those included that have not said who they are."""
-        return len(self._guard.connections)
-
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
 

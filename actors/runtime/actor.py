@@ -505,10 +505,6 @@ class GenServer:
         metadata = {"name": self.ref.name, "message": message}
         self.telemetry.execute("actor.unhandled_info", {}, metadata)
 
-    async def handle_continue(self, argument: Any) -> None:
-        """Handles what `continue_with` deferred."""
-        raise NotImplementedError(f"{type(self).__name__} handles no continue: {argument!r}")
-
     async def terminate(self, reason: Reason) -> None:
         """Runs once, last, if `init` succeeded, however the actor ends.
 
@@ -517,10 +513,6 @@ class GenServer:
         """
 
     # What callbacks use.
-
-    def continue_with(self, argument: object) -> None:
-        """Runs `handle_continue(argument)` after this callback, before the next message."""
-        self._continues.append(argument)
 
     def send_after(self, delay_s: float, message: object) -> Timer:
         """Sends `message` to `handle_info` in `delay_s` seconds, on the control lane."""
@@ -542,7 +534,6 @@ class GenServer:
     # The loop.
 
     _mailbox: Mailbox
-    _continues: deque[object]
     _stop_reason: Reason | None
 
     def _attach(self, mailbox: Mailbox) -> None:
@@ -550,7 +541,6 @@ class GenServer:
         self.ref = ActorRef(mailbox.name, lambda: mailbox)
         self.telemetry = mailbox.telemetry
         self._mailbox = mailbox
-        self._continues = deque()
         self._stop_reason = None
         mailbox.owner = trio.lowlevel.current_task()
 
@@ -558,11 +548,8 @@ class GenServer:
         """Handles messages until told to stop; returns why."""
         handled = 0
         while self._stop_reason is None:
-            if self._continues:
-                await self.handle_continue(self._continues.popleft())
-            else:
-                envelope = await self._mailbox.get()
-                await (self._observe(envelope) if self.telemetry.attached else self._handle(envelope))
+            envelope = await self._mailbox.get()
+            await (self._observe(envelope) if self.telemetry.attached else self._handle(envelope))
             handled += 1
             if handled % MESSAGES_PER_TURN == 0:
                 await trio.lowlevel.checkpoint()

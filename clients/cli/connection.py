@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, cast
 
 import trio
 import typer
@@ -23,14 +23,14 @@ from genbatch.clients.cli.command import UsageError
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
 from genbatch.clients.interface import Client, EmbedParams, GenerateParams, MessageLike, Stream, Texts
 from genbatch.nif.models.model_names import check_source
-from genbatch.proto.messages import Drained, Embeddings, Health, ModelCard, Result
+from genbatch.proto.messages import Embeddings, Result
 
 if TYPE_CHECKING:
     from genbatch.clients.remote import RemoteClient
 
 
 class PickedModel:
-    """Implements `Client`.
+    """Implements `Client`: requests that name no model name this one. All else is the client's own.
 
     Args:
         client: asks.
@@ -85,29 +85,8 @@ class PickedModel:
         """See `Client.detokenize`."""
         return await self._client.detokenize(token_ids, model=model or self._model)
 
-    async def stats(self) -> dict[str, Any]:
-        """See `Client.stats`."""
-        return await self._client.stats()
-
-    async def models(self) -> tuple[ModelCard, ...]:
-        """See `Client.models`: all of them."""
-        return await self._client.models()
-
-    async def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
-        """See `Client.load_adapter`."""
-        return await self._client.load_adapter(name, path)
-
-    async def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
-        """See `Client.unload_adapter`."""
-        return await self._client.unload_adapter(name, timeout_s)
-
-    async def health(self) -> Health:
-        """See `Client.health`."""
-        return await self._client.health()
-
-    async def drain(self, timeout_s: float = 30.0) -> Drained:
-        """See `Client.drain`."""
-        return await self._client.drain(timeout_s)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 _TITLES = {
@@ -238,7 +217,7 @@ async def open_client(
         if connection.connect is not None:
             _refuse_flags_of_a_private_service(connection, engine)
             client: Client = await stack.enter_async_context(remote_client(connection.connect, connection))
-            yield client if connection.model is None else PickedModel(client, connection.model)
+            yield client if connection.model is None else cast(Client, PickedModel(client, connection.model))
             return
         if connection.tls_ca is not None:
             raise UsageError("tls_ca: a private service asks for none; say where the service is (--connect)")

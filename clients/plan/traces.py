@@ -21,8 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from genbatch.clients.bench.workloads import ScriptedLoad
-
 # Tokens of a block in Mooncake's files, and in the traces made here.
 FILE_BLOCK, MADE_BLOCK = 512, 64
 
@@ -155,18 +153,6 @@ def write_trace(trace: Trace, path: Path) -> None:
             if request.tenant:
                 line["tenant"] = request.tenant
             file.write(json.dumps(line) + "\n")
-
-
-def load_trace(load: ScriptedLoad, arrivals: Sequence[float], block_tokens: int = MADE_BLOCK) -> Trace:
-    """A benchmark's load as a trace: the same requests at the same times."""
-    requests = []
-    for request, at in zip(load.requests, arrivals, strict=True):
-        names, parent = [], 0
-        for start in range(0, len(request.prompt) - block_tokens + 1, block_tokens):
-            parent = hash((parent, request.prompt[start : start + block_tokens]))
-            names.append(parent)
-        requests.append(TraceRequest(at=at, prompt=len(request.prompt), output=request.max_tokens, blocks=tuple(names)))
-    return Trace(load.name, block_tokens, requests)
 
 
 def chat_trace(options: TraceOptions) -> Trace:

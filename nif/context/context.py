@@ -121,7 +121,6 @@ class Context:
         self._adapter_handles = frozenset({0, *(adapter.handle for adapter in self.adapters.values())})
         self._chooser = runner if isinstance(runner, ChoosingRunner) else None
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
-        self._samplers: dict[int, SamplerState] = {}
         self._texts: dict[int, Detokenizer] = {}
 
     @property
@@ -276,7 +275,7 @@ class Context:
         return logits[-1]
 
     def decode_batch(self, entries: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, str]]:
-        """One forward over one token of each of several sequences, and each sequence's next token.
+        """One forward over one token of each of several sequences, and each sequence's next token, drawn greedily.
 
         Args:
             entries: (seq_id, token_id, position) triples, one a sequence.
@@ -291,24 +290,14 @@ class Context:
         """
         batch = [Entry(seq_id, (token_id,), position) for seq_id, token_id, position in entries]
         self._check(batch)
-        states = [self._samplers.setdefault(seq_id, SamplerState(GREEDY, ())) for seq_id, _, _ in entries]
-        _, drawn = self.step(batch, states)
+        _, drawn = self.step(batch, [SamplerState(GREEDY, ()) for _ in batch])
         decoded = []
-        for (seq_id, _, _), state, draw in zip(entries, states, drawn, strict=True):
+        for (seq_id, _, _), draw in zip(entries, drawn, strict=True):
             if not isinstance(draw, Sampled):
                 raise BatchError(f"sequence {seq_id}: {draw.reason if draw else 'nothing drawn'}")
-            state.accept(draw.token_id)
             text = self._texts.setdefault(seq_id, Detokenizer(self.model.tokenizer.backend))
             decoded.append((seq_id, draw.token_id, text.push(draw.token_id)))
         return decoded
-
-    def set_sampling(self, seq_id: int, params: SamplingParams, prompt_tokens: Sequence[int] = ()) -> None:
-        """How `decode_batch` draws the tokens of a sequence from now on; greedy unless set.
-
-        `prompt_tokens` count for the repetition penalty.
-        """
-        self.kv.length(seq_id)  # raises BatchError for a sequence that does not exist
-        self._samplers[seq_id] = SamplerState(params, prompt_tokens)
 
     # Sequences
 
@@ -334,8 +323,7 @@ class Context:
         """
         self.kv.seq_rm(seq_id, p0, p1)
         if self.kv.length(seq_id) == 0:
-            # A slot's next user must not inherit the last one's sampler or half a code point.
-            self._samplers.pop(seq_id, None)
+            # A slot's next user must not inherit the last one's half of a code point.
             self._texts.pop(seq_id, None)
 
     def attach_prefix(self, seq_id: int, tokens: Sequence[int], key: bytes = b"") -> int:

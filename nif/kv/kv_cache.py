@@ -102,13 +102,9 @@ class KVCache:
     def block_table(self, group: int, seq_id: int) -> Ints:
         """Block ids (C int) by position // block_size; live: to be read only, and no buffer of it kept.
 
-        The first `num_evicted` entries are the placeholder 0: those blocks fell behind the group's window.
+        The first entries may be the placeholder 0: those blocks fell behind the group's window.
         """
         return sequence_of(self._tables, seq_id).tables[group]
-
-    def num_evicted(self, group: int, seq_id: int) -> int:
-        """Leading entries of a block table whose blocks are gone."""
-        return sequence_of(self._tables, seq_id).evicted[group]
 
     def slots(self, group: int, seq_id: int, p0: int, p1: int) -> list[int]:
         """Where positions [p0, p1) are stored: block id * block_size + offset.

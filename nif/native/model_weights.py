@@ -370,15 +370,6 @@ class _Loader:
         )
         return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None])
 
-    def _stacked_expert(self, start: str, experts: ExpertNames, index: int) -> tuple[Linear, Linear]:
-        inner = (experts.count, experts.intermediate, self._config.hidden_size)
-        outer = (experts.count, self._config.hidden_size, experts.intermediate)
-        names = [f"{start}{name}.weight" for name in experts.stacked]
-        gate, up, down = (
-            self.tensor(name, shape).part(index) for name, shape in zip(names, (inner, inner, outer), strict=True)
-        )
-        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None])
-
     def _whole_expert(self, start: str, experts: ExpertNames, index: int) -> tuple[Linear, Linear]:
         gate_up_name, down_name = (start + name for name in experts.whole)
         gate_up, down = self.tensor(gate_up_name).part(index), self.tensor(down_name).part(index)

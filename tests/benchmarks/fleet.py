@@ -14,7 +14,7 @@ reached as a gateway reaches them, without Ray, which takes no part in a request
 import argparse
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,12 +42,24 @@ from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions
 from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.plan.fleet_run import FleetRun, SimulatedFleet, run_fleet
 from genbatch.clients.plan.step_time import read_step_time
-from genbatch.clients.plan.traces import load_trace
+from genbatch.clients.plan.traces import MADE_BLOCK, Trace, TraceRequest
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.nif.engine_options import EngineOptions
 
 N_PARALLEL, N_CTX = 8, 8192
 ATTEMPTS = 3
+
+
+def load_trace(load: ScriptedLoad, arrivals: Sequence[float], block_tokens: int = MADE_BLOCK) -> Trace:
+    """A benchmark's load as a trace: the same requests at the same times."""
+    requests = []
+    for request, at in zip(load.requests, arrivals, strict=True):
+        names, parent = [], 0
+        for start in range(0, len(request.prompt) - block_tokens + 1, block_tokens):
+            parent = hash((parent, request.prompt[start : start + block_tokens]))
+            names.append(parent)
+        requests.append(TraceRequest(at=at, prompt=len(request.prompt), output=request.max_tokens, blocks=tuple(names)))
+    return Trace(load.name, block_tokens, requests)
 
 
 class ProcessReplicas:

@@ -6,9 +6,13 @@ import msgspec
 import pytest
 
 from genbatch.clients import remote
-from genbatch.clients.interface import GenerateParams, build_request, generate_request
+from genbatch.clients.interface import GenerateParams, build_request
 from genbatch.proto.errors import InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, Message
+
+
+def generate_request(prompt: Any = None, *, messages: Any = None, **params: Any) -> GenerateRequest:
+    return build_request(prompt, messages, params)  # type: ignore[arg-type]
 
 
 def test_a_string_is_a_prompt_and_a_sequence_of_ints_is_token_ids() -> None:

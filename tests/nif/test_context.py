@@ -260,18 +260,6 @@ def test_a_forward_that_fails_leaves_no_trace(tiny_model: TinyModel, oracle: Ora
         assert greedy(context, [token], seq_id, 5)[: len(expected)] == expected
 
 
-def test_a_slot_forgets_its_last_users_sampling(tiny_model: TinyModel) -> None:
-    context = make_context(tiny_model("llama"))
-    prompt = prompt_of(6, 2)
-    plain = greedy(context, prompt, 0, 8)
-    context.seq_rm(0)
-    context.set_sampling(0, SamplingParams(seed=3, temperature=5.0), prompt)
-    drawn = greedy(context, prompt, 0, 8)
-    context.seq_rm(0)
-    assert greedy(context, prompt, 0, 8) == plain
-    assert drawn != plain
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_saved_sequence_goes_on_in_another_context_without_prefill(
     tiny_model: TinyModel, oracle: OracleOf, family: str

@@ -125,11 +125,6 @@ class HTTPGateway:
             app = make_app(calls, self._open_calls, security, only_loopback=address.is_loopback)
         self._app = ASGIWrapper(app)  # type: ignore[arg-type]  # Starlette types its messages more loosely
 
-    @property
-    def num_connections(self) -> int:
-        """Connections that are open."""
-        return len(self._streams)
-
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
 

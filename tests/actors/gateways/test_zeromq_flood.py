@@ -36,7 +36,7 @@ async def test_a_flood_of_connections_that_never_speak_pushes_itself_out(
         assert await service.is_well(service.client_key("bob"))
         for stream in flood[:80]:
             await until_closed(stream)
-        assert service.gateway.num_connections <= 20
+        assert len(service.gateway._guard.connections) <= 20
         assert (await ask(socket, [0, 99, "generate", [{"prompt": "a b"}]]))[2] is None
 
 

@@ -32,9 +32,6 @@ class Probe(GenServer):
     async def handle_info(self, message: Any) -> None:
         self.log.append(message)
 
-    async def handle_continue(self, argument: Any) -> None:
-        self.log.append(("continue", argument))
-
     async def terminate(self, reason: Reason) -> None:
         self.log.append(("terminate", reason))
 

@@ -400,20 +400,6 @@ async def test_the_example_works() -> None:
 
 
 @pytest.mark.trio
-async def test_what_happens_in_init_comes_before_any_message(nursery: trio.Nursery) -> None:
-    class Eager(Probe):
-        async def init(self) -> None:
-            self.ref.cast("first message")
-            self.continue_with(1)
-            self.continue_with(2)
-
-    actor = Eager()
-    await start(nursery, actor)
-    await wait_all_tasks_blocked()
-    assert actor.log == [("continue", 1), ("continue", 2), ("cast", "first message")]
-
-
-@pytest.mark.trio
 async def test_a_failing_init_is_raised_by_start_as_it_is_and_nothing_terminates(nursery: trio.Nursery) -> None:
     class Broken(Probe):
         async def init(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from genbatch.clients.cli.generate import SamplingFlags
-from genbatch.clients.interface import generate_request
+from genbatch.clients.interface import build_request
 from genbatch.proto.validation import Grammar, grammar_of
 
 
@@ -16,7 +16,7 @@ def test_a_schema_a_grammar_and_a_regex_come_from_their_flags(tmp_path: Path) ->
     grammar.write_text('root ::= "yes"')
 
     def asked(flags: SamplingFlags) -> Grammar | None:
-        return grammar_of(generate_request("x", **flags.parameters()))
+        return grammar_of(build_request("x", None, flags.parameters()))
 
     assert asked(SamplingFlags()) is None
     # The file, or what would stand in it.

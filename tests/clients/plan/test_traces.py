@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from genbatch.clients.bench.workloads import LoadOptions, shared_prompt
-from genbatch.clients.plan.traces import MADE, TraceError, TraceOptions, load_trace, read_trace, write_trace
+from genbatch.clients.plan.traces import MADE, TraceError, TraceOptions, read_trace, write_trace
+from tests.benchmarks.fleet import load_trace
 
 MOONCAKE = (
     '{"timestamp": 27482, "input_length": 6955, "output_length": 52, '

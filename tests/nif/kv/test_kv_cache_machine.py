@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import LayerGroup
+from tests.nif.kv.reading import num_evicted
 
 _NUM_SEQUENCES = 4
 _BLOCK_SIZE = 3
@@ -182,7 +183,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 assert counts.free + counts.used == counts.max
                 shown = set()
                 for seq_id in range(_NUM_SEQUENCES):
-                    evicted = self.kv.num_evicted(group, seq_id)
+                    evicted = num_evicted(self.kv, group, seq_id)
                     shown.update(self.kv.block_table(group, seq_id)[evicted:])
                 assert len(shown) == counts.used
 
@@ -251,7 +252,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         groups, seq_ids = range(len(self.windows)), range(_NUM_SEQUENCES)
         return (
             [[list(self.kv.block_table(group, seq_id)) for seq_id in seq_ids] for group in groups],
-            [[self.kv.num_evicted(group, seq_id) for seq_id in seq_ids] for group in groups],
+            [[num_evicted(self.kv, group, seq_id) for seq_id in seq_ids] for group in groups],
             [list(self.kv.tokens(seq_id)) for seq_id in seq_ids],
             self.kv.free_blocks,
         )
