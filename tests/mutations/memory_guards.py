@@ -115,10 +115,10 @@ MEMORY_GUARDS = (
     Mutation(
         "a slot forgets",
         "nif/context/context.py",
-        "self._samplers.pop(seq_id, None)",
+        "self._texts.pop(seq_id, None)",
         "None",
-        ("nif/test_context.py::test_a_slot_forgets_its_last_users_sampling",),
-        "the next user has the last one's sampling",
+        ("nif/test_context.py::test_a_slot_forgets_its_last_users_half_of_a_code_point",),
+        "the next user's text begins with the last one's end",
     ),
     Mutation(
         "token ids of an entry",

@@ -15,6 +15,7 @@ from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.text.detokenizer import Detokenizer
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"]
 
@@ -258,6 +259,18 @@ def test_a_forward_that_fails_leaves_no_trace(tiny_model: TinyModel, oracle: Ora
     for seq_id, token in ((0, 7), (1, 9)):
         expected = oracle("llama").generate([*prompt, token], 5)
         assert greedy(context, [token], seq_id, 5)[: len(expected)] == expected
+
+
+def test_a_slot_forgets_its_last_users_half_of_a_code_point(tiny_model: TinyModel) -> None:
+    context, prompt = make_context(tiny_model("llama")), prompt_of(6, 2)
+    text = context._texts[0] = Detokenizer(context.model.tokenizer.backend)
+    assert [text.push(token) for token in context.model.tokenizer.encode("€")[-3:-1]] == ["", ""]
+    context.prefill(prompt, 0, 0)
+    context.seq_rm(0)
+    for seq_id in (0, 1):
+        context.prefill(prompt, seq_id, 0)
+    [(_, _, first), (_, _, second)] = context.decode_batch([(seq_id, prompt[0], len(prompt)) for seq_id in (0, 1)])
+    assert first == second
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
