@@ -1,22 +1,25 @@
 """Runs small models of every mode through kernels built with the sanitizers; a program, started by test_build.py.
 
 By hand: LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
-    ASAN_OPTIONS=detect_leaks=0 python tests/nif/native/sanitized_run.py
+    ASAN_OPTIONS=detect_leaks=0 python tests/nif/native/sanitized_run.py address,undefined
+    LD_PRELOAD="$(gcc -print-file-name=libtsan.so)" setarch -R python tests/nif/native/sanitized_run.py thread
 """
 
 import importlib.util
+import sys
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 
 from genbatch.nif.native import model_weights
 from genbatch.nif.native.build import build_library, native_flags
-from genbatch.nif.native.library import open_library
+from genbatch.nif.native.library import STORED, open_library
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import LayerGroup, RaggedBatch
 
-FLAGS = (*native_flags(), "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = (*native_flags(), "-O1", "-g", "-fno-sanitize-recover=all")
 BLOCK_SIZE = 5  # neither a multiple of 16 nor even
 BLOCKS = 14
 
@@ -51,16 +54,46 @@ def run(runner: NativeRunner) -> None:
     runner.close()
 
 
-def main() -> None:
+def tests_of(name: str) -> ModuleType:
+    """A module beside this one. Its tests are called, without pytest, on the sanitized kernels."""
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    return importlib.import_module(f"tests.nif.native.{name}")
+
+
+def run_stored() -> None:
+    """Every type of a GGUF file and every group of a checkpoint, in each form of rows."""
+    tests = tests_of("test_stored")
+    tests.native_library = model_weights.native_library
+    for kind in STORED:
+        tests.test_a_product_is_right_and_depends_on_its_row_only(kind)
+        if kind in tests.BLOCKS:
+            tests.test_integers_of_24_bits_come_nearer_to_the_true_sum_than_float_sums(kind)
+        if kind in tests.BLOCKS and kind != "Q4_1":
+            for group in (16, 32):
+                tests.test_an_int8_product_is_that_of_the_rounded_row_and_depends_on_it_only(kind, group)
+    tests.test_a_merged_linear_may_hold_several_types_and_sizes_that_fill_no_block()
+    tests.test_gates_and_ups_alternate_and_rows_come_in_their_order()
+
+
+def run_adapters() -> None:
+    """Adapters on float and on 8-bit weights, experts beside them."""
+    tests = tests_of("test_lora")
+    for name in ("gemma2", "qwen3_moe"):
+        with tempfile.TemporaryDirectory() as folder:
+            tests.test_logits_are_pefts_whatever_is_merged(name, Path(folder))
+
+
+def main(sanitizers: str) -> None:
     """Prints each mode that came through."""
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("models", Path(__file__).parent / "models.py")
     assert spec is not None and spec.loader is not None
     models = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(models)
-    library = open_library(build_library(FLAGS))
+    library = open_library(build_library((*FLAGS, f"-fsanitize={sanitizers}")))
     model_weights.native_library = lambda: library
-    for mode in ("float32", "bfloat16", "int8"):
+    threads_matter = sanitizers == "thread"
+    for mode in ("float32",) if threads_matter else ("float32", "bfloat16", "int8", "int4"):
         # One thread makes a family of both sequences; two are too many for so few.
         for name, window, n_threads in (
             ("llama_odd", None, 2),
@@ -70,6 +103,8 @@ def main() -> None:
             ("gpt_oss", models.WINDOW, 2),
             ("stablelm", None, 2),
         ):
+            if threads_matter and n_threads == 1:
+                continue
             model_class, make_config = models.CONFIGS[name]
             config = make_config()
             dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
@@ -84,10 +119,16 @@ def main() -> None:
                 vocab_size=config.vocab_size,
                 max_position=config.max_position_embeddings,
             )
-            weights = model_weights.ModelWeights(model, "int8" if mode == "int8" else "none")
+            weights = model_weights.ModelWeights(model, mode if mode in ("int8", "int4") else "none")
             run(NativeRunner(weights, n_threads=n_threads))
-        print(mode)
+        print(mode, flush=True)
+    if threads_matter:  # the phases of a step are the same in every mode, and a linear by itself has one thread
+        return
+    run_stored()
+    print("stored", flush=True)
+    run_adapters()
+    print("adapters", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -133,19 +133,34 @@ def test_what_the_kernels_do_not_compute_is_named(tiny_model: Callable[[str], Mo
         check_supported(tiny_model("llama"))
 
 
-def test_the_kernels_are_clean_under_the_sanitizers() -> None:
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("gcc, whose sanitizer runtimes can be preloaded, is not installed")
+@pytest.mark.parametrize(
+    ("sanitizers", "libraries", "names"),
+    [
+        (
+            "address,undefined",
+            ("libasan.so", "libubsan.so"),
+            ["float32", "bfloat16", "int8", "int4", "stored", "adapters"],
+        ),
+        ("thread", ("libtsan.so",), ["float32"]),
+    ],
+)
+def test_the_kernels_are_clean_under_the_sanitizers(
+    sanitizers: str, libraries: tuple[str, ...], names: list[str]
+) -> None:
+    compiler, setarch = shutil.which("gcc"), shutil.which("setarch")
+    if compiler is None or setarch is None:
+        pytest.skip("gcc, whose sanitizer runtimes can be preloaded, or setarch is not installed")
     found = [
         subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-        for name in ("libasan.so", "libubsan.so")
+        for name in libraries
     ]
     runtimes = [done.stdout.strip() for done in found]
     if not all(Path(path).is_absolute() for path in runtimes):
         pytest.skip("gcc's sanitizer runtimes are not installed")
+    # The thread sanitizer wants addresses that are not drawn.
+    program = [setarch, "-R", sys.executable, str(Path(__file__).parent / "sanitized_run.py"), sanitizers]
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "sanitized_run.py")],
+        program,
         env={
             **os.environ,
             "CC": compiler,
@@ -153,6 +168,7 @@ def test_the_kernels_are_clean_under_the_sanitizers() -> None:
             # Python and torch keep what they allocated; only wrong accesses count.
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+            "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
         },
         capture_output=True,
         text=True,
@@ -160,7 +176,7 @@ def test_the_kernels_are_clean_under_the_sanitizers() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["float32", "bfloat16", "int8"]
+    assert done.stdout.split() == names
 
 
 def test_the_compiler_is_announced_and_only_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
