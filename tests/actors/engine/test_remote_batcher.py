@@ -3,8 +3,7 @@
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,12 +25,11 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_process import EngineSession
-from genbatch.actors.engine.engine_wire import Ask, FrameStream, Submit, Tokens, encode_frame
+from genbatch.actors.engine.engine_wire import FrameStream, Submit, Tokens, encode_frame
 from genbatch.actors.engine.remote_batcher import (
     CANCEL_GRACE_S,
     TICK_S,
     EngineConnections,
-    OpenQuestions,
     RemoteBatcher,
 )
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
@@ -727,14 +725,3 @@ async def test_stats_without_an_engine_are_the_links_own(bench: Bench, mock_cloc
     assert (stats["engine"], stats["model"], stats["engine_restarts"]) == ("down", "m", 0)
     assert (stats["requests_open"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
     assert "steps" not in stats
-
-
-@pytest.mark.trio
-async def test_every_question_and_the_word_to_drain_have_numbers_of_their_own() -> None:
-    posted: list[Ask] = []
-    connection = cast(Any, SimpleNamespace(post=posted.append))
-    questions = OpenQuestions()
-    questions.ask(GetStats(), cast(Any, None), cast(Any, "a monitor"), connection)
-    questions.tell_to_drain(connection)
-    questions.ask(GetStats(), cast(Any, None), cast(Any, "another"), connection)
-    assert [ask.id for ask in posted] == [-1, -2, -3] and posted[1].method == "drain"
