@@ -242,3 +242,23 @@ def test_a_service_hears_of_the_client_once_in_a_while_and_no_more_often(monkeyp
         client._beat()
         counts.append(len(sent))
     assert counts == [1, 1, 2, 2]
+
+
+def test_who_waits_is_heard_of_and_waits_no_longer_than_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, sent = 1000.0, []
+    client = SyncZeroMQClient("ipc:///nowhere", timeout=5 * sync.HEARTBEAT_S)
+    client._is_open = True
+
+    def nothing(timeout: float) -> list[bytes]:
+        nonlocal now
+        now += timeout
+        return []
+
+    monkeypatch.setattr(sync.time, "monotonic", lambda: now)
+    monkeypatch.setattr(client._transport, "send", sent.append)
+    monkeypatch.setattr(client._transport, "receive", nothing)
+    failed: list[Exception] = []
+    monkeypatch.setattr(client, "_fail_all", failed.append)
+    client.wait_for(lambda: bool(failed))
+    assert isinstance(failed[0], Unavailable) and "silent" in str(failed[0])
+    assert len(sent) == 6 and now == 1000.0 + 6 * sync.HEARTBEAT_S

@@ -3,17 +3,20 @@
 from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import trio
 
 from genbatch import open_batcher
+from genbatch.actors.batcher.calls import SessionCalls
 from genbatch.actors.batcher.requests import HeldPrompt
 from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.scheduling.request import RequestList
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, MicroBatchOutput
+from genbatch.proto.errors import Unavailable
 from tests.waiting import ENGINE_PATIENCE_S
 
 
@@ -90,3 +93,18 @@ async def test_a_held_prompt_that_never_fits_is_let_go_and_who_wanted_it_is_serv
                 held = (await batcher.stats())["held_prompts"]
         assert held == (scheduler == "fifo")
     assert texts[0] == texts[1]
+
+
+def test_a_session_takes_the_slot_of_what_was_used_longest_ago_but_not_of_what_it_needs() -> None:
+    removed: list[int] = []
+    held = HeldPrompts(range(2), 1)
+    calls = SessionCalls(cast(Any, SimpleNamespace(seq_rm=removed.append)), held, *cast(Any, [None] * 3))
+    needed, other = prompt([1], last_used=1.0), prompt([2], last_used=2.0)
+    for one in (needed, other):
+        assert held.hold(one)
+        one.num_computed = 1
+    slot = other.seq_id
+    assert calls._slot(needed) == slot and removed == [slot]
+    with pytest.raises(Unavailable, match="no sequence is free"):
+        calls._slot(needed)
+    assert held.find([1, 2], b"a") is needed

@@ -7,10 +7,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
+from genbatch.actors.observing import observe as observe_module
+from genbatch.actors.observing import tracing
 from genbatch.actors.observing.observe import LogFormat, LogLevel, log_event, log_telemetry, start_logging
 from genbatch.actors.runtime.telemetry import Telemetry
 
@@ -124,3 +128,20 @@ def test_on_a_terminal_a_line_takes_the_place_of_a_bar(is_terminal: bool, monkey
     logging.getLogger("genbatch").warning("runs in torch")
     assert ("━━━━\r\x1b[2K2" in screen.getvalue()) == is_terminal
     assert screen.getvalue().endswith(" runs in torch\n")
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("is_on", [False, True])
+async def test_requests_are_traced_where_it_was_asked_for_and_the_last_spans_leave(
+    is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(observe_module._OTEL_VARIABLE, "1" if is_on else "")
+    said: list[str] = []
+    provider = SimpleNamespace(shutdown=lambda: said.append("shut down"))
+    monkeypatch.setattr(tracing, "open_provider", lambda: said.append("opened") or provider)
+    monkeypatch.setattr(tracing, "trace_requests", lambda *_: lambda: said.append("detached"))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(observe_module.observe, Telemetry())
+        assert said == (["opened"] if is_on else [])
+        nursery.cancel_scope.cancel()
+    assert said == (["opened", "shut down", "detached"] if is_on else [])
