@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import trio
+from trio.testing import MockClock
 
 from genbatch import open_batcher
 from genbatch.actors.fleet.routing import ScaleRule
@@ -79,3 +80,31 @@ async def test_a_replica_that_leaves_is_asked_no_more_and_another_life_of_it_joi
             await replicas_are("replica 0 1", "replica 1 3")
             del services.lives["replica 0"]
             await replicas_are("replica 0 4", "replica 1 3")
+
+
+@pytest.mark.trio
+async def test_a_replica_too_many_is_let_go_once_it_was_too_many_for_a_while_and_nothing_changed(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    services = Services("ipc:///nowhere")
+    options = FleetOptions(rule=ScaleRule(min_replicas=1, max_replicas=3, idle_s=10.0))
+    gateway = FleetGateway(services, options, ServiceOptions())
+    let_go: list[str] = []
+    monkeypatch.setattr(gateway, "_let_go", let_go.append)
+    names = [await services.create(index) for index in range(3)]
+
+    async def look(ready: int, after_s: float) -> None:
+        await trio.sleep(after_s)
+        gateway._known = dict.fromkeys(names[:ready])  # type: ignore[assignment]
+        await gateway._scale(names)
+
+    for ready, after_s in ((0, 0), (2, 50), (3, 50), (3, 5)):
+        await look(ready, after_s)  # another one has become ready meanwhile, or it is too soon
+        assert not let_go
+    await look(3, 4.9)
+    await look(3, 0.2)
+    assert not let_go, "the wait begins at the first look that sees the same ones"
+    await look(3, 10.0)
+    assert let_go == [names[2]]
+    await look(3, 5.0)
+    assert let_go == [names[2]], "the next one waits as long"
