@@ -104,6 +104,11 @@ async def test_chat_logprobs_spell_the_answer_whole_and_streamed(serve: Any) -> 
         wanted = await ask(service, messages=[Message(**USER)], max_tokens=9, logprobs=3)
         assert wanted.logprobs is not None
         params: Any = {"model": model, "messages": [USER], "max_tokens": 9, "temperature": 0}
+        # Streamed first: the gateway does not know the text of any token yet.
+        stream = await client.chat.completions.create(**params, logprobs=True, top_logprobs=3, stream=True)
+        streamed = [
+            entry async for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
+        ]
         whole = await client.chat.completions.create(**params, logprobs=True, top_logprobs=3)
         assert whole.choices[0].logprobs is not None
         content = whole.choices[0].logprobs.content
@@ -111,10 +116,6 @@ async def test_chat_logprobs_spell_the_answer_whole_and_streamed(serve: Any) -> 
         assert [entry.logprob for entry in content] == [entry.logprob for entry in wanted.logprobs]
         assert [len(entry.top_logprobs) for entry in content] == [3] * 9
         assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in content), "greedy takes the likeliest"
-        stream = await client.chat.completions.create(**params, logprobs=True, top_logprobs=3, stream=True)
-        streamed = [
-            entry async for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
-        ]
         assert streamed == content
         unwanted = await client.chat.completions.create(**params)
         assert unwanted.choices[0].logprobs is None
