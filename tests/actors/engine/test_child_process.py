@@ -1,7 +1,11 @@
 """Options arrive in another process as they left, and nothing else does."""
 
+import os
 import signal
+import sys
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +29,9 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.validation import RequestLimits
+from tests.waiting import a_moment
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -112,3 +119,34 @@ async def test_a_process_whose_end_is_not_waited_for_to_the_end_is_gone_all_the_
     assert scope.cancelled_caught
     assert child._process.returncode == -signal.SIGKILL
     assert await child.end() == -signal.SIGKILL, "it may be called again"
+
+
+# Starts a child that is stuck, tells its number, and is gone without a word.
+PARENT = """
+import os, pathlib, signal, sys
+from genbatch.actors.engine.child_process import ChildProcess
+pathlib.Path(sys.argv[1]).write_text(str(ChildProcess("stuck", "tests.actors.engine.stuck").pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.trio
+async def test_a_child_that_is_stuck_ends_with_its_parent_all_the_same(tmp_path: Path) -> None:
+    done = await trio.run_process([sys.executable, "-c", PARENT, str(tmp_path / "pid")], check=False, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        with trio.fail_after(30):
+            while _is_alive(pid):
+                await a_moment()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    """Also false for one that has ended and that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
