@@ -3,7 +3,7 @@
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,27 @@ async def test_a_client_that_reads_nothing_for_long_loses_its_calls(
                 held.emit("x" * 20_000)
             assert peer.outbox.num_waiting <= 1, "too little for it to be cut off for that"
             await trio.testing.wait_all_tasks_blocked(0.001)
+
+
+async def test_after_each_row_of_sends_whoever_may_go_on_is_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[str] = []
+    send, settle = ZeroMQSocket.try_send_unsettled, ZeroMQSocket.settle
+
+    def noted_send(socket: ZeroMQSocket, parts: Sequence[bytes]) -> bool:
+        rows.append("send")
+        return len(rows) > 1 and send(socket, parts)  # the first finds no room, and is tried again
+
+    def noted_settle(socket: ZeroMQSocket) -> None:
+        rows.append("settle")
+        settle(socket)
+
+    monkeypatch.setattr(ZeroMQSocket, "try_send_unsettled", noted_send)
+    monkeypatch.setattr(ZeroMQSocket, "settle", noted_settle)
+    async with served(tmp_path) as service, dealer(service) as client:
+        assert (await ask(client, [0, 1, "generate", [{"prompt": "quick"}]]))[3]["text"] == "quick"
+        assert rows == ["send", "settle", "send", "settle"]
 
 
 async def test_a_client_that_only_writes_cannot_fill_the_memory(
