@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, group_blocks
+from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, _footprint, cache_size, group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.models.model import Model
 from genbatch.nif.runner import LayerGroup, RaggedBatch
@@ -224,3 +224,12 @@ def _last_chunk(shape: StepShape, num_groups: int) -> RaggedBatch:
         max_query_len=count,
         max_kv_len=length,
     )
+
+
+def test_each_row_of_logits_costs_a_number_of_the_whole_vocabulary() -> None:
+    def foreseen(rows: int, dtype_bytes: int) -> int:
+        step = dataclasses.replace(_STEP, logit_rows=rows, dtype_bytes=dtype_bytes, score_bytes=0.0)
+        return _footprint(step, [4], [4096], 16, 4).logits
+
+    assert foreseen(8, 4) - foreseen(4, 4) == 4 * 256 * 4
+    assert foreseen(8, 2) - foreseen(4, 2) == 4 * 256 * (4 + 2), "in float32, and as they were computed"

@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.gguf_file import GgufFile, gguf_config, gguf_tokenizer
+from genbatch.nif.models.gguf_file import GgufFile, _rope_factors, gguf_config, gguf_tokenizer
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.weight_source import SafetensorsWeights
@@ -235,3 +236,14 @@ def test_damaged_safetensors_are_refused_or_read(
             weights.tensor(name).floats()
     except ModelError as refused:
         assert "\n" not in str(refused)
+
+
+@pytest.mark.parametrize(("rotated", "is_refused"), [(None, False), (6, False), (8, True)])
+def test_as_many_factors_of_positions_are_read_as_pairs_are_rotated(rotated: int | None, is_refused: bool) -> None:
+    tensor = SimpleNamespace(whole=lambda: torch.tensor([1.0, 2.0, 4.0]))
+    file: Any = SimpleNamespace(tensor=lambda name: tensor, fault=lambda reason: ModelError("m", reason))
+    if is_refused:
+        with pytest.raises(ModelError, match="3 factors for 8 rotated elements"):
+            _rope_factors(file, "rope_freqs.weight", rotated)
+    else:
+        assert _rope_factors(file, "rope_freqs.weight", rotated) == [1.0, 2.0, 4.0]

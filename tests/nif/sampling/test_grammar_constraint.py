@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.models.model import Model
+from genbatch.nif.sampling import grammar_checker
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.grammar import FIRST_S, MAX_CACHED, GrammarCompiler, GrammarConstraint, GrammarError
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, sample
@@ -210,3 +212,11 @@ def test_the_checker_s_process_imports_neither_torch_nor_an_event_loop() -> None
     program += "print(sorted({'torch', 'trio', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+def test_the_process_that_tries_grammars_may_grow_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(grammar_checker.resource, "setrlimit", lambda kind, pair: limits.append((kind, pair)))
+    grammar_checker._limit_memory()
+    ((kind, (soft, _)),) = limits
+    assert kind == resource.RLIMIT_AS and 0 <= soft - grammar_checker.MAX_MEMORY < 2**40

@@ -19,8 +19,16 @@ from transformers.generation import (
 )
 
 from genbatch.nif.runner import Largest
-from genbatch.nif.sampling.draw import CHUNK, SamplingParams, _invert_whole, _pick, token_logprobs, uniform
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy, sample
+from genbatch.nif.sampling.draw import (
+    CHUNK,
+    SORTED_AT_ONCE,
+    SamplingParams,
+    _invert_whole,
+    _pick,
+    token_logprobs,
+    uniform,
+)
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choice_bytes, greedy, sample
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.validation import RequestLimits, validate_request
 
@@ -406,3 +414,12 @@ def test_a_point_below_what_a_chunk_begins_with_draws_its_first_token_that_has_w
     weights = torch.zeros(1, 3 * CHUNK)
     weights[0, [3, CHUNK + 8, 2 * CHUNK + 8]] = torch.tensor([1.0, 2.0**-52, 2.0**-53])
     assert _invert_whole(weights, torch.tensor([[1.0 - 2.0**-53]], dtype=torch.float64)).tolist() == [2 * CHUNK + 8]
+
+
+def test_what_choosing_takes_grows_with_draws_and_vocabulary_and_is_bounded_for_what_is_sorted() -> None:
+    large, small = SORTED_AT_ONCE, 100
+    # One row at a time, where a row is all that is sorted, or scored, at once.
+    assert choice_bytes(3, 3, large) == large * (3 * 40 + 128)
+    # All rows, where they are few and short.
+    assert choice_bytes(3, 4, small) == small * (3 * 40 + 3 * 128)
+    assert choice_bytes(0, 4, small) == 4 * small * 12

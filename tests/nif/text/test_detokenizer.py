@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from genbatch.nif.models.model_source import resolve_model
-from genbatch.nif.text.detokenizer import Detokenizer
+from genbatch.nif.text.detokenizer import _BYTES, Detokenizer
 
 TEXT = st.text(st.sampled_from("ab zé漢字語😀👩‍👧🏽🇫🇷́  .\n"))
 
@@ -126,3 +126,17 @@ def test_any_byte_fallback_output_streams_without_an_error_and_without_long_wait
 def test_the_first_words_space_is_kept_after_a_prompt(prompt: list[str], expected: str) -> None:
     output = ids_of(byte_fallback(), "▁Hello", "▁world")
     assert "".join(stream(byte_fallback(), output, ids_of(byte_fallback(), *prompt))) == expected
+
+
+def test_every_character_of_a_byte_level_vocabulary_stands_for_the_byte_that_tokenizers_reads() -> None:
+    decode = decoders.ByteLevel().decode
+    assert sorted(_BYTES.values()) == list(range(256))
+    for character, byte in _BYTES.items():
+        if byte < 128:  # others are parts of a character
+            assert decode([character]) == chr(byte)
+    reads = {character: byte for character, byte in _BYTES.items() if byte >= 128}
+    for text in ("¡ÿĀ", "é世界", "\u00ad\u0080"):
+        (piece,) = [
+            word for word, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+        ]
+        assert bytes(reads[character] for character in piece) == text.encode()
