@@ -233,3 +233,17 @@ def test_each_row_of_logits_costs_a_number_of_the_whole_vocabulary() -> None:
 
     assert foreseen(8, 4) - foreseen(4, 4) == 4 * 256 * 4
     assert foreseen(8, 2) - foreseen(4, 2) == 4 * 256 * (4 + 2), "in float32, and as they were computed"
+
+
+def test_what_a_step_takes_is_foreseen_by_the_width_of_a_token_and_the_keys_of_a_sequence() -> None:
+    def foreseen(**fields: float) -> int:
+        step = dataclasses.replace(_STEP, score_bytes=0.0)
+        return _footprint(dataclasses.replace(step, **fields), [4], [4096], 16, 4).activations
+
+    # For 32 tokens: four residuals as computed and four norms in float32, Q, K, V twice, the MLP's three.
+    assert foreseen(hidden_size=65) - foreseen() == 32 * (4 * 4 + 4 * 4)
+    assert foreseen(num_heads=5) - foreseen() == 32 * 4 * 2 * 16
+    assert foreseen(num_kv_heads=3) - foreseen() == 32 * 4 * 2 * 2 * 16
+    assert foreseen(intermediate_size=129) - foreseen() == 32 * 4 * 3
+    # One sequence's keys and values of a layer, where all 4 blocks of 16 positions are its own, and again in float32.
+    assert foreseen(score_bytes=1e-9) - foreseen() == 64 * 2 * 2 * 16 * (4 + 4)
