@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.gguf_file import GgufFile, _rope_factors, gguf_config, gguf_tokenizer
+from genbatch.nif.models.gguf_file import GgufFile, _rope_factors, _yarn, gguf_config, gguf_tokenizer
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.weight_source import SafetensorsWeights
@@ -247,3 +247,25 @@ def test_as_many_factors_of_positions_are_read_as_pairs_are_rotated(rotated: int
             _rope_factors(file, "rope_freqs.weight", rotated)
     else:
         assert _rope_factors(file, "rope_freqs.weight", rotated) == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "names", "reason"),
+    [
+        ({"x.factor": 4.0}, [], None),
+        ({}, [], "x.factor is missing"),
+        ({"x.factor": 4.0}, ["rope_freqs.weight"], "only one of them is read"),
+        ({"x.factor": 4.0, "x.yarn_attn_factor": 2.0}, [], "only 1 is read"),
+        ({"x.factor": -1.0}, [], "not a positive number"),
+    ],
+)
+def test_yarn_is_read_where_it_is_whole_and_alone(
+    metadata: dict[str, Any], names: list[str], reason: str | None
+) -> None:
+    file: Any = SimpleNamespace(metadata=metadata, names=lambda: names, fault=lambda reason: ModelError("m", reason))
+    if reason is not None:
+        with pytest.raises(ModelError, match=reason):
+            _yarn(file, "x.", {"max_position_embeddings": 64})
+    else:
+        read = _yarn(file, "x.", {"max_position_embeddings": 64})
+        assert (read["rope_type"], read["factor"], read["original_max_position_embeddings"]) == ("yarn", 4.0, 64)

@@ -1,0 +1,24 @@
+"""What a configuration says of a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.architectures import max_position
+
+
+@pytest.mark.parametrize("limit", [None, 0, -1, "many", 2.5])
+def test_a_configuration_without_a_length_is_refused(limit: Any) -> None:
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        max_position("m", SimpleNamespace(max_position_embeddings=limit))  # type: ignore[arg-type]
+
+
+def test_a_model_ends_where_its_keys_would_be_rescaled() -> None:
+    def longest(rope: Any) -> int:
+        return max_position("m", SimpleNamespace(max_position_embeddings=64, rope_parameters=rope))  # type: ignore[arg-type]
+
+    assert longest(None) == longest({"rope_type": "linear", "original_max_position_embeddings": 16}) == 64
+    assert longest({"rope_type": "longrope", "original_max_position_embeddings": 16}) == 16
+    assert longest({"full": {"rope_type": "dynamic", "original_max_position_embeddings": 32}, "base": 1.0}) == 32
