@@ -1,4 +1,7 @@
-"""Journal: what happens to requests, counted in the stats and told to whoever listens to telemetry.
+"""Who is told of what happens: the Journal, for those who look on, and a Flight, for a recorder.
+
+The Journal counts in the stats and tells whoever listens to telemetry. A Flight is told of all that decides about
+ticks: objects, tokens among them. And it answers: a replay says what time it is, and who is left out of a plan.
 
 Events of the Batcher (measurements | metadata):
 
@@ -16,16 +19,28 @@ Each accepted request has one request.finished; events of one request come in th
 a prompt or of an answer. Values are numbers, text and booleans, so that events can cross processes.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from itertools import count
+from typing import TYPE_CHECKING
 
+import outcome
 import trio
 
 from genbatch.actors.batcher.messages import Embed, Generate
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.batcher.stats import BatcherStats
-from genbatch.actors.batcher.step import Planned
 from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.scheduling.plan import SchedulerOutput
+from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import GenbatchError
+
+if TYPE_CHECKING:  # these import what is told
+    from genbatch.actors.batcher.intake import Prompt
+    from genbatch.actors.batcher.planner import Planned
+    from genbatch.actors.batcher.stepper import StepMessage
+    from genbatch.nif.context import Context
 
 
 class Journal:
@@ -110,7 +125,7 @@ class Journal:
             metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
-    def stepped(self, batch: list[Planned], seconds: float, *, num_drafted: int = 0) -> None:
+    def stepped(self, batch: "list[Planned]", seconds: float, *, num_drafted: int = 0) -> None:
         """Books one forward, over so many drafted tokens besides; to be called before its tokens are booked."""
         self._now = trio.current_time()
         num_tokens = sum([len(planned.entry.tokens) for planned in batch]) + num_drafted
@@ -187,3 +202,62 @@ def _num_generated(request: Request) -> int:
     if request.beam_width > 1:
         return sum([len(choice.token_ids) for choice in request.choices.values()])
     return sum([sequence.num_generated for sequence in request.sequences])
+
+
+class Flight:
+    """A flight that nobody records. Between two calls of `began` one message is handled."""
+
+    def begin(self, context: "Context", system_prompts: ListOf[list[int]]) -> None:
+        """The Batcher has opened its context, and is about to evaluate the prompts that it holds from the start."""
+
+    def began(self) -> None:
+        """The Batcher turns to its next message."""
+
+    def now(self) -> float:
+        """The time that decides: seconds on the event loop's clock."""
+        return trio.current_time()
+
+    def arrived(self, request: Request, message: Generate, deadline_s: float | None) -> None:
+        """A request was accepted, with so many seconds to its deadline."""
+
+    def encoded(self, request: Request, prompt: "outcome.Outcome[Prompt]") -> None:
+        """Its prompt was tokenized."""
+
+    def left(self, request: Request) -> None:
+        """Its caller is gone."""
+
+    def stepped(self, message: "StepMessage") -> None:
+        """A step has ended, and was booked."""
+
+    def draining(self, timeout_s: float) -> None:
+        """New requests are refused from now on."""
+
+    def drain_over(self) -> None:
+        """The requests that are still open are cancelled."""
+
+    def prompted(self) -> None:
+        """Something else has become ready: a tick follows where none is under way."""
+
+    def sitting_out(self, ids: frozenset[int]) -> frozenset[int]:
+        """Who is not to be planned in the next tick."""
+        return ids
+
+    def ticked(self, plan: SchedulerOutput, groups: "ListOf[ListOf[Planned]]") -> None:
+        """A tick has planned, and made these forwards of it."""
+
+    def close(self, reason: str) -> None:
+        """Nothing that follows can be told; may be called again."""
+
+
+OpenFlight = Callable[[BatcherOptions], Flight]
+
+
+def unrecorded(options: BatcherOptions) -> Flight:
+    """A flight that nobody records.
+
+    Raises:
+        OptionError: the options ask for a record.
+    """
+    if options.record is not None:
+        raise OptionError("record", "a Batcher made without `open_flight` records nothing")
+    return Flight()

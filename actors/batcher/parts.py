@@ -13,16 +13,14 @@ import trio
 from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals, PromptSharing
 from genbatch.actors.batcher.calls import AdapterCalls, SessionCalls, TextCalls
 from genbatch.actors.batcher.draining import Draining
-from genbatch.actors.batcher.flight import OpenFlight, unrecorded
 from genbatch.actors.batcher.grammars import Grammars
 from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.journal import Journal
+from genbatch.actors.batcher.journal import Journal, OpenFlight, unrecorded
 from genbatch.actors.batcher.open_requests import BatchState, OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
-from genbatch.actors.batcher.report import StallWatch, model_cards, stats_report
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
-from genbatch.actors.batcher.stats import BatcherStats
+from genbatch.actors.batcher.stats import BatcherStats, StallWatch, model_cards, stats_report
 from genbatch.actors.batcher.stepper import StepCommit, Stepper
 from genbatch.actors.runtime.actor import GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker

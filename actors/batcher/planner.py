@@ -8,16 +8,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 
+from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
-from genbatch.actors.batcher.step import Planned, plan_beams, plan_tokens
 from genbatch.actors.scheduling.plan import StepLimits, forwards
 from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList, total
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SchedulerOutput, normalize_output
 from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Beginning
+from genbatch.nif.runner import Entry, Logits
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One entry of a step and whose it is."""
+
+    owner: Slotted
+    entry: Entry
+    draws: bool
 
 
 class KVView:
@@ -400,3 +410,32 @@ def _slots_to_decode(sequence: Sequence) -> list[int]:
         return [sequence.seq_id]
     slots = [sequence.seq_id, *sequence.beam_slots]
     return [slots[beam.slot] for beam in sequence.beams.waiting]
+
+
+def plan_beams(owner: Sequence, beams: BeamSearch) -> list[Planned]:
+    """The last token of every beam that was not evaluated yet."""
+    assert owner.seq_id is not None
+    slots = [owner.seq_id, *owner.beam_slots]
+    return [
+        Planned(owner, Entry(slots[beam.slot], beam.tokens[-1:], owner.num_computed, Logits.LAST, _handle(owner)), True)
+        for beam in beams.waiting
+    ]
+
+
+def plan_tokens(owner: Slotted, size: int) -> Planned:
+    """The next `size` tokens that are not evaluated: a chunk of its context, or the token drawn last."""
+    start = owner.num_computed
+    tokens = owner.tokens[start : start + size]
+    assert owner.seq_id is not None and tokens, "planned without a slot or without tokens"
+    is_last = start + size == len(owner.tokens)
+    if isinstance(owner, Sequence) and owner.pooled is not None:
+        return Planned(owner, Entry(owner.seq_id, tokens, start, owner.pooled.wanted(is_last=is_last)), False)
+    draws = is_last and isinstance(owner, Sequence)
+    logits = Logits.LAST if draws else Logits.NONE
+    if isinstance(owner, Sequence) and owner.scores_prompt and start < owner.num_prompt_tokens - 1:
+        logits = Logits.ALL
+    return Planned(owner, Entry(owner.seq_id, tokens, start, logits, _handle(owner)), draws)
+
+
+def _handle(owner: Slotted) -> int:
+    return 0 if owner.adapter is None else owner.adapter.handle

@@ -46,9 +46,9 @@ from genbatch.actors.engine.child_process import (
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.service.gateway_process import check_start
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import BY_MODEL
-from genbatch.actors.service.start_checks import check_start
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.messages import Models
 

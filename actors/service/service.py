@@ -26,10 +26,9 @@ from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service.gateway_process import LAST_WORDS_S, LinkedGateways, Listeners
+from genbatch.actors.service.gateway_process import LAST_WORDS_S, LinkedGateways, Listeners, check_start
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
-from genbatch.actors.service.start_checks import check_start
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model_source import Progress

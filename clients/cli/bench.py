@@ -324,7 +324,7 @@ class Target:
         """Logits that came with the last load, in rows and bytes; nothing where none are asked for."""
         if not self.private.logits:
             return {}
-        from genbatch.clients.bench.gpt_manager_client import GptManagerClient
+        from genbatch.clients.bench.in_process import GptManagerClient
 
         assert isinstance(client, GptManagerClient)
         seen = client.take_logits()
@@ -339,7 +339,7 @@ class Target:
         return self.private.n_parallel or DEFAULT_PARALLEL
 
     def _measure_floors(self, cases: Sequence[Case]) -> list[float | None]:
-        from genbatch.clients.bench.floor import DecodeFloor
+        from genbatch.clients.bench.in_process import DecodeFloor
 
         floor = DecodeFloor(self.engine.options(self.connection.private_model))
         found: list[float | None] = []
@@ -353,7 +353,7 @@ class Target:
     async def _open_batch_manager(self, loads: Sequence[ScriptedLoad]) -> AsyncIterator[tuple[Streams, dict[str, Any]]]:
         with LoadingBars(Console(stderr=True)) as bars:
             await import_engine(bars)
-            from genbatch.clients.bench.gpt_manager_client import open_gpt_manager
+            from genbatch.clients.bench.in_process import open_gpt_manager
             from genbatch.nif.models.model import load_model
 
             engine = self.engine.options(self.connection.private_model)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from genbatch.clients.cli.adapters import adapters
 from genbatch.clients.cli.batch import batch
 from genbatch.clients.cli.bench import bench
 from genbatch.clients.cli.chat import chat
@@ -19,7 +18,7 @@ from genbatch.clients.cli.plan import plan
 from genbatch.clients.cli.replay import replay
 from genbatch.clients.cli.serve import serve
 from genbatch.clients.cli.settings import config
-from genbatch.clients.cli.stats import stats, top
+from genbatch.clients.cli.stats import adapters, stats, top
 
 app = typer.Typer(
     help="Many callers, one language model: continuous batching as an actor.",

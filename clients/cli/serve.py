@@ -331,7 +331,7 @@ async def _open_service(
                 wanted = engines if len(engines) > 1 else engines[0]
                 opening: AbstractAsyncContextManager[Running] = open_processes(wanted, batcher, options, progress=bars)
             else:
-                from genbatch.actors.service.start_checks import check_start
+                from genbatch.actors.service.gateway_process import check_start
 
                 check_start(engines[0], batcher, options)
                 await import_engine(bars)

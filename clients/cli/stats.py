@@ -1,4 +1,6 @@
-"""`genbatch stats`: what a service has counted.
+"""`genbatch stats`, `top` and `adapters`: a running service, looked at and told what to serve.
+
+`genbatch stats` prints what it has counted.
 
 `genbatch top` shows the same live: a screen of exactly the terminal's size, drawn from the stats and from what
 changed since the last look at them.
@@ -12,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -453,3 +456,67 @@ def _keys_at_once() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
+
+
+adapters = typer.Typer(
+    name="adapters", help="Load, list and unload the LoRA adapters of a running service.", no_args_is_help=True
+)
+_NAME = Annotated[str, typer.Argument(metavar="NAME", help="What requests name as their model.")]
+
+
+@adapters.command()
+@with_flag_groups
+def load(
+    name: _NAME,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="As PEFT writes it, on the service's machine.")],
+    *,
+    service: AddressFlags,
+) -> None:
+    """Have a service serve one more adapter.
+
+    Example:
+
+      genbatch adapters load sql ./sql-lora --connect ipc:///run/genbatch/zeromq.sock
+    """
+    run_command(partial(_load, name, directory.expanduser().absolute(), service))
+
+
+@adapters.command()
+@with_flag_groups
+def unload(
+    name: _NAME,
+    *,
+    timeout_s: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Requests that are still open after so long are cancelled.")
+    ] = 30.0,
+    service: AddressFlags,
+) -> None:
+    """Have a service refuse new requests for an adapter, wait for those it has, and forget it."""
+    run_command(partial(_unload, name, timeout_s, service))
+
+
+@adapters.command("list")
+@with_flag_groups
+def list_adapters(*, service: AddressFlags) -> None:
+    """Print the names of a service's adapters."""
+    run_command(partial(_list, service))
+
+
+async def _load(name: str, directory: Path, service: AddressFlags) -> None:
+    async with remote_client(address_of(service), service) as client:
+        await client.load_adapter(name, str(directory))
+    typer.echo(f"{name} is served")
+
+
+async def _unload(name: str, timeout_s: float, service: AddressFlags) -> None:
+    async with remote_client(address_of(service), service) as client:
+        ended = await client.unload_adapter(name, timeout_s)
+    cancelled = f", {ended.num_cancelled} requests were cancelled" if ended.num_cancelled else ""
+    typer.echo(f"{name} is served no longer{cancelled}")
+
+
+async def _list(service: AddressFlags) -> None:
+    async with remote_client(address_of(service), service) as client:
+        for card in await client.models():
+            if card.parent is not None:
+                typer.echo(card.id)

@@ -224,10 +224,10 @@ async def test_what_fails_after_the_forward_leaves_no_trace_and_is_tried_again(
     where: str, tiny_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The halves evaluate the same positions anew: nothing of the step counts before all of it is done."""
-    from genbatch.actors.batcher import step
+    from genbatch.actors.batcher import stepper
     from genbatch.nif.context import context
 
-    module, name = (context, "choose") if where == "choosing" else (step, "token_logprobs")
+    module, name = (context, "choose") if where == "choosing" else (stepper, "token_logprobs")
     whole, failures = getattr(module, name), 2
 
     def failing(*arguments: Any) -> Any:

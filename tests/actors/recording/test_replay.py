@@ -13,7 +13,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.flight import Flight, unrecorded
+from genbatch.actors.batcher.journal import Flight, unrecorded
 from genbatch.actors.batcher.messages import Drain, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.recording import records

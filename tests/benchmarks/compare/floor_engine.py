@@ -5,7 +5,7 @@ python -m tests.benchmarks.compare.floor_engine --dtype bfloat16 --quantize int8
 
 import argparse
 
-from genbatch.clients.bench.floor import DecodeFloor
+from genbatch.clients.bench.in_process import DecodeFloor
 from genbatch.nif.context.engine import EngineOptions
 from tests.benchmarks.compare.command_lines import CommandLines
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError
+from genbatch.actors.service.gateway_process import check_start
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.actors.service.start_checks import check_start
 from genbatch.clients import SyncRPCClient, SyncZeroMQClient
 from genbatch.clients.cli.main import app
 from genbatch.clients.transports import no_address

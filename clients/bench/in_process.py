@@ -1,16 +1,21 @@
-"""GptManagerClient: the batch manager's callbacks as a client's streams, with the logits counted that come back.
+"""What is measured without a service: the batch manager, and the floor of a decode step.
+
+GptManagerClient has its callbacks as a client's streams, and counts the logits that come back.
 
 async with open_gpt_manager(model, [load], n_parallel=8, gather_context_logits=True) as client:
     async with client.stream([5, 6, 7], max_tokens=4, ignore_eos=True) as stream: ...
 """
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
+from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 import trio
 
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
@@ -18,7 +23,10 @@ from genbatch.clients.bench.workloads import ScriptedLoad
 from genbatch.clients.gpt_manager.manager import GptManager
 from genbatch.clients.gpt_manager.requests import BuildConfig, InferenceRequest, Tensor, TrtGptModelType
 from genbatch.clients.interface import TokenStream
-from genbatch.nif.models.model import Model
+from genbatch.nif.context.engine import choose_runner
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.runner import ChoosingRunner, RaggedBatch, Runner
 from genbatch.proto.errors import EngineError
 from genbatch.proto.messages import Result, Token, Usage
 
@@ -166,3 +174,70 @@ async def open_gpt_manager(
         client.stop_all()
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(manager.close)
+
+
+# Steps timed, and steps before that.
+STEPS, WARM_UP = 25, 3
+
+
+class DecodeFloor:
+    """A model's runner over a KV pool of its own.
+
+    Args:
+        options: of the engine whose floor this is.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._model: Model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers)
+        self._new_runner = choose_runner(self._model, options)
+
+    def measure(self, sequences: int, context: int, steps: int = STEPS) -> float:
+        """Seconds of a step in which `sequences` sequences get their `context`-th position each, the median.
+
+        Each row's likeliest token is found as well, which is all that greedy decoding needs.
+        """
+        runner = self._new_runner(sequences)
+        blocks = -(-context // self._options.block_size)
+        runner.allocate([sequences * blocks] * len(runner.groups), self._options.block_size)
+        try:
+            batch = self._batch(runner, sequences, context)
+            times = []
+            for _ in range(WARM_UP + steps):
+                started_at = time.perf_counter()
+                _forward(runner, batch)
+                times.append(time.perf_counter() - started_at)
+        finally:
+            runner.close()
+        return median(times[WARM_UP:])
+
+    def _batch(self, runner: Runner, sequences: int, context: int) -> RaggedBatch:
+        size, last = self._options.block_size, context - 1
+        blocks = -(-context // size)
+        tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+        slots = tables[:, last // size].long() * size + last % size
+        generator = torch.Generator().manual_seed(sequences)
+        tensors = {
+            "input_ids": torch.randint(self._model.vocab_size, (sequences,), generator=generator),
+            "positions": torch.full((sequences,), last),
+            "query_starts": torch.arange(sequences + 1, dtype=torch.int32),
+            "kv_lens": torch.full((sequences,), context, dtype=torch.int32),
+            "logit_rows": torch.arange(sequences),
+        }
+        groups = len(runner.groups)
+        return RaggedBatch(
+            **{name: tensor.to(runner.device) for name, tensor in tensors.items()},
+            slots=(slots.to(runner.device),) * groups,
+            block_tables=(tables.to(runner.device),) * groups,
+            max_query_len=1,
+            max_kv_len=context,
+        )
+
+
+def _forward(runner: Runner, batch: RaggedBatch) -> None:
+    if isinstance(runner, ChoosingRunner):
+        runner.forward_largest(batch, with_logits=False)
+    else:
+        runner.forward(batch).argmax(dim=-1)
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
