@@ -10,6 +10,7 @@ it ends.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,43 +29,48 @@ from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.validation import RequestLimits, validate_request
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """How a prompt is continued.
+
+    Args:
+        max_new_tokens: tokens to generate at most; 0 is unlimited.
+        temperature, top_k, top_p: how to draw; they count only with `do_sample`, which is off for greedy.
+        seed: makes the draws repeatable, whatever else is in the batch.
+        stop_on_eos: end at the model's end-of-sequence tokens.
+    """
+
+    max_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    do_sample: bool = False
+    seed: int = 0
+    stop_on_eos: bool = True
+
+
 class InferenceSession:
     """What one prompt became.
 
     Args:
         model: gives the tokenizer and the end-of-sequence tokens.
         prompt_tokens: at least one.
-        max_new_tokens: tokens to generate at most; 0 is unlimited.
-        temperature, top_k, top_p: how to draw; they count only with `do_sample`, which is off for greedy.
-        seed: makes the draws repeatable, whatever else is in the batch.
-        stop_on_eos: end at the model's end-of-sequence tokens.
+        options: how it goes on.
         max_positions: most positions the engine can hold; the session ends there in any case.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        prompt_tokens: list[int],
-        *,
-        max_new_tokens: int = 0,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        do_sample: bool = False,
-        seed: int = 0,
-        stop_on_eos: bool = True,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, model: Model, prompt_tokens: list[int], options: SessionOptions, *, max_positions: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.generated_ids: list[int] = []
         self.finished = False
         self.seq_id: int | None = None  # its place in the context; None while it waits and once it has ended
-        self._max_new_tokens = max_new_tokens
-        self._stop_ids = model.eos_token_ids if stop_on_eos else frozenset[int]()
+        self._max_new_tokens = options.max_new_tokens
+        self._stop_ids = model.eos_token_ids if options.stop_on_eos else frozenset[int]()
         self._max_positions = max_positions
         self._text = Detokenizer(model.tokenizer.backend, prompt_tokens)
         self._pieces: list[str] = []
-        params = SamplingParams(seed=seed, temperature=temperature if do_sample else 0.0, top_k=top_k, top_p=top_p)
+        temperature = options.temperature if options.do_sample else 0.0
+        params = SamplingParams(seed=options.seed, temperature=temperature, top_k=options.top_k, top_p=options.top_p)
         self._sampler = SamplerState(params, prompt_tokens)
 
     @property
@@ -237,7 +243,7 @@ class OfflineScheduler:
         seed: int = 0,
         stop_on_eos: bool = True,
     ) -> int:
-        """Queues a prompt, text or token ids; returns its id. The options are InferenceSession's.
+        """Queues a prompt, text or token ids; returns its id. The rest is as SessionOptions says.
 
         Raises:
             InvalidRequest: an option is out of range; the error names it.
@@ -263,9 +269,7 @@ class OfflineScheduler:
         if not tokens or len(tokens) >= room:
             field = "prompt" if text else "token_ids"
             raise PromptTooLong(f"{len(tokens)} tokens leave no room among {room} positions", field=field)
-        session = InferenceSession(
-            model,
-            tokens,
+        options = SessionOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -273,8 +277,8 @@ class OfflineScheduler:
             do_sample=do_sample,
             seed=seed,
             stop_on_eos=stop_on_eos,
-            max_positions=room,
         )
+        session = InferenceSession(model, tokens, options, max_positions=room)
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._sessions[request_id] = session
         self._ids[session] = request_id
