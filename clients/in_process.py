@@ -96,7 +96,7 @@ class BatcherClient(ServiceCalls):
             model: with which adapter.
 
         Raises:
-            InvalidRequest: the conversation is none.
+            InvalidRequest: it is not a conversation.
             Unavailable: the model is in another process.
         """
         request = build_tokenize(None, messages, add_special_tokens=True)

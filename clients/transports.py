@@ -35,7 +35,7 @@ class Transport(Protocol):
             task_status: started once `send` may be called.
 
         Raises:
-            Unavailable: the address is none.
+            Unavailable: it is not an address.
         """
 
     async def send(self, messages: Sequence[bytes]) -> None:
@@ -61,7 +61,7 @@ class SyncTransport(Protocol):
         """Makes ready; connects later.
 
         Raises:
-            Unavailable: the address is none.
+            Unavailable: it is not an address.
         """
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ def read_rpc_address(address: str) -> RPCAddress:
     """Reads unix://PATH, rpc://HOST:PORT or tcp://HOST:PORT.
 
     Raises:
-        Unavailable: it is none of these.
+        Unavailable: it has another form.
     """
     transport, _, rest = address.partition("://")
     if transport == "unix" and rest:

@@ -132,7 +132,9 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
         )
     if request.tools and request.tool_choice != "none":
         if given:
-            raise InvalidRequest(given[0], "an answer that may be a tool call has no other shape; tool_choice none")
+            raise InvalidRequest(
+                given[0], "tools give the answer a shape of their own; leave this out, or set tool_choice to none"
+            )
         if holds_to_tools(request):
             _check_excluded(request, "tools")
     grammar = grammar_of(request)
@@ -315,7 +317,9 @@ def _check_calls(message: Message, path: str) -> None:
     for number, call in enumerate(message.tool_calls):
         place = f"{path}.tool_calls[{number}]"
         if message.role != "assistant":
-            raise InvalidRequest(f"{path}.tool_calls", f"a turn of the role {message.role!r} has none")
+            raise InvalidRequest(
+                f"{path}.tool_calls", f"only an assistant's turn has tool calls, not one of the role {message.role!r}"
+            )
         for name in ("id", "name"):
             _check_text(f"{place}.{name}", getattr(call, name), MAX_NAME_LENGTH)
         _check_text(f"{place}.arguments", call.arguments)

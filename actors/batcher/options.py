@@ -59,7 +59,7 @@ class Admission:
         retry_ms = self._retry_ms(load)
         if load.waiting + wanted > self.max_queue + load.free_slots:
             raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
-        # The program that runs the Batcher itself has no name here, and no quarrel with itself.
+        # The program that runs the Batcher has no name here: it needs no share of its own queue.
         if client and any(other != client for other in load.open_of):
             self._check_share(wanted, client, load, retry_ms)
         expected_s = self._expected_wait_s(load)
@@ -85,7 +85,7 @@ class Admission:
             )
 
     def _expected_wait_s(self, load: Load) -> float | None:
-        """How long the last in the queue waits, at the pace of late; None where nothing is known."""
+        """How long the last in the queue waits, at the recent pace; None where nothing is known."""
         if load.free_slots > load.waiting:
             return 0.0
         return None if load.service_s is None else load.service_s * (load.waiting + 1) / self.n_parallel

@@ -191,7 +191,7 @@ def decode_for_engine(frame: bytes) -> list[ToEngine]:
     """The messages of a gateway's frame.
 
     Raises:
-        LinkError: it is none.
+        LinkError: it is not such a message.
     """
     try:
         return _to_engine.decode(frame)
@@ -203,7 +203,7 @@ def decode_for_gateway(frame: bytes) -> list[ToGateway]:
     """The messages of an engine's frame.
 
     Raises:
-        LinkError: it is none.
+        LinkError: it is not such a message.
     """
     try:
         return _to_gateway.decode(frame)

@@ -119,7 +119,7 @@ def socket_path(address: str, rest: str) -> Path:
     """The absolute path in the `rest` of an address.
 
     Raises:
-        AddressError: there is none, or it is too long.
+        AddressError: the path is missing or too long.
     """
     if not rest:
         raise AddressError(address, "it needs the path of a file, whose permissions keep others out")
@@ -182,7 +182,7 @@ def check_rpc_address(address: str, *, lacking: Sequence[str]) -> Path | None:
         lacking: see check_bind.
 
     Raises:
-        AddressError: strangers could reach the address, or it is none.
+        AddressError: strangers could reach the address, or it is not valid.
     """
     transport, _, rest = address.partition("://")
     if transport == "unix":
@@ -295,7 +295,7 @@ def prepare_address(address: str, *, lacking: Sequence[str]) -> Path | None:
         lacking: see check_bind.
 
     Raises:
-        AddressError: others could reach the address, somebody listens there, or it is none.
+        AddressError: others could reach the address, somebody listens there, or it is not valid.
     """
     path = check_address(address, lacking=lacking)
     if path is None:
@@ -311,7 +311,7 @@ def check_address(address: str, *, lacking: Sequence[str]) -> Path | None:
         lacking: see check_bind.
 
     Raises:
-        AddressError: others could reach the address, or it is none.
+        AddressError: others could reach the address, or it is not valid.
     """
     transport, _, rest = address.partition("://")
     if transport == "tcp":

@@ -272,7 +272,7 @@ class ZeroMQGateway:
     def _try_send(self, peer: ZeroMQPeer, frames: list[bytes]) -> bool:
         """Whether the message needs no further attempt: it was taken, or nobody is there to take it."""
         if self._guard.asks_for_keys:
-            # The identity may be another's by now, whom these tokens are no business of.
+            # Another client may have the identity by now: it must not get these tokens.
             self._part_from(self._guard.connections.ended())
             if peer.is_gone:
                 return True

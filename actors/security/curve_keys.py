@@ -174,7 +174,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     except ValueError:
         raise KeyFileError(path, "has no public key") from None
     if not _is_key(public):
-        raise KeyFileError(path, "the public key is none")
+        raise KeyFileError(path, "the public key is not valid")
     return public, secret
 
 
@@ -264,7 +264,7 @@ class KeyStore:
         """Makes a token for a name; it is not kept, only its hash.
 
         Raises:
-            KeyFileError: the name has one or is none.
+            KeyFileError: the name has a token already, or is not a name.
         """
         self._check_name(name)
         hashes = self._token_hashes()
@@ -295,7 +295,7 @@ class KeyStore:
         """Who is let in, by name.
 
         Raises:
-            KeyFileError: the folder has a faulty file, or is none.
+            KeyFileError: the folder has a faulty file, or is not a key store.
         """
         if not self.directory.is_dir():
             raise KeyFileError(self.directory, "there are no keys; `genbatch keys new` makes some")

@@ -209,7 +209,7 @@ class TokenFile:
         path: the file.
 
     Raises:
-        KeyFileError: it cannot be read, others may write it, or it has a line that is none.
+        KeyFileError: it cannot be read, others may write it, or a line of it is not a token.
     """
 
     def __init__(self, path: Path) -> None:

@@ -134,7 +134,7 @@ def check_listeners(options: ServiceOptions) -> Security:
     """Reads what keeps strangers out, and tells a mistake before a model is loaded.
 
     Raises:
-        AddressError: strangers could come in at an address, or it is none.
+        AddressError: strangers could come in at an address, or it is not an address.
         KeyFileError: a file is missing, faulty or exposed.
         OptionError: an extra is missing.
     """
@@ -163,7 +163,7 @@ def check_start(engine: EngineOptions, batcher: BatcherOptions, options: Service
         ModelError: there is no such file, or no model in it; an id of Hugging Face may still turn out to be none.
         OptionError: a file that an option names is not there, or an extra is not installed.
         SchedulerError: the scheduler's name leads nowhere.
-        AddressError: an address is none, is open to strangers, is taken, or is given twice.
+        AddressError: an address is not valid, is open to strangers, is taken, or is given twice.
         KeyFileError: a file of keys is missing, faulty or exposed.
     """
     check_listeners(options)  # first: a service that strangers could reach is told so, whatever else is wrong

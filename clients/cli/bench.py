@@ -121,7 +121,7 @@ class LoadFlags:
         """What the workloads are made from.
 
         Raises:
-            UsageError: the scale is none.
+            UsageError: the scale is not above 0.
         """
         if not 0 < self.scale < math.inf:
             raise UsageError(f"scale: must be above 0, not {self.scale:g}")
@@ -168,7 +168,7 @@ class TrafficFlags:
 
     def check(self) -> None:
         """Raises:
-        UsageError: a rate is none, or a flag does nothing without another one.
+        UsageError: a rate is not above 0, or a flag does nothing without another one.
         """
         for name in ("request_rate", "burstiness", "capacity"):
             value = getattr(self, name)

@@ -277,7 +277,7 @@ def embed(
 
     async def answer() -> None:
         if not wanted:
-            raise UsageError("texts: there is none on standard input")
+            raise UsageError("texts: standard input has no line")
         async with open_client(connection, engine, n_parallel=8, finds_running=True) as client:
             found = await client.embed(wanted, dimensions=dimensions)
         if json:

@@ -256,7 +256,7 @@ class ServiceFlags(OptionFlags):
         """The options that the command line names, by name.
 
         Raises:
-            OptionError: a limit is none, or of the wrong type; an option is turned on and off.
+            OptionError: there is no such limit, or its value is of the wrong type; an option is turned on and off.
         """
         given: dict[str, Any] = {}
         for parameter, value in self.values.items():
@@ -278,7 +278,7 @@ def limits_of(assignments: list[str]) -> dict[str, Any]:
     """The limits of requests that NAME=VALUE says.
 
     Raises:
-        OptionError: an assignment is none, or its value of the wrong type.
+        OptionError: it is not NAME=VALUE, or the value is of the wrong type.
     """
     named: dict[str, str] = {}
     for assignment in assignments:

@@ -215,7 +215,7 @@ def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> No
     bounds = fleet.bounds()
     limits_s = Goodput.parse(wanted.target or ["ttft:2000 tpot:100"]).limits_s
     if not set(limits_s) <= {"ttft", "tpot"}:
-        raise UsageError("target: a plan knows ttft and tpot")
+        raise UsageError("target: only ttft and tpot have one")
     step_time, trace = read_step_time(fleet.bench), load.read()
     console = Console()
     count = len(trace.requests)

@@ -106,7 +106,7 @@ def run_fleet(trace: Trace, step_time: StepTime, options: SimulatedFleet) -> Fle
     """
     longest = max(request.prompt + request.output for request in trace.requests)
     if longest > options.n_ctx:
-        raise TraceError(f"n_ctx: {options.n_ctx} positions hold no request of {longest}, which the trace has")
+        raise TraceError(f"n_ctx: {options.n_ctx} positions are too few for a request of {longest} in the trace")
     return _Fleet(trace, step_time, options).run()
 
 
@@ -260,7 +260,7 @@ class _Fleet:
         self.trace, self.time, self.options = trace, step_time, options
         limits = StepLimits(options.max_batch_tokens, 16)
         if options.scheduler not in STEP_ORDERS:
-            raise TraceError(f"scheduler: {options.scheduler!r} is neither of {', '.join(STEP_ORDERS)}")
+            raise TraceError(f"scheduler: {options.scheduler!r} is none of {', '.join(STEP_ORDERS)}")
         order = STEP_ORDERS[options.scheduler]
         self.replicas = [
             _Replica(place, order(limits), _Blocks(options.n_ctx, trace.block_tokens), options.n_parallel)

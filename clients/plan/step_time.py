@@ -83,7 +83,7 @@ def read_step_time(path: Path) -> StepTime:
     """The model fitted to a file that `genbatch bench -w w5 --out` wrote.
 
     Raises:
-        StepTimeError: the file is none, or has too few runs.
+        StepTimeError: the file is not such a report, or has too few runs.
     """
     try:
         report = json.loads(path.read_text())

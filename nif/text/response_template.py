@@ -169,7 +169,7 @@ class TemplateReader:
         elif self._by_character:
             parts.text += self._unread
         else:
-            raise ValueError("a region of calls that has none")
+            raise ValueError("a region of tool calls has no call in it")
         self._unread = ""
 
     def _show(self, parts: Parts, name: str, text: str) -> None:

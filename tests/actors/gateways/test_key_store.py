@@ -110,7 +110,7 @@ def test_files_that_are_no_keys_are_named(store: KeyStore, tmp_path: Path) -> No
     mixed = text.replace(zmq.auth.load_certificate(secret)[0].decode(), read_public_key(str(other.server_key)))
     for content, reason in [
         ("", "has no public key"),
-        ('public-key = "short"', "the public key is none"),
+        ('public-key = "short"', "the public key is not valid"),
         (store.server_key.read_text(), "has no secret key"),
         (mixed, "does not belong"),
     ]:

@@ -84,7 +84,7 @@ def test_a_request_waits_for_kv_of_others() -> None:
     tight = run_fleet(trace(*[asked(0.0, 500, 100)] * 2), SIMPLE, fleet(n_ctx=1000))
     roomy = run_fleet(trace(*[asked(0.0, 500, 100)] * 2), SIMPLE, fleet(n_ctx=2000))
     assert tight.duration_s > roomy.duration_s
-    with pytest.raises(TraceError, match="n_ctx: 500 positions hold no request of 600"):
+    with pytest.raises(TraceError, match="n_ctx: 500 positions are too few for a request of 600"):
         run_fleet(trace(asked(0.0, 500, 100)), SIMPLE, fleet(n_ctx=500))
 
 
