@@ -24,10 +24,12 @@ class LayerGroup:
     Args:
         layers: indices of the model's layers in this group, ascending.
         window: how many positions a token attends to, itself included; None means all previous ones.
+        sink_tokens: first positions of a sequence that a token attends to beside its window; 0 without one.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
+    sink_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

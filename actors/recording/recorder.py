@@ -209,6 +209,7 @@ def _shape(context: Context) -> RecordedContext:
         vocab_size=model.vocab_size,
         eos_token_ids=sorted(model.eos_token_ids),
         max_position=model.max_position,
+        sink_tokens=[group.sink_tokens for group in kv.groups],
     )
 
 

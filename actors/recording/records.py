@@ -47,7 +47,7 @@ class RecordedOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the context: windows and sizes one a layer group, the other fields those of Context and Model."""
+    """The shape of the context: sizes, windows and sinks one a layer group, others as in Context and Model."""
 
     num_blocks: list[int]
     windows: list[int | None]
@@ -61,6 +61,7 @@ class RecordedContext(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     max_position: int
+    sink_tokens: list[int] = []
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):

@@ -178,7 +178,10 @@ class HollowRunner:
 
     def __init__(self, header: Header) -> None:
         self.vocab_size = header.context.vocab_size
-        self.groups = tuple(LayerGroup((index,), window) for index, window in enumerate(header.context.windows))
+        windows = header.context.windows
+        sinks = header.context.sink_tokens or [0] * len(windows)
+        pairs = enumerate(zip(windows, sinks, strict=True))
+        self.groups = tuple(LayerGroup((index,), window, kept) for index, (window, kept) in pairs)
         self.fault: BaseException | None = None
         self._bytes_per_block = header.context.bytes_per_block
 

@@ -27,7 +27,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,8 +79,8 @@ class KvCacheConfig(_Named):
     Args:
         max_tokens: most positions, all requests together; None leaves it to the memory.
         max_attention_window: positions a token attends to, itself included; None is all before it.
-        sink_token_length: StreamingLLM's first tokens that stay in sight of a window; None or 0. Keys hold their
-            rotation by absolute position here, and StreamingLLM rotates by the place within the window.
+        sink_token_length: first positions that a token attends to beside its window, as StreamingLLM's sinks; None is
+            none. Positions stay those of the text (ADR 31). A GPU attends in torch then.
         free_gpu_memory_fraction: share of the memory that is free once the model is loaded (the host's on a CPU)
             that the cache and a step may take; with max_tokens the smaller of the two counts.
         enable_block_reuse: whether KV blocks of earlier requests are reused by content.
@@ -96,16 +96,13 @@ class KvCacheConfig(_Named):
     enable_block_reuse: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_attention_window"):
+        for name, least in (("max_tokens", 1), ("max_attention_window", 1), ("sink_token_length", 0)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(name, f"must be at least 1, not {value}")
-        if self.sink_token_length:
+            if value is not None and value < least:
+                raise OptionError(name, f"must be at least {least}, not {value}")
+        if self.sink_token_length and self.max_attention_window is None:
             raise OptionError(
-                "sink_token_length",
-                f"{self.sink_token_length} is not possible: keys are kept as rotated for their absolute positions, and "
-                "StreamingLLM's sinks are rotated anew as the window moves; leave it out, and bound what is kept with "
-                "max_attention_window, or take a model that was trained with sinks (gpt-oss)",
+                "sink_token_length", "needs max_attention_window: without a window, nothing goes out of sight"
             )
         if not 0 < self.free_gpu_memory_fraction <= 1:
             raise OptionError("free_gpu_memory_fraction", f"must be above 0 and at most 1, not "
@@ -229,7 +226,7 @@ def open_engine(
     cache = params.kv_cache_config
     loaded = model if isinstance(model, Model) else load_model(str(model), dtype=build.dtype)
     if cache.max_attention_window is not None:
-        loaded = with_attention_window(loaded, cache.max_attention_window)
+        loaded = with_attention_window(loaded, cache.max_attention_window, cache.sink_token_length or 0)
     if cache.enable_block_reuse and any(group.window is not None for group in loaded.groups):
         raise OptionError("enable_block_reuse", "the model's windows drop the blocks that a later request would want")
     max_input_len = min(build.max_input_len or loaded.max_position, loaded.max_position)
@@ -268,23 +265,28 @@ def open_engine(
     )
 
 
-def with_attention_window(model: Model, window: int) -> Model:
+def with_attention_window(model: Model, window: int, sink_tokens: int = 0) -> Model:
     """The same weights, every layer attending to at most the last `window` positions, itself included.
 
-    A layer that the model already limits to fewer keeps its own limit.
+    A layer that the model already limits to fewer keeps its own limit, and sees no sinks: it was trained without.
+
+    Args:
+        sink_tokens: first positions that a token attends to beside the window.
 
     Raises:
-        OptionError: the window is less than one position.
+        OptionError: the window is less than one position, or there are fewer sinks than none.
     """
-    if window < 1:
-        raise OptionError("max_attention_window", f"must be at least 1, not {window}")
+    for option, value, least in (("max_attention_window", window, 1), ("sink_token_length", sink_tokens, 0)):
+        if value < least:
+            raise OptionError(option, f"must be at least {least}, not {value}")
     if window >= model.max_position:
         return model
-    layers_of: dict[int, list[int]] = {}
+    layers_of: dict[tuple[int, int], list[int]] = {}
     for group in model.groups:
-        reach = window if group.window is None else min(window, group.window)
+        own = group.window is not None and group.window <= window
+        reach = (cast("int", group.window), group.sink_tokens) if own else (window, sink_tokens)
         layers_of.setdefault(reach, []).extend(group.layers)
-    groups = tuple(LayerGroup(tuple(sorted(layers)), reach) for reach, layers in layers_of.items())
+    groups = tuple(LayerGroup(tuple(sorted(layers)), *reach) for reach, layers in layers_of.items())
     return replace(model, groups=groups)
 
 

@@ -103,7 +103,7 @@ class Context:
         if num_blocks is None:
             n_ctx = _N_CTX if n_ctx is None else n_ctx
             num_blocks = [
-                group_blocks(group.window, n_ctx, block_size, n_batch, self.num_sequences) for group in runner.groups
+                group_blocks(group, n_ctx, block_size, n_batch, self.num_sequences) for group in runner.groups
             ]
         self.n_ctx = max(num_blocks) * block_size if n_ctx is None else n_ctx
         self.kv = KVCache(

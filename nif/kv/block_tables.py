@@ -18,8 +18,8 @@ NEVER = 1 << 62  # no sequence gets this long
 class KVSequence:
     """A sequence's tokens and block tables; entry position // block_size of a table, in every group."""
 
-    tables: list[Ints]  # per group, C ints; the first evicted[g] entries are the placeholder 0
-    evicted: list[int]  # per group, leading blocks that fell behind the window
+    tables: list[Ints]  # per group, C ints; the entries between the sinks' and evicted[g] are the placeholder 0
+    evicted: list[int]  # per group, the entry before which blocks fell behind the window; 0 where none did
     tokens: Ints = field(default_factory=lambda: array("q"))  # of the positions held
     hashes: list[bytes] = field(default_factory=list)  # names of its whole blocks, for the prefix cache
     key: bytes | None = b""  # under which its blocks are cached; None: never, they came from outside
@@ -46,6 +46,8 @@ class BlockTables:
     ) -> None:
         self.block_size = block_size
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        # Per group, leading table entries that stay whatever falls behind the window.
+        self.kept = [self.blocks(group.sink_tokens) for group in groups]
         # A windowed group has dropped what a later prompt would want back.
         shares = allow_block_sharing and not self.windows
         self.prefix_cache = PrefixCache(block_size, len(groups)) if shares else None
@@ -59,15 +61,25 @@ class BlockTables:
         """Table entries that `length` positions take."""
         return -(-length // self.block_size)
 
-    def behind(self, window: int, length: int) -> int:
-        """Leading blocks that no position from `length` on attends to."""
-        return max(0, length - window + 1) // self.block_size
+    def behind(self, group: int, window: int, length: int) -> int:
+        """The table entry before which no position from `length` on attends to anything but sinks; 0 without such."""
+        entry = max(0, length - window + 1) // self.block_size
+        return entry if entry > self.kept[group] else 0
+
+    def live(self, group: int, sequence: KVSequence, start: int = 0) -> Ints:
+        """The blocks of a table from entry `start` on, those that fell behind the window left out."""
+        table, evicted = sequence.tables[group], sequence.evicted[group]
+        return table[start:] if start >= evicted else table[start : self.kept[group]] + table[evicted:]
+
+    def gone(self, group: int, first: int) -> int:
+        """How many entries before `first`, where the window begins, are no sinks'."""
+        return max(0, first - self.kept[group])
 
     def first_needed(self, length: int) -> list[int]:
         """Per group, the table index of the first block that positions from `length` on attend to."""
         first = [0] * len(self.pools)
         for group, window in self.windows:
-            first[group] = self.behind(window, length)
+            first[group] = self.behind(group, window, length)
         return first
 
     def require(self, needed: Sequence[int]) -> None:
@@ -99,14 +111,14 @@ class BlockTables:
                 self._cache_block(sequence, index)
             wake = (len(hashes) + 1) * self.block_size
         for group, window in self.windows:
-            behind = self.behind(window, length)
+            behind = self.behind(group, window, length)
             self.evict(group, sequence, behind)
-            wake = min(wake, (behind + 1) * self.block_size + window - 1)
+            wake = min(wake, (max(behind, self.kept[group]) + 1) * self.block_size + window - 1)
         sequence.wake = wake
 
     def evict(self, group: int, sequence: KVSequence, behind: int) -> None:
-        """Gives back the blocks before table index `behind`."""
-        table, first = sequence.tables[group], sequence.evicted[group]
+        """Gives back the blocks before table index `behind`, but not the sinks'."""
+        table, first = sequence.tables[group], max(sequence.evicted[group], self.kept[group])
         if behind > first:
             self.pools[group].release(table[first:behind])
             table[first:behind] = array("i", [0] * (behind - first))
@@ -131,15 +143,17 @@ class BlockTables:
         p0 = len(target.tokens)
         whole = p0 // self.block_size
         for group, window in self.windows:
-            self.evict(group, target, min(self.behind(window, p1), len(target.tables[group])))
+            self.evict(group, target, min(self.behind(group, window, p1), len(target.tables[group])))
+        end = self.blocks(p1)
         for group, (pool, first) in enumerate(zip(self.pools, self.first_needed(p1), strict=True)):
-            table = target.tables[group]
-            start = max(whole, first)
-            shared = source.tables[group][start : self.blocks(p1)]
-            for block in shared:
+            table, given = target.tables[group], source.tables[group]
+            hole = min(max(whole, self.kept[group]), end)  # from here to `start`, there is nothing that p1 attends to
+            start = max(hole, first)
+            sinks, shared = given[whole:hole], given[start:end]
+            for block in sinks + shared:
                 pool.share(block)
-            pool.release(table[max(whole, target.evicted[group]) :])  # the partly filled one, which is covered
-            table[whole:] = array("i", [0] * (start - whole)) + shared
+            pool.release(self.live(group, target, whole))  # the partly filled one, which is covered
+            table[whole:] = sinks + array("i", [0] * (start - hole)) + shared
             if first > whole:
                 target.evicted[group] = first
         target.tokens.extend(source.tokens[p0:p1])
@@ -155,11 +169,13 @@ class BlockTables:
     def fill(self, sequence: KVSequence, tokens: Sequence[int]) -> list[list[int]]:
         """Gives an empty sequence new blocks for these tokens; returns, per group, those to be filled."""
         first_needed = self.first_needed(len(tokens))
-        needed = [self.blocks(len(tokens)) - first for first in first_needed]
+        whole = self.blocks(len(tokens))
+        needed = [whole - self.gone(group, first) for group, first in enumerate(first_needed)]
         self.require(needed)
         filled = [pool.allocate(count) for pool, count in zip(self.pools, needed, strict=True)]
         for group, (first, blocks) in enumerate(zip(first_needed, filled, strict=True)):
-            sequence.tables[group] = array("i", [0] * first + blocks)
+            kept = self.kept[group]
+            sequence.tables[group] = array("i", blocks[:kept] + [0] * self.gone(group, first) + blocks[kept:])
             sequence.evicted[group] = first
         sequence.tokens.extend(tokens)
         sequence.writable = len(tokens)
@@ -178,8 +194,7 @@ class BlockTables:
         """Forgets the positions from `length` on; with 0, also whose sequence it was."""
         kept = self.blocks(length)
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
-            first = max(kept, sequence.evicted[group])
-            pool.release(reversed(table[first:]))  # a chain's leaves are forgotten before its root
+            pool.release(reversed(self.live(group, sequence, kept)))  # a chain's leaves are forgotten before its root
             del table[kept:]
             sequence.evicted[group] = min(sequence.evicted[group], kept)
         del sequence.tokens[length:]
@@ -207,9 +222,10 @@ class BlockTables:
                 where = f"sequence {seq_id}, group {group}"
                 assert len(table) >= blocks, f"{where}: {len(table)} blocks for {length} positions"
                 evicted = sequence.evicted[group]
-                assert not any(table[:evicted]), f"{where}: an evicted entry still names a block"
+                assert not any(table[self.kept[group] : evicted]), f"{where}: an evicted entry still names a block"
                 assert evicted <= len(table), f"{where}: more evicted than there are"
-                for block in table[evicted:]:
+                assert evicted == 0 or evicted > self.kept[group], f"{where}: sinks were evicted"
+                for block in self.live(group, sequence):
                     held[group][block] += 1
             for group, table in enumerate(sequence.tables):
                 if sequence.writable > length and length % self.block_size:

@@ -235,7 +235,7 @@ def cache_size(
 
     def sized(whole: int) -> CacheSize:
         counts = tuple(
-            group_blocks(group.window, whole * block_size, block_size, step.max_batch_tokens, step.num_sequences)
+            group_blocks(group, whole * block_size, block_size, step.max_batch_tokens, step.num_sequences)
             for group in groups
         )
         footprint = _footprint(step, counts, bytes_per_block, block_size, whole)
@@ -275,19 +275,19 @@ def cache_size(
     return sized(fits)
 
 
-def group_blocks(window: int | None, positions: int, block_size: int, max_batch_tokens: int, num_sequences: int) -> int:
+def group_blocks(group: LayerGroup, positions: int, block_size: int, max_batch_tokens: int, num_sequences: int) -> int:
     """Blocks with which a group never runs out before one that holds `positions` does.
 
     Args:
-        window: the group's; None for all positions.
+        group: whose blocks; its window and its sinks decide.
         positions: the pool's capacity, all sequences together.
         max_batch_tokens: most tokens of one step.
     """
     whole = -(-positions // block_size)
-    if window is None:
+    if group.window is None:
         return whole
-    # Each sequence keeps its window, which may straddle one block more; the step's own tokens come on top.
-    kept = num_sequences * (-(-(window - 1) // block_size) + 1)
+    # Each sequence keeps its sinks and its window, which may straddle one block more; the step's tokens come on top.
+    kept = num_sequences * (-(-group.sink_tokens // block_size) + -(-(group.window - 1) // block_size) + 1)
     return min(whole, kept + -(-max_batch_tokens // block_size) + num_sequences)
 
 

@@ -102,7 +102,7 @@ class KVCache:
     def block_table(self, group: int, seq_id: int) -> Ints:
         """Block ids (C int) by position // block_size; live: to be read only, and no buffer of it kept.
 
-        The first entries may be the placeholder 0: those blocks fell behind the group's window.
+        Entries behind the sinks' may be the placeholder 0: those blocks fell behind the group's window.
         """
         return sequence_of(self._tables, seq_id).tables[group]
 
@@ -115,7 +115,8 @@ class KVCache:
         sequence, size = sequence_of(self._tables, seq_id), self.block_size
         table = sequence.tables[group]
         first, end = sequence.evicted[group] * size, len(table) * size
-        if not first <= p0 <= p1 <= end:
+        is_sinks = p1 <= self._tables.kept[group] * size
+        if not (0 if is_sinks else first) <= p0 <= p1 <= end:
             raise BatchError(f"sequence {seq_id}: positions {p0}..{p1 - 1} are not all in {first}..{end - 1}")
         return [table[position // size] * size + position % size for position in range(p0, p1)]
 
@@ -183,7 +184,8 @@ class KVCache:
     def beginning_from_host(self, length: int) -> Beginning:
         """What an empty sequence would hold after an `import_` of `length` tokens."""
         whole = self._tables.blocks(length)
-        return Beginning(length, tuple(whole - first for first in self._tables.first_needed(length)))
+        first_needed = self._tables.first_needed(length)
+        return Beginning(length, tuple(whole - self._tables.gone(g, first) for g, first in enumerate(first_needed)))
 
     # Sequences
 
@@ -266,8 +268,9 @@ class KVCache:
             Its tokens, and per group the ids of the blocks whose content later positions need.
         """
         sequence = sequence_of(self._tables, seq_id)
-        tables = zip(sequence.tables, self._tables.first_needed(len(sequence.tokens)), strict=True)
-        return list(sequence.tokens), [list(table[first:]) for table, first in tables]
+        tables = zip(sequence.tables, self._tables.kept, self._tables.first_needed(len(sequence.tokens)), strict=True)
+        needed = [list(table[: min(kept, first)] + table[first:]) for table, kept, first in tables]
+        return list(sequence.tokens), needed
 
     def import_(self, seq_id: int, tokens: Sequence[int], key: bytes | None = None) -> list[list[int]]:
         """Gives an empty sequence positions whose KV the caller will write.
@@ -318,8 +321,7 @@ class KVCache:
     def blocks_held(self, seq_id: int) -> tuple[int, ...]:
         """Per group, the blocks of a sequence's table, shared ones included."""
         sequence = sequence_of(self._tables, seq_id)
-        pairs = zip(sequence.tables, sequence.evicted, strict=True)
-        return tuple(len(table) - evicted for table, evicted in pairs)
+        return tuple(len(self._tables.live(group, sequence)) for group in range(len(self.groups)))
 
     def held_only_by(self, seq_ids: Sequence[int]) -> tuple[int, ...]:
         """Per group, the blocks that would become free if these sequences were removed."""
@@ -328,22 +330,23 @@ class KVCache:
             holders: Counter[int] = Counter()
             for seq_id in seq_ids:
                 sequence = sequence_of(self._tables, seq_id)
-                holders.update(sequence.tables[group][sequence.evicted[group] :])
+                holders.update(self._tables.live(group, sequence))
             counts.append(sum(pool.references[block] == count for block, count in holders.items()))
         return tuple(counts)
 
     def most_held(self, length: int, chunk: int = 1) -> tuple[int, ...]:
         """Per group, the most blocks that a sequence alone holds on its way to `length` positions.
 
-        A group with a window holds what its window spans, and the tokens of the step: what falls behind the window is
-        given back after the step.
+        A group with a window holds its sinks, what its window spans, and the tokens of the step: what falls behind the
+        window is given back after the step.
 
         Args:
             chunk: most positions that one step adds.
         """
         whole = self._tables.blocks(length)
         spans = (None if group.window is None else group.window + chunk + self.block_size - 2 for group in self.groups)
-        return tuple(whole if span is None else min(whole, self._tables.blocks(span)) for span in spans)
+        most = zip(self._tables.kept, spans, strict=True)
+        return tuple(whole if span is None else min(whole, kept + self._tables.blocks(span)) for kept, span in most)
 
     def still_to_take(self, seq_id: int, length: int, chunk: int = 1) -> tuple[int, ...]:
         """Per group, the most blocks that a sequence yet takes on its way to `length` positions.

@@ -26,6 +26,7 @@ def fingerprint(model: Model, runner: Runner, block_size: int, adapter: str = ""
         "dtype": str(model.dtype),
         "runner": [type(runner).__name__, runner.quantize],
         "block_size": block_size,
+        "reach": [(group.window, group.sink_tokens) for group in runner.groups],
         "bytes_per_block": [runner.bytes_per_block(g, block_size) for g in range(len(runner.groups))],
     }
     if adapter:

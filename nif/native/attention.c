@@ -39,10 +39,11 @@ static void fetch(const attention *a, const key_tile *tiles)
     }
 }
 
-/* The keys that some rows meet: positions [.., end) of a table, without the tiles before `first`. */
+/* The keys that some rows meet: positions [.., end) of a table, without the tiles between the sinks' and `first`. */
 typedef struct {
     const uint8_t *layer; /* and KV head */
     const int32_t *table;
+    int64_t sinks; /* tiles at the beginning */
     int64_t first;
     int end;
     bool once; /* read by no other tile of rows, so nobody has brought them nearer */
@@ -58,7 +59,8 @@ static void locate_chunk(const attention *a, const key_run *keys, int64_t chunk,
     int block = (int)(start / tiles_per_block), key = (int)(start % tiles_per_block) * LANES;
     for (int i = 0; i < CHUNK_TILES; i++) {
         tiles[i] = (key_tile){0};
-        if (start + i >= keys->first) locate(a, keys->layer, keys->table, block, key, keys->end, &tiles[i]);
+        if (start + i < keys->sinks || start + i >= keys->first)
+            locate(a, keys->layer, keys->table, block, key, keys->end, &tiles[i]);
         if (tiles[i].count && !live) live = &tiles[i];
         key += LANES;
         if (key == padded) key = 0, block++;
@@ -83,18 +85,21 @@ static key_run run_of(const attention *a, int kv_head, const int32_t *table, int
 {
     const cache *c = a->cache;
     const uint8_t *layer = c->base + a->layer * c->layer_stride + kv_head * c->head_stride;
-    return (key_run){layer, table, tile_of_position(c, first_key), end, once};
+    const int64_t sinks = a->sink_tokens ? tile_of_position(c, a->sink_tokens - 1) + 1 : 0;
+    return (key_run){layer, table, sinks, tile_of_position(c, first_key), end, once};
 }
 
 static int first_key_of(const attention *a, int last_key)
 {
-    return last_key >= a->window ? last_key - a->window + 1 : 0;
+    /* Written so that no sum overflows; from the sinks on, nothing is hidden. */
+    return last_key - a->sink_tokens >= a->window ? last_key - a->window + 1 : 0;
 }
 
 static void open_rows(const attention *a, int used, row_state *state)
 {
     const int size = padded_rows(used);
     memset(state->outputs, 0, sizeof(float) * (size_t)(size * a->head_dim));
+    state->sink_tokens = a->sink_tokens;
     state->used = used;
     for (int r = used; r < size; r++) {
         if (a->cache->kind == KV_I8)
@@ -170,7 +175,12 @@ void attention_tile(const attention *a, const attention_entry *entry, int kv_hea
     }
     const int last_key = state.last_key[used - 1], first_key = state.first_key[0];
     key_run keys = run_of(a, kv_head, entry->table, first_key, last_key + 1, rows == used);
-    meet(a, &keys, chunk_of_position(a->cache, first_key), chunk_of_position(a->cache, last_key) + 1, &state);
+    const int64_t from = chunk_of_position(a->cache, first_key);
+    if (a->sink_tokens && from) {
+        int64_t sinks = chunk_of_position(a->cache, a->sink_tokens - 1) + 1;
+        meet(a, &keys, 0, sinks < from ? sinks : from, &state);
+    }
+    meet(a, &keys, from, chunk_of_position(a->cache, last_key) + 1, &state);
     for (int r = 0; r < used; r++)
         finish_row(a, &state, r, entry->first_token + (first + r) / per_head, first_head + (first + r) % per_head);
 }
@@ -209,7 +219,7 @@ void attention_fetch(const attention *a, const attention_entry *entry, int kv_he
 {
     int first_key = first_key_of(a, entry->kv_len - entry->query_len);
     key_run keys = run_of(a, kv_head, entry->table, first_key, entry->kv_len, true);
-    int64_t chunk = chunk_of_position(a->cache, first_key);
+    int64_t chunk = a->sink_tokens ? 0 : chunk_of_position(a->cache, first_key);
     key_tile tiles[CHUNK_TILES];
     locate_chunk(a, &keys, chunk > chunks ? chunk : chunks, tiles);
     fetch(a, tiles);

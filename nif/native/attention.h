@@ -39,6 +39,7 @@ typedef struct {
 typedef struct {
     float outputs[MAX_ROWS * MAX_HEAD_DIM];
     int first_key[MAX_ROWS], last_key[MAX_ROWS]; /* positions that the row sees */
+    int sink_tokens; /* and these first ones, as far as its last key */
     int used; /* rows; others fill a tile up and are dropped */
     union {
         float_rows as_float;
@@ -83,7 +84,8 @@ ALWAYS_INLINE vi seen_lanes(const row_state *s, int row, const key_tile *tile, i
 {
     vi within = vi_lanes() + part * VL;
     vi position = within + tile->position;
-    return (within < tile->count) & (position >= s->first_key[row]) & (position <= s->last_key[row]);
+    vi near_or_sink = (position >= s->first_key[row]) | (position < s->sink_tokens);
+    return (within < tile->count) & near_or_sink & (position <= s->last_key[row]);
 }
 
 /* Whether a row sees all keys of a chunk. */

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 7 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 8 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -98,7 +98,7 @@ typedef struct {
     int32_t window; /* positions attended to; INT32_MAX for all */
     int32_t rope; /* its table; -1: positions are not rotated */
     int32_t intermediate; /* of the MLP, or of an expert */
-    int32_t pad;
+    int32_t sink_tokens; /* first positions that are attended to beside the window */
 } layer;
 
 typedef struct {
@@ -324,7 +324,7 @@ typedef struct {
     const cache *cache;
     const float *sinks; /* [num_heads], or NULL */
     float score_cap; /* 0: none */
-    int32_t layer, num_heads, num_kv_heads, head_dim, window;
+    int32_t layer, num_heads, num_kv_heads, head_dim, window, sink_tokens;
 } attention;
 void kv_write(const cache *, int layer, int kv_head, int head_dim, int64_t slot, const float *key,
               const float *value);

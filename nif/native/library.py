@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -134,7 +134,7 @@ class Layer(Structure):
         ("window", c_int32),
         ("rope", c_int32),
         ("intermediate", c_int32),
-        ("pad", c_int32),
+        ("sink_tokens", c_int32),
     )
 
 

@@ -196,6 +196,7 @@ class ModelWeights:
             for index, layer in enumerate(group.layers):
                 layers[layer] = loader.layer(layer)
                 layers[layer].group, layers[layer].index_in_group, layers[layer].window = group_id, index, window
+                layers[layer].sink_tokens = group.sink_tokens
                 layers[layer].rope = self._rope_of(layer, architecture)
                 source.release()  # else the whole file stays beside what was packed
         tensors = architecture.tensors

@@ -328,7 +328,8 @@ static void attention_phase(worker *w, const layer *l)
                    .num_heads = m->num_heads,
                    .num_kv_heads = m->num_kv_heads,
                    .head_dim = m->head_dim,
-                   .window = l->window};
+                   .window = l->window,
+                   .sink_tokens = l->sink_tokens};
     const int per_head = m->num_heads / m->num_kv_heads, families = e->num_families[l->group];
     const family *all = e->families[l->group];
     int64_t tiles = 0, from, to;

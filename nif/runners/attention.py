@@ -103,10 +103,13 @@ class _Span:
 
     start: int
     stop: int
-    blocks: torch.Tensor  # [n] int64, the blocks that hold a key in reach
-    skip: int  # keys of the first block that are out of reach
-    length: int  # keys in reach
-    mask: torch.Tensor | None  # [stop - start, length] bool, True attends; None: all rows attend to all keys
+    blocks: (
+        torch.Tensor
+    )  # [n] int64, the blocks that hold a key in reach, those of sinks before the window begins first
+    sinks: int  # keys at their beginning that are sinks before the window begins
+    skip: int  # keys before the window's first, in all these blocks
+    length: int  # keys within the windows
+    mask: torch.Tensor | None  # [stop - start, sinks + length] bool, True attends; None: all rows attend to all keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,7 @@ class TorchStep:
             slots = batch.slots[index]
             table = batch.block_tables[index]
             spans = [
-                _span(starts[b], starts[b + 1], kv_lens[b], table[b], group.window, block_size)
-                for b in range(len(kv_lens))
+                _span(starts[b], starts[b + 1], kv_lens[b], table[b], group, block_size) for b in range(len(kv_lens))
             ]
             plan = _GroupPlan(slots // block_size, slots % block_size, spans)
             self._plans.update(dict.fromkeys(group.layers, plan))
@@ -156,19 +158,27 @@ class TorchStep:
         return torch.cat(rows).to(call.query.dtype)
 
 
-def _span(start: int, stop: int, kv_len: int, table: torch.Tensor, window: int | None, block_size: int) -> _Span:
-    n_past = kv_len - (stop - start)
+def _span(start: int, stop: int, kv_len: int, table: torch.Tensor, group: LayerGroup, block_size: int) -> _Span:
+    n_past, window = kv_len - (stop - start), group.window
     lowest = 0 if window is None else max(0, n_past - window + 1)
-    first_block = lowest // block_size
+    sinks = group.sink_tokens
+    if lowest <= sinks:  # nothing lies between the two
+        lowest, sinks = 0, 0
+    first_block, num_sink_blocks = lowest // block_size, -(-sinks // block_size)
     blocks = table[first_block : -(-kv_len // block_size)].long()
+    if sinks:
+        blocks = torch.cat((table[:num_sink_blocks].long(), blocks))
     mask = None
     if stop - start > 1:
         queries = torch.arange(n_past, kv_len, device=table.device)[:, None]
         keys = torch.arange(lowest, kv_len, device=table.device)[None]
+        if sinks:
+            keys = torch.cat((torch.arange(sinks, device=table.device)[None], keys), dim=1)
         mask = keys <= queries
         if window is not None:
-            mask &= keys > queries - window
-    return _Span(start, stop, blocks, lowest - first_block * block_size, kv_len - lowest, mask)
+            mask &= (keys > queries - window) | (keys < group.sink_tokens)
+    skip = (num_sink_blocks - first_block) * block_size + lowest
+    return _Span(start, stop, blocks, sinks, skip, kv_len - lowest, mask)
 
 
 def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Tensor:
@@ -195,10 +205,11 @@ def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Ten
 
 
 def _gather(pool: torch.Tensor, span: _Span) -> torch.Tensor:
-    """The span's keys or values, [Hkv, L, D]."""
+    """The span's keys or values, [Hkv, sinks + L, D]."""
     # Selected before transposing: index_select of a strided view would copy the whole pool first.
     gathered = pool.index_select(0, span.blocks).transpose(0, 1).flatten(1, 2)
-    return gathered[:, span.skip : span.skip + span.length]
+    within = gathered[:, span.skip : span.skip + span.length]
+    return torch.cat((gathered[:, : span.sinks], within), dim=1) if span.sinks else within
 
 
 def _explicit_attention(

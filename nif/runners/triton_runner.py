@@ -344,6 +344,8 @@ def check_model(model: "Model") -> None:
         raise OptionError("device", f"Triton kernels need a CUDA device, and {model.name} is on {model.device}")
     if interpreted and model.dtype == torch.bfloat16:
         raise OptionError("dtype", "Triton's interpreter computes bfloat16 wrongly; use float32 or float16")
+    if any(group.sink_tokens for group in model.groups):
+        raise ModelError(model.name, "its windows keep sinks in sight, and the Triton kernels know none")
     for layer, shape in enumerate(model.layers):
         if shape.key_dim != shape.value_dim:
             reason = f"layer {layer} has keys of {shape.key_dim} and values of {shape.value_dim} elements"

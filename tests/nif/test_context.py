@@ -1,6 +1,7 @@
 """Context against transformers' generate: greedy output token for token, whatever shares the batch and the cache."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
 from genbatch.nif.models.model import Model
-from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.runner import Entry, LayerGroup, Logits
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
@@ -301,6 +302,20 @@ def test_a_damaged_or_foreign_saved_sequence_is_refused(tiny_model: TinyModel) -
         context.seq_save(3)
     with pytest.raises(BatchError, match="already"):
         context.seq_load(0, data)
+
+
+def test_what_was_saved_under_another_window_is_refused(tiny_model: TinyModel) -> None:
+    """Its keys are made of what the layers before had in sight."""
+    model = tiny_model("llama")
+    [group] = model.groups
+    wide, narrow, sinks = (
+        make_context(replace(model, groups=(LayerGroup(group.layers, *reach),))) for reach in ((40,), (39,), (40, 2))
+    )
+    wide.prefill(prompt_of(10, 1), 0, 0)  # no window has moved: each holds all of it
+    data = wide.seq_save(0)
+    for other in (narrow, sinks):
+        with pytest.raises(BatchError, match="another model"):
+            other.seq_load(1, data)
 
 
 def test_a_step_draws_only_for_entries_with_a_sampler(tiny_model: TinyModel) -> None:

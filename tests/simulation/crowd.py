@@ -1,9 +1,9 @@
 """Crowd: many requests at once in little memory, each compared with what it gives alone.
 
-A seed draws a pool, layer groups, options and requests: windows, mixed groups, prompts held because they are configured
-or noticed, several choices, beams, odd blocks, both policies, all batching types, swapping, schedulers that ignore
-memory or raise. Each request runs alone first, on a Batcher with the same options but without prompt lookup, then all
-run together. Promised:
+A seed draws a pool, layer groups, options and requests: windows, sinks, mixed groups, prompts held because they are
+configured or noticed, several choices, beams, odd blocks, both policies, all batching types, swapping, schedulers that
+ignore memory or raise. Each request runs alone first, on a Batcher with the same options but without prompt lookup,
+then all run together. Promised:
 
     the same tokens and text; one answer each; what fits alone is never refused; no block is left over;
     a step takes the blocks that were drafted for it, with what prompt lookup drafts and without it;
@@ -46,6 +46,7 @@ LIVENESS_S = 600.0
 STEP_S = 0.05
 SYSTEM_MESSAGES = ("be brief", "sing it, and sing it well, from the first word to the last")
 WORDS = ("one", "two", "three", "four")
+SINK_TOKENS = (0, 0, 4, 0, 7)  # by the seed, so that no draw moves
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (8,), (8, None), (None, 5, 13))
 
 
@@ -97,7 +98,8 @@ class Crowd:
             windows, runner_type = rng.choice(WINDOWS), rng.choice((HistoryRunner, ChoosingHistoryRunner))
             if self.seed % 3 == 0:
                 runner_type = LoopingRunner
-            self.open_runner = lambda: runner_type(windows=windows)
+            sink_tokens = SINK_TOKENS[self.seed % len(SINK_TOKENS)]
+            self.open_runner = lambda: runner_type(windows=windows, sink_tokens=sink_tokens)
         self.options = _draw_options(rng)
         self.memory = {
             "n_ctx": rng.choice((40, 64, 96, 96, 104, 160, 240)),
@@ -151,7 +153,8 @@ class Crowd:
         for group, count in zip(context.kv.groups, context.kv.num_blocks, strict=True):
             needed = -(-(tokens - 1) // block_size)
             if group.window is not None:
-                needed = min(needed, -(-(group.window - 1) // block_size) + 1)
+                kept = -(-group.sink_tokens // block_size)
+                needed = min(needed, kept + -(-(group.window - 1) // block_size) + 1)
             if needed > count - pinned:
                 return True
         return False

@@ -66,6 +66,7 @@ class HistoryRunner:
     Args:
         is_short: asked at each step of several sequences; true: there is not enough memory for it.
         windows: of each layer group; None: it attends to all positions. At least 2, as the hash is read one back.
+        sink_tokens: first positions in sight beside every window.
     """
 
     name = "history"
@@ -74,9 +75,16 @@ class HistoryRunner:
     vocab_size = VOCAB
     rows_are_invariant = True
 
-    def __init__(self, is_short: Callable[[], bool] = lambda: False, windows: Sequence[int | None] = (None,)) -> None:
+    def __init__(
+        self,
+        is_short: Callable[[], bool] = lambda: False,
+        windows: Sequence[int | None] = (None,),
+        sink_tokens: int = 0,
+    ) -> None:
         self._is_short = is_short
-        self.groups = tuple(LayerGroup((layer,), window) for layer, window in enumerate(windows))
+        sinks = [0 if window is None else sink_tokens for window in windows]
+        pairs = enumerate(zip(windows, sinks, strict=True))
+        self.groups = tuple(LayerGroup((layer,), window, kept) for layer, (window, kept) in pairs)
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         return 24 * block_size
@@ -153,11 +161,17 @@ class HistoryRunner:
             held += self._kv[group][self._slots(block)]
         start = first - first % self._block_size  # the position that held[0] is for
         value, is_poisoned = BEGIN, False
+        for position in range(min(self.groups[group].sink_tokens, first)):
+            slot = table[position // self._block_size] * self._block_size + position % self._block_size
+            token, written_for, written_after = self._kv[group][slot]
+            value = hash_with(value, token)
+            assert written_for == position and written_after == value, "a sink holds what belongs to another"
+            is_poisoned = is_poisoned or token == NAN
         if first:
-            # The first that is attended to says what was before it.
+            # The first of the window says what was before it.
             token, written_for, value = held[first - start]
             assert written_for == first, "a position holds what belongs to another"
-            is_poisoned = token == NAN
+            is_poisoned = is_poisoned or token == NAN
             first += 1
         for position in range(first, length):
             token, written_for, written_after = held[position - start]

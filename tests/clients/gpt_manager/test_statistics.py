@@ -140,28 +140,58 @@ def test_b19_b20_the_cache_is_the_smaller_of_max_tokens_and_the_memory_fraction(
     assert blocks(maxTokens=4 * (half + 1), freeGpuMemoryFraction=0.5) == half
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 5])
 @pytest.mark.parametrize("length", [3, 40])
 def test_b21_an_attention_window_equals_a_masked_reference(
-    tiny_model: TinyModel, oracle: OracleOf, length: int
+    tiny_model: TinyModel, oracle: OracleOf, length: int, sinks: int
 ) -> None:
     window, prompt = 6, prompt_of(length, length)
     client = BatchClient(inference_request(1, prompt, 12, end_id=-1), inference_request(2, prompt[:2], 3))
     build = {"gather_generation_logits": True, "max_num_tokens": 16}
-    with manager(tiny_model("llama"), client, cache={"maxAttentionWindow": window}, **build):
+    cache = {"maxAttentionWindow": window, "sinkTokenLength": sinks}
+    with manager(tiny_model("llama"), client, cache=cache, **build):
         client.wait(1, 2)
     tokens = prompt + client.output(1, prompt)
-    rows = masked_log_probs(oracle("llama"), tokens, window)[length - 1 : -1]
+    rows = masked_log_probs(oracle("llama"), tokens, window, sinks)[length - 1 : -1]
     logits = torch.from_numpy(client.responses[1][0].tensors.generation_logits[0, 0])
     torch.testing.assert_close(torch.log_softmax(logits, -1), rows, atol=2e-4, rtol=1e-4)
     unlimited = oracle("llama").log_probs(tokens)[length - 1 : -1]
     assert not torch.allclose(rows, unlimited, atol=1e-2)
 
 
+@pytest.mark.parametrize("beam_width", [1, 2])
+def test_b21_sinks_stay_in_sight_in_every_mix_of_batch_chunking_and_pausing(
+    tiny_model: TinyModel, oracle: OracleOf, pauses: list[int], beam_width: int
+) -> None:
+    window, sinks = 6, 5
+    cache = {"maxAttentionWindow": window, "sinkTokenLength": sinks}
+    prompts = {i: prompt_of(length, i) for i, length in enumerate((2, 5, 9, 17, 33, 40))}
+    # The first alone with all the room there is, the others in blocks for three, with steps too small for a prompt.
+    small = {**cache, "maxTokens": 68}
+    for options in ({"cache": cache}, {"cache": small, "chunked": True, "max_num_tokens": 7}):
+        asked = [inference_request(i, prompt, 24, end_id=-1, beam_width=beam_width) for i, prompt in prompts.items()]
+        client = BatchClient(*asked)
+        with manager(tiny_model("llama"), client, max_beam_width=2, max_batch_size=6, **options):
+            client.wait(*prompts)
+        for i, prompt in prompts.items():
+            said = client.output(i, prompt)
+            rows = masked_log_probs(oracle("llama"), prompt + said, window, sinks)[len(prompt) - 1 : -1]
+            if beam_width == 1:
+                assert said == rows.argmax(-1).tolist()
+            cumulative = client.responses[i][0].tensors.cum_log_probs
+            if cumulative is not None:
+                assert float(cumulative[0, 0]) == pytest.approx(
+                    float(rows.gather(1, torch.tensor(said)[:, None]).sum()), abs=1e-3
+                )
+    assert pauses, "the small cache pauses"
+
+
 @torch.inference_mode()
-def masked_log_probs(oracle: Any, tokens: list[int], window: int) -> torch.Tensor:
-    """transformers' own forward under a mask that shows each token the last `window` positions."""
+def masked_log_probs(oracle: Any, tokens: list[int], window: int, sinks: int) -> torch.Tensor:
+    """transformers' own forward under a mask that shows each token the last `window` positions, and the first ones."""
     distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))[None]
-    mask = torch.where((distance >= 0) & (distance < window), 0.0, torch.finfo(torch.float32).min)
+    seen = (distance >= 0) & ((distance < window) | (torch.arange(len(tokens))[None] < sinks))
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     logits = oracle._hf(torch.tensor([tokens]), attention_mask=mask[None, None], use_cache=False).logits[0]
     return torch.log_softmax(logits.float(), dim=-1)
 

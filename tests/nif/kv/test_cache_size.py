@@ -126,30 +126,34 @@ def test_a_limit_out_of_range_is_named(options: dict[str, float], named: str) ->
 
 def test_h07_a_windowed_group_gets_no_more_than_its_windows_and_a_step() -> None:
     size = _size(groups=_MIXED, n_ctx=8192)
-    assert size.num_blocks == (512, group_blocks(64, 8192, 16, 32, 4))
+    assert size.num_blocks == (512, group_blocks(LayerGroup((0,), 64), 8192, 16, 32, 4))
     assert size.num_blocks[1] < 512
-    assert group_blocks(64, 16, 16, 32, 4) == 1  # nor more than all positions need
+    assert group_blocks(LayerGroup((0,), 64), 16, 16, 32, 4) == 1  # nor more than all positions need
 
 
+@pytest.mark.parametrize("sink_tokens", [0, 17])
 @pytest.mark.parametrize(("num_sequences", "max_batch_tokens"), [(4, 8), (1, 64), (2, 33)])
 def test_h07_windows_that_straddle_a_block_more_and_the_whole_step_find_room(
-    num_sequences: int, max_batch_tokens: int
+    num_sequences: int, max_batch_tokens: int, sink_tokens: int
 ) -> None:
     """The positions that are kept begin at the end of one block, and a step's at that of another."""
-    window, positions = 17, 512
-    count = group_blocks(window, positions, 16, max_batch_tokens, num_sequences)
+    positions = 512
+    windowed = LayerGroup((1,), 17, sink_tokens)
+    count = group_blocks(windowed, positions, 16, max_batch_tokens, num_sequences)
     assert count < positions // 16
     kv = KVCache(
-        [LayerGroup((0,)), LayerGroup((1,), window)],
+        [LayerGroup((0,)), windowed],
         num_blocks=[positions // 16, count],
         block_size=16,
         num_sequences=num_sequences,
     )
     for seq_id in range(num_sequences):
         kv.reserve([(seq_id, [1] * 31, 0)]).commit()
-        kv.reserve([(seq_id, [1] * 16, 31)]).commit()
+        for n_past in (31, 47, 63):
+            kv.reserve([(seq_id, [1] * 16, n_past)]).commit()
+        assert kv.blocks_held(seq_id)[1] == 2 + -(-sink_tokens // 16)
     chunk = max_batch_tokens // num_sequences
-    kv.reserve([(seq_id, [1] * chunk, 47) for seq_id in range(num_sequences)]).commit()
+    kv.reserve([(seq_id, [1] * chunk, 79) for seq_id in range(num_sequences)]).commit()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

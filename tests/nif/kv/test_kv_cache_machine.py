@@ -36,11 +36,15 @@ _chunks = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 
 class KVCacheMachine(RuleBasedStateMachine):
     windows: Sequence[int | None] = (None,)
+    sink_tokens = 0  # of those that have a window
     allow_block_sharing = True
 
     @initialize(num_blocks=st.integers(4, 16))
     def start(self, num_blocks: int) -> None:
-        groups = [LayerGroup((index,), window) for index, window in enumerate(self.windows)]
+        groups = [
+            LayerGroup((index,), window, 0 if window is None else self.sink_tokens)
+            for index, window in enumerate(self.windows)
+        ]
         self.kv = KVCache(
             groups,
             num_blocks=[num_blocks + index for index in range(len(groups))],
@@ -183,8 +187,11 @@ class KVCacheMachine(RuleBasedStateMachine):
                 assert counts.free + counts.used == counts.max
                 shown = set()
                 for seq_id in range(_NUM_SEQUENCES):
-                    evicted = num_evicted(self.kv, group, seq_id)
-                    shown.update(self.kv.block_table(group, seq_id)[evicted:])
+                    evicted, table = num_evicted(self.kv, group, seq_id), self.kv.block_table(group, seq_id)
+                    kept = -(-self.kv.groups[group].sink_tokens // _BLOCK_SIZE) if evicted else 0
+                    held = [*table[:kept], *table[kept + evicted :]]
+                    assert len(held) == self.kv.blocks_held(seq_id)[group]
+                    shown.update(held)
                 assert len(shown) == counts.used
 
     @invariant()
@@ -196,9 +203,11 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert list(self.kv.tokens(seq_id)) == tokens
             for group, window in enumerate(self.windows):
                 first = 0 if window is None else max(0, len(tokens) - window + 1)
-                slots = self.kv.slots(group, seq_id, first, len(tokens))
-                expected = [_content(tokens, position) for position in range(first, len(tokens))]
-                assert [self.slots[group][slot] for slot in slots] == expected
+                sinks = min(self.kv.groups[group].sink_tokens, first)
+                for p0, p1 in ((0, sinks), (first, len(tokens))):
+                    slots = self.kv.slots(group, seq_id, p0, p1)
+                    expected = [_content(tokens, position) for position in range(p0, p1)]
+                    assert [self.slots[group][slot] for slot in slots] == expected
 
     def teardown(self) -> None:
         if hasattr(self, "kv"):
@@ -278,8 +287,14 @@ class WindowedMachine(KVCacheMachine):
     windows = (4,)
 
 
+class SinksMachine(KVCacheMachine):
+    windows = (3, None, 1)
+    sink_tokens = 4
+
+
 @pytest.mark.parametrize(
-    "machine", [KVCacheMachine, UnsharedMachine, TwoFullGroupsMachine, MixedWindowsMachine, WindowedMachine]
+    "machine",
+    [KVCacheMachine, UnsharedMachine, TwoFullGroupsMachine, MixedWindowsMachine, WindowedMachine, SinksMachine],
 )
 def test_h07_h11_h12_no_sequence_ever_reads_or_leaks_another_ones_blocks(
     machine: type[KVCacheMachine],

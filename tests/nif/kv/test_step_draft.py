@@ -83,11 +83,12 @@ class Entry:
 
 class PlannedSteps(RuleBasedStateMachine):
     windows: Sequence[int | None] = (None,)
+    sink_tokens = 0
 
     @initialize(num_blocks=st.integers(4, 20))
     def start(self, num_blocks: int) -> None:
         self.kv = KVCache(
-            [LayerGroup((index,), window) for index, window in enumerate(self.windows)],
+            [LayerGroup((index,), window, self.sink_tokens) for index, window in enumerate(self.windows)],
             num_blocks=[num_blocks + index for index in range(len(self.windows))],
             block_size=BLOCK_SIZE,
             num_sequences=NUM_SEQUENCES,
@@ -194,7 +195,12 @@ class PlannedShortWindows(PlannedSteps):
     windows = (4,)
 
 
-@pytest.mark.parametrize("machine", [PlannedSteps, PlannedWindows, PlannedShortWindows])
+class PlannedSinks(PlannedSteps):
+    windows = (3,)
+    sink_tokens = 2
+
+
+@pytest.mark.parametrize("machine", [PlannedSteps, PlannedWindows, PlannedShortWindows, PlannedSinks])
 def test_a_step_takes_what_was_drafted_for_it(machine: type[PlannedSteps]) -> None:
     examples = max(1, settings.default.max_examples // 4)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None))

@@ -37,6 +37,7 @@ class Attention(ctypes.Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("window", c_int32),
+        ("sink_tokens", c_int32),
     )
 
 
@@ -56,6 +57,7 @@ class Case:
     values: torch.Tensor
     block_size: int = 16
     window: int = ALL_POSITIONS
+    sink_tokens: int = 0
     garbage: int = 0  # the byte that fills the pool before
     cap: float = 0.0
     sinks: torch.Tensor | None = None  # [num_heads]
@@ -81,6 +83,11 @@ class Case:
         values_offset = self.padded_keys() * (head_dim * size + (FACTOR_BYTES if kind == KV_I8 else 0))
         head_bytes = values_offset + rows * head_dim * size
         blocks = -(-num_keys // self.block_size)
+        # Blocks that fell behind the window of every row and hold no sink are somebody else's by now.
+        behind = range(
+            -(-self.sink_tokens // self.block_size),
+            max(0, num_keys - len(self.queries) - self.window + 1) // self.block_size,
+        )
         pool = torch.full((blocks * kv_heads * head_bytes,), self.garbage, dtype=torch.uint8)
         cache = Cache(
             base=pool.data_ptr(),
@@ -96,6 +103,8 @@ class Case:
         pointer = ctypes.POINTER(c_float)
         for head in range(kv_heads):
             for at in range(num_keys):
+                if at // self.block_size in behind:
+                    continue
                 slot = (blocks - 1 - at // self.block_size) * self.block_size + at % self.block_size
                 key, value = (
                     ctypes.cast(x[head, at].contiguous().data_ptr(), pointer) for x in (self.keys, self.values)
@@ -104,6 +113,7 @@ class Case:
         queries, out = self.queries.contiguous(), torch.empty(self.queries.shape)
         query_len, heads, _ = queries.shape
         table = torch.arange(blocks - 1, -1, -1, dtype=torch.int32)
+        table[list(behind)] = 0
         attention = Attention(
             queries=queries.data_ptr(),
             out=out.data_ptr(),
@@ -116,6 +126,7 @@ class Case:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             window=self.window,
+            sink_tokens=self.sink_tokens,
         )
         entry = Entry(0, query_len, num_keys, table.data_ptr())
         library.attention_tiles.restype = c_int
@@ -133,7 +144,8 @@ class Case:
         if self.cap:
             scores = self.cap * (scores / self.cap).tanh()
         at, row = torch.arange(num_keys), torch.arange(num_keys - query_len, num_keys)[:, None]
-        scores = scores.masked_fill((at > row) | (at <= row - self.window), -torch.inf)
+        behind = (at <= row - self.window) & (at >= self.sink_tokens)
+        scores = scores.masked_fill((at > row) | behind, -torch.inf)
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, query_len, 1)], dim=2)
         return (scores.softmax(-1)[..., :num_keys] @ values).transpose(0, 1)
@@ -186,9 +198,16 @@ SHAPES = [
     {"head_dim": 256, "num_keys": 70, "query_len": 3, "heads": 8, "block_size": 64, "window": 33},
     {"head_dim": 32, "num_keys": 30, "query_len": 7, "block_size": 1},
 ]
+WITH_SINKS = [
+    {"num_keys": 150, "query_len": 40, "block_size": 20, "window": 24, "sink_tokens": 4},
+    {"num_keys": 900, "block_size": 5, "window": 33, "sink_tokens": 71, "heads": 13},
+    {"num_keys": 700, "query_len": 3, "window": 7, "sink_tokens": 256},
+    {"num_keys": 260, "query_len": 260, "block_size": 64, "window": 1, "sink_tokens": 1, "heads": 6, "kv_heads": 2},
+    {"num_keys": 40, "query_len": 5, "window": 30, "sink_tokens": 20},
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *WITH_SINKS], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_that_of_its_definition(kind: str, shape: dict[str, int]) -> None:
     case = random_case(kind, **shape)
@@ -229,16 +248,18 @@ def test_other_vectors_round_to_the_same_8_bits(flag: str, needs: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None)
 @given(
-    num_keys=st.integers(2, 150),
+    num_keys=st.integers(2, 300),
     query_len=st.integers(2, 40),
     block_size=st.sampled_from([1, 4, 5, 16, 20, 64]),
     window=st.sampled_from([7, 24, ALL_POSITIONS]),
+    sink_tokens=st.sampled_from([0, 1, 17, 90]),
 )
 def test_a_row_is_the_same_to_the_bit_with_others_and_alone_and_over_garbage(
-    kind: str, num_keys: int, query_len: int, block_size: int, window: int
+    kind: str, num_keys: int, query_len: int, block_size: int, window: int, sink_tokens: int
 ) -> None:
     query_len = min(query_len, num_keys)
-    case = random_case(kind, num_keys=num_keys, query_len=query_len, block_size=block_size, window=window)
+    shape = {"num_keys": num_keys, "query_len": query_len, "block_size": block_size}
+    case = random_case(kind, **shape, window=window, sink_tokens=sink_tokens)
     together = case.run()
     case.garbage = 0xFF  # no numbers behind the last key
     assert torch.equal(case.run(), together)
@@ -251,6 +272,7 @@ def test_a_row_is_the_same_to_the_bit_with_others_and_alone_and_over_garbage(
             case.values[:, :keys],
             block_size=block_size,
             window=window,
+            sink_tokens=sink_tokens,
             garbage=0xFF,
         )
         assert torch.equal(alone.run()[0], together[row])

@@ -1,6 +1,7 @@
 """NativeRunner against the model's own eager attention, one sequence at a time and without a cache."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,14 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genbatch.nif.context.context import Context
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner, native_runner
-from genbatch.nif.runner import RaggedBatch
+from genbatch.nif.runner import Entry, LayerGroup, Logits, RaggedBatch
 
-NAMES = ["llama", "llama_odd", "mistral", "qwen2", "qwen3"]
+SINKS = "llama with sinks"  # in sight of a window, which the family has not of itself
+NAMES = ["llama", "llama_odd", "mistral", "qwen2", "qwen3", SINKS]
 LENGTH = 150  # more than two chunks of 64 keys and several windows
 SEQUENCES = 3
 
@@ -51,13 +54,23 @@ def eager(model: Model, tokens: Sequence[int]) -> torch.Tensor:
     """The model's own attention over its own weights, in float32 arithmetic."""
     hf = copy.deepcopy(model.hf).float()
     hf.set_attn_implementation("eager")
+    [*_, group] = model.groups
+    mask = None
+    if group.sink_tokens:
+        key, query = torch.arange(len(tokens)), torch.arange(len(tokens))[:, None]
+        seen = (key <= query) & ((key > query - group.window) | (key < group.sink_tokens))
+        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
     with torch.inference_mode():
-        logits: torch.Tensor = hf(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        logits: torch.Tensor = hf(input_ids=torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits[0]
     return logits
 
 
 def model_for(native_model: Models, name: str, mode: str) -> Model:
-    return native_model(name, "bfloat16" if mode == "bfloat16" else "float32")
+    model = native_model(name.removesuffix(" with sinks"), "bfloat16" if mode == "bfloat16" else "float32")
+    if name != SINKS:
+        return model
+    [group] = model.groups
+    return dataclasses.replace(model, groups=(LayerGroup(group.layers, window=29, sink_tokens=5),))
 
 
 def worst_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -96,7 +109,7 @@ def test_every_block_size_gives_the_same_logits(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama_odd", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_odd", "mistral", "qwen2", SINKS])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_logits_are_the_same_to_the_bit_in_every_batch_and_chunking(
@@ -124,7 +137,7 @@ SHARED = 131  # a common beginning: two chunks of 64 keys and the start of a thi
 
 @pytest.mark.parametrize("block_size", [5, 16])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "llama_odd", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "llama_odd", "mistral", "qwen2", SINKS])
 def test_a_shared_beginning_changes_no_bit(native_model: Models, name: str, mode: str, block_size: int) -> None:
     """Members of different lengths, one alone among them, that read one copy of their first blocks or each its own."""
     model = model_for(native_model, name, mode)
@@ -185,6 +198,46 @@ def test_a_shared_beginning_changes_no_bit(native_model: Models, name: str, mode
     for row in range(3):
         assert worst_error(want[row : row + 1], eager(model, texts[row])[-1:]) < TOLERANCE[mode]
     runner.close()
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_b21_a_window_with_sinks_is_the_same_to_the_bit_however_blocks_are_given_back(
+    native_model: Models, mode: str, block_size: int
+) -> None:
+    """A sequence is evaluated in chunks, saved and copied, beside another that takes the blocks given back."""
+    model = model_for(native_model, SINKS, mode)
+    tokens, other, _ = tokens_of(model)
+
+    def evaluated(sizes: Sequence[int], *, company: bool) -> torch.Tensor:
+        runner = native_runner(model, quantize="int8" if mode == "int8" else "none", n_threads=1)
+        num_blocks = 3 * (-(-(5 + 29 + 33) // block_size) + 3)
+        context = Context(
+            model, runner, n_ctx=512, num_blocks=[num_blocks], n_parallel=3, block_size=block_size, n_batch=64
+        )
+        rows, n_past, seq_id = [], 0, 0
+        for turn, size in enumerate(sizes):
+            batch = [Entry(seq_id, tokens[n_past : n_past + size], n_past, Logits.ALL)]
+            if company and 9 * turn + 9 <= LENGTH:
+                batch.append(Entry(2, other[9 * turn : 9 * turn + 9], context.kv.length(2), Logits.NONE))
+            rows.append(context.eval(batch)[0])
+            n_past += size
+            context.kv.check_integrity()
+            if company and turn % 3 == 1:
+                context.seq_cp(seq_id, 1 - seq_id)
+                context.seq_rm(seq_id)
+                seq_id = 1 - seq_id
+            if company and turn % 3 == 2:
+                saved = context.seq_save(seq_id)
+                context.seq_rm(seq_id)
+                context.seq_load(seq_id, saved)
+        runner.close()
+        return torch.cat(rows)
+
+    alone = evaluated([33, 33, 33, 33, 18], company=False)
+    assert worst_error(alone, eager(model, tokens)) < TOLERANCE[mode]
+    mixed = evaluated([1, 6, 7, 20, 11, 33, 2, *[1] * 40, 30], company=True)
+    assert torch.equal(mixed, alone)
 
 
 def test_only_the_wanted_rows_are_computed(native_model: Models, layout: Layout) -> None:
