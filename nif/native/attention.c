@@ -91,8 +91,7 @@ static key_run run_of(const attention *a, int kv_head, const int32_t *table, int
 
 static int first_key_of(const attention *a, int last_key)
 {
-    /* Written so that no sum overflows; from the sinks on, nothing is hidden. */
-    return last_key - a->sink_tokens >= a->window ? last_key - a->window + 1 : 0;
+    return last_key >= a->window ? last_key - a->window + 1 : 0;
 }
 
 static void open_rows(const attention *a, int used, row_state *state)

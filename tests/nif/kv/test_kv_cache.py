@@ -21,13 +21,14 @@ def _cache(
     num_blocks: int = 16,
     *,
     windows: Sequence[int | None] = (None,),
+    sink_tokens: int = 0,
     block_size: int = 4,
     num_sequences: int = 4,
     allow_block_sharing: bool = True,
     max_per_sequence: int | None = None,
 ) -> KVCache:
     return KVCache(
-        [LayerGroup((index,), window) for index, window in enumerate(windows)],
+        [LayerGroup((index,), window, 0 if window is None else sink_tokens) for index, window in enumerate(windows)],
         num_blocks=[num_blocks] * len(windows),
         block_size=block_size,
         num_sequences=num_sequences,
@@ -455,6 +456,45 @@ def test_b21_a_window_as_long_as_the_sequence_drops_nothing() -> None:
     assert num_evicted(kv, 0, 0) == 0
 
 
+def test_b21_the_blocks_of_sinks_stay_and_what_lies_between_goes() -> None:
+    """Sinks of 6 positions in blocks of 4: two blocks stay, and then those of the last 5 positions."""
+    kv = _cache(windows=(5,), sink_tokens=6)
+    most = kv.most_held(40)
+    held = []
+    for token in range(40):
+        reservation = kv.reserve([(0, [token], token)])
+        held.append(kv.blocks_held(0)[0])  # before anything is given back
+        reservation.commit()
+        kv.check_integrity()
+    assert (max(held),) == most == (2 + 2,)
+    assert kv.num_evicted(0, 0) == 10 - 4
+    first = list(kv.block_table(0, 0))[:2]
+    assert kv.slots(0, 0, 0, 6) == [4 * first[0] + i for i in range(4)] + [4 * first[1] + i for i in range(2)]
+    with pytest.raises(BatchError, match=r"not all in 32\.\.39"):
+        kv.slots(0, 0, 7, 9)
+    tokens, [blocks] = kv.export(0)
+    assert blocks == [*first, *list(kv.block_table(0, 0))[8:]]
+    assert kv.beginning_from_host(40).fresh == (4,)
+    assert [len(ids) for ids in kv.import_(1, tokens)] == [4]
+    kv.check_integrity()
+    assert kv.held_only_by((1,)) == (4,)
+
+
+@pytest.mark.parametrize("end", [3, 9, 14])
+def test_b21_a_beginning_can_be_shared_within_its_sinks_and_behind_them(end: int) -> None:
+    """Nothing has gone yet, as the window begins within the sinks."""
+    kv = _cache(windows=(8, None), sink_tokens=9)
+    _write(kv, 0, range(20))
+    kv.seq_cp(0, 1, 0, end)
+    kv.check_integrity()
+    assert len(kv.block_table(0, 1)) == len(kv.block_table(1, 1)) == -(-end // 4)
+    for token in range(end, 30):
+        _write(kv, 1, [100 + token])
+        kv.check_integrity()
+    assert set(kv.slots(0, 1, 0, min(end, 9))) & set(kv.slots(0, 0, 0, 9))
+    assert not set(kv.slots(0, 1, 25, 30)) & set(kv.slots(0, 0, 12, 20))
+
+
 # Counts and estimates
 
 
@@ -475,11 +515,17 @@ def test_b11_free_and_used_blocks_make_up_the_maximum_at_every_tick() -> None:
 _lengths = st.integers(1, 40)
 
 
-@given(prompt_len=_lengths, max_new_tokens=_lengths, window=st.integers(1, 20), block_size=st.integers(1, 7))
+@given(
+    prompt_len=_lengths,
+    max_new_tokens=_lengths,
+    window=st.integers(1, 20),
+    block_size=st.integers(1, 7),
+    sink_tokens=st.integers(0, 9),
+)
 def test_s06_the_estimate_equals_the_allocation_at_full_length(
-    prompt_len: int, max_new_tokens: int, window: int, block_size: int
+    prompt_len: int, max_new_tokens: int, window: int, block_size: int, sink_tokens: int
 ) -> None:
-    kv = _cache(100, windows=(None, window), block_size=block_size)
+    kv = _cache(100, windows=(None, window), block_size=block_size, sink_tokens=sink_tokens)
     estimate = kv.most_held(prompt_len + max_new_tokens - 1)
     most = [0, 0]
     for position in range(prompt_len + max_new_tokens - 1):

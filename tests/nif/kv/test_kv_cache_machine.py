@@ -289,7 +289,7 @@ class WindowedMachine(KVCacheMachine):
 
 class SinksMachine(KVCacheMachine):
     windows = (3, None, 1)
-    sink_tokens = 4
+    sink_tokens = 2
 
 
 @pytest.mark.parametrize(
