@@ -272,13 +272,14 @@ class Dispatcher:
                 raise InvalidRequest("payer", "is for the gateways of a fleet to say")
             payer = request.payer.name
         message = Generate(request, caller.on_token, payer, request_id=caller.request_id)
-        with self._requests.taken(self._text_payer(caller), _text_bytes(request)):
+        with self._requests.taken(self._text_payer(caller), _held_bytes(request)):
             return await self._batcher.call(message, timeout=None)
 
     async def _embed(self, params: dict[Any, Any], caller: Caller) -> object:
         request: EmbedRequest = _claimed(check_type(params, EmbedRequest), caller)
         message = Embed(request, caller.payer, request_id=caller.request_id)
-        answer: Embedded = await self._batcher.call(message, timeout=None)
+        with self._requests.taken(self._text_payer(caller), _held_bytes(request)):
+            answer: Embedded = await self._batcher.call(message, timeout=None)
         usage = Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=0)
         if request.encoding_format == "base64":
             return Embeddings(embeddings=[b64encode(vector).decode() for vector in answer.vectors], usage=usage)
@@ -329,11 +330,18 @@ class Dispatcher:
         return await self._batcher.call(GetStats(), control=True)
 
 
-def _text_bytes(request: GenerateRequest) -> int:
-    """About what a request's long parts take: characters, and eight bytes a token id."""
-    texts = [request.prompt, request.grammar, request.regex]
-    texts += [message.content for message in request.messages or ()]
-    return sum(len(text) for text in texts if text) + 8 * len(request.token_ids or ())
+def _held_bytes(value: object) -> int:
+    """About what a request takes: characters, and eight bytes for each element of what holds several."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, msgspec.Struct):
+        return sum(_held_bytes(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, list | tuple):
+        # Of numbers there may be hundreds of thousands.
+        return 8 * len(value) + (0 if set(map(type, value)) <= {int, float} else sum(map(_held_bytes, value)))
+    if isinstance(value, dict):
+        return 8 * len(value) + sum(map(_held_bytes, value)) + sum(map(_held_bytes, value.values()))
+    return 0
 
 
 def _numbers(vector: bytes) -> list[float]:

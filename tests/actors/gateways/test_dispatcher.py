@@ -1,5 +1,7 @@
 """What the methods do, and that every failure is a typed error."""
 
+from typing import Any
+
 import pytest
 import trio
 import trio.testing
@@ -174,6 +176,53 @@ async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all
     assert not dispatcher._texts._bytes and not dispatcher._texts._calls
 
 
+LONG = "x" * 3000
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"tools": [{"name": "f", "description": LONG}]},
+        {"tools": [{"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1, LONG]}}}}]},
+        {"tools": [{"name": "f", "parameters": {"type": "object", "properties": {LONG: {}}}}]},
+        {"response_format": {"type": "json_schema", "schema": {"const": LONG}}},
+        {"chat_template_kwargs": {"names": [LONG]}},
+        {"stop": [LONG]},
+        {"logit_bias": dict.fromkeys(range(375), 1.0)},
+        {
+            "messages": [
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": LONG}]}
+            ]
+        },
+        {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]},
+        {"input": [LONG, "short"]},
+        {"input": [[5] * 375]},
+    ],
+    ids=lambda long: next(iter(long)),
+)
+async def test_all_that_is_long_in_a_request_is_counted(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, long: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 2999)
+
+    class Still(GenServer):
+        async def handle_call(self, request: object, from_: object) -> object:
+            return NOREPLY
+
+    dispatcher = Dispatcher(await start(nursery, Still()))
+    method, rest = ("embed", {}) if "input" in long else ("generate", {"messages": [{"role": "user", "content": "a"}]})
+
+    async def ask() -> None:
+        await dispatcher.call(method, {**rest, **long}, client="a", on_token=None)
+
+    async with trio.open_nursery() as callers:
+        callers.start_soon(ask)  # one alone is always taken
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(QueueFull, match=r"^1 texts of 30\d\d bytes are being answered for this client"):
+            await ask()
+        callers.cancel_scope.cancel()
+
+
 async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
     nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,12 +249,12 @@ async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
 
         callers.start_soon(leave)
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(QueueFull, match="1 texts of 2000 bytes are being answered for this client") as refused:
+        with pytest.raises(QueueFull, match=r"1 texts of 20\d\d bytes are being answered for this client") as refused:
             await ask("a", messages=[{"role": "user", "content": long}])
         assert refused.value.retry_after_ms
         callers.start_soon(lambda: ask("b", token_ids=[5] * 250))
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(QueueFull, match=r"^texts of 4000 bytes"):
+        with pytest.raises(QueueFull, match=r"^texts of 40\d\d bytes"):
             await ask("c", prompt=long)
         callers.start_soon(lambda: ask("c", prompt="short"))  # there is room for that
         leaving.cancel()  # who leaves gives all back

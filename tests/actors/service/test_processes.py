@@ -10,7 +10,9 @@ import pytest
 import trio
 
 from genbatch import ZeroMQClient
+from genbatch.actors.gateways.dispatcher import MAX_CALLS, MAX_REQUEST_BYTES
 from genbatch.clients import remote
+from genbatch.clients.remote import Retry
 from genbatch.proto.errors import EngineLost, GenbatchError, ModelNotFound, Unavailable
 from genbatch.proto.messages import Result
 from tests.actors.engine.stage import Stage
@@ -223,6 +225,44 @@ async def test_an_engine_that_hangs_is_killed_and_its_requests_are_replayed(serv
         assert (await asked.end_of("whole")).finish_reason == "length"
         assert not is_running(old)
     assert "killing the engine" in service.log
+
+
+def held_bytes(pid: int | None) -> int:
+    """Memory that a process holds now."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+@pytest.mark.trio
+async def test_big_messages_to_an_engine_that_stands_still_take_bounded_memory_and_others_are_served(
+    service: RunningService,
+) -> None:
+    """One client has as many calls open as it may, of a MB each; they are four times what it may have held."""
+    big = "x" * (2**20 - 2**16)
+    once = ZeroMQClient(service.address, timeout=TIMEOUT_S, retry=Retry(max_attempts=1))
+    async with once as client, connect(service) as other, trio.open_nursery() as nursery:
+        await client.health()
+        before = held_bytes(service.gateway)
+        stopped = kill(service.engine, signal.SIGSTOP)
+        asked, refused = Asked(other, nursery), list[GenbatchError]()
+        asked.generate("other", [7, 8], 5)
+
+        async def send() -> None:
+            try:
+                await client.generate(big, max_tokens=1)
+            except GenbatchError as error:
+                refused.append(error)
+
+        for _ in range(MAX_CALLS):
+            nursery.start_soon(send)
+        while len(refused) < MAX_CALLS - MAX_REQUEST_BYTES // len(big):
+            await a_moment()
+        assert all("are being answered for this client" in str(error) for error in refused)
+        # What is held is there as text and as what goes to the engine.
+        assert held_bytes(service.gateway) - before < 3 * MAX_REQUEST_BYTES
+        kill(stopped, signal.SIGCONT)
+        assert (await asked.end_of("other")).finish_reason == "length"
+    assert len(refused) == MAX_CALLS, "no prompt of a MB fits"
 
 
 @pytest.mark.trio
