@@ -29,7 +29,15 @@ from genbatch.nif.text.response_template import TemplateReader
 from genbatch.nif.text.tokenizer import ChatTemplateError
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader, forced_format, tool_grammar
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong
-from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, NamedTool, TokenizeRequest, Tool
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    GenerateRequest,
+    Message,
+    NamedTool,
+    TokenizeRequest,
+    Tool,
+    held_bytes,
+)
 from genbatch.proto.validation import (
     Grammar,
     grammar_of,
@@ -58,8 +66,6 @@ SAMPLING_PARAMETERS = (
 )
 # First messages whose tokens are remembered.
 MAX_PREFIXES = 64
-# What a tool takes in a prompt, for telling long prompts from short ones.
-MEAN_TOOL_CHARS = 512
 # Tokens at the end of a prompt that may open the thinking.
 TAIL_TOKENS = 8
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -197,8 +203,7 @@ class Intake:
             return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
         if wanted.messages is None:
             return len(wanted.prompt or "")
-        size = sum(len(message.content) for message in wanted.messages)
-        size += MEAN_TOOL_CHARS * len(wanted.tools)
+        size = held_bytes(wanted.messages) + held_bytes(wanted.tools) + held_bytes(wanted.chat_template_kwargs)
         if isinstance(wanted, GenerateRequest) and wanted.messages:
             first = wanted.messages[0]
             if (first.role, first.content) not in self._prefixes:

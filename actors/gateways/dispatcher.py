@@ -57,6 +57,7 @@ from genbatch.proto.messages import (
     UnloadAdapterRequest,
     Usage,
     check_type,
+    held_bytes,
 )
 from genbatch.proto.validation import validate_drain, validate_load_adapter, validate_unload_adapter
 
@@ -272,13 +273,13 @@ class Dispatcher:
                 raise InvalidRequest("payer", "is for the gateways of a fleet to say")
             payer = request.payer.name
         message = Generate(request, caller.on_token, payer, request_id=caller.request_id)
-        with self._requests.taken(self._text_payer(caller), _held_bytes(request)):
+        with self._requests.taken(self._text_payer(caller), held_bytes(request)):
             return await self._batcher.call(message, timeout=None)
 
     async def _embed(self, params: dict[Any, Any], caller: Caller) -> object:
         request: EmbedRequest = _claimed(check_type(params, EmbedRequest), caller)
         message = Embed(request, caller.payer, request_id=caller.request_id)
-        with self._requests.taken(self._text_payer(caller), _held_bytes(request)):
+        with self._requests.taken(self._text_payer(caller), held_bytes(request)):
             answer: Embedded = await self._batcher.call(message, timeout=None)
         usage = Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=0)
         if request.encoding_format == "base64":
@@ -287,8 +288,7 @@ class Dispatcher:
 
     async def _tokenize(self, params: dict[Any, Any], caller: Caller) -> object:
         wanted: TokenizeRequest = check_type(params, TokenizeRequest)
-        size = len(wanted.prompt or "") + sum(len(message.content) for message in wanted.messages or ())
-        with self._texts.taken(self._text_payer(caller), size):
+        with self._texts.taken(self._text_payer(caller), held_bytes(wanted)):
             return await self._batcher.call(Tokenize(wanted), timeout=None)
 
     async def _detokenize(self, params: dict[Any, Any], caller: Caller) -> object:
@@ -328,20 +328,6 @@ class Dispatcher:
     async def _stats(self, params: dict[Any, Any], caller: Caller) -> object:
         to_no_params(params)
         return await self._batcher.call(GetStats(), control=True)
-
-
-def _held_bytes(value: object) -> int:
-    """About what a request takes: characters, and eight bytes for each element of what holds several."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, msgspec.Struct):
-        return sum(_held_bytes(getattr(value, name)) for name in value.__struct_fields__)
-    if isinstance(value, list | tuple):
-        # Of numbers there may be hundreds of thousands.
-        return 8 * len(value) + (0 if set(map(type, value)) <= {int, float} else sum(map(_held_bytes, value)))
-    if isinstance(value, dict):
-        return 8 * len(value) + sum(map(_held_bytes, value)) + sum(map(_held_bytes, value.values()))
-    return 0
 
 
 def _numbers(vector: bytes) -> list[float]:

@@ -26,6 +26,8 @@ from genbatch.proto.messages import (
     Token,
     TokenIds,
     TokenizeRequest,
+    Tool,
+    ToolCall,
 )
 from tests.actors.batcher.bench import Bench, batcher
 
@@ -111,6 +113,41 @@ async def test_nothing_long_is_tokenized_on_the_event_loop(
             await bench.generate(token_ids=[5, 6] * 50, max_tokens=1, echo=True)
             await bench.ref.call(SaveSession(TokenizeRequest(messages=chat * 9)), timeout=None)
             assert all(size <= 100 for size in inline.values()), inline
+
+
+CALL = ToolCall(id="1", name="f", arguments='{"a": "' + "x" * 9000 + '"}')
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"tools": [Tool(name="f", description="x" * 9000)]},
+        {"tools": [Tool(name="f", parameters={"type": "object", "properties": {"a": {"const": "x" * 9000}}})]},
+        {"chat_template_kwargs": {"documents": ["x" * 9000]}},
+        {"messages": [Message(role="assistant", content="", tool_calls=[CALL])]},
+        {"messages": [Message(role="assistant", content="", reasoning_content="x" * 9000)]},
+    ],
+    ids=lambda long: next(iter(long)),
+)
+async def test_what_is_long_beside_the_words_of_a_conversation_is_not_rendered_on_the_event_loop(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, long: dict[str, Any]
+) -> None:
+    """A template may show all of it, and cutting a MB into tokens takes everybody's time."""
+    tokenizer = tiny_model("llama").tokenizer
+    whole, inline = tokenizer.apply_chat_template, list[bool]()
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        inline.append(threading.current_thread() is threading.main_thread())
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", watched)
+    chat = {"messages": [Message(role="user", content="Hi")]}
+    async with batcher(tiny_model("llama"), n_ctx=512) as bench:
+        await bench.ref.call(Tokenize(TokenizeRequest(**chat)), timeout=None)
+        assert inline == [True], "a short one is not worth a thread"
+        inline.clear()
+        await bench.ref.call(Tokenize(TokenizeRequest(**{**chat, **long})), timeout=None)
+        assert inline and not any(inline)
 
 
 @pytest.mark.parametrize(

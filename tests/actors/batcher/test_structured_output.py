@@ -22,7 +22,7 @@ from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import Model
 from genbatch.nif.sampling.grammar import GrammarConstraint
-from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.errors import InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token
 
 TinyModel = Callable[[str], Model]
@@ -336,6 +336,54 @@ async def test_one_client_s_grammars_do_not_hold_up_another_s(
             await trio.testing.wait_all_tasks_blocked()
             queued.set()
     assert order == ["m0", "m1", "a", "m2"]
+
+
+@pytest.mark.trio
+async def test_grammars_that_wait_are_bounded_and_those_of_callers_that_left_are_not_compiled(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from genbatch.nif.sampling import grammar
+
+    order: list[str] = []
+    queued, compile_ = threading.Event(), grammar.GrammarCompiler.compile
+
+    def noted(self: Any, kind: str, text: str, *rest: Any) -> Any:
+        order.append(text)
+        assert queued.wait(60)
+        return compile_(self, kind, text, *rest)
+
+    monkeypatch.setattr(grammar.GrammarCompiler, "compile", noted)
+    async with batcher(tiny_model("llama"), max_client_open=100.0, max_queue=4) as bench:
+
+        async def ask(client: str, text: str) -> None:
+            await bench.generate(client=client, regex=text)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "bob", "b")
+            await trio.testing.wait_all_tasks_blocked()
+            leaving = trio.CancelScope()
+
+            async def leave(text: str) -> None:
+                with leaving:
+                    await ask("mallory", text)
+
+            for number in range(3):
+                nursery.start_soon(leave, f"m{number}")
+                await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(QueueFull):  # what waits for a grammar is in the queue, like any other
+                for number in range(9):
+                    with trio.move_on_after(0.01):
+                        await ask("mallory", f"more{number}")
+                    await trio.testing.wait_all_tasks_blocked()
+            leaving.cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(ask, "alice", "a")
+            await trio.testing.wait_all_tasks_blocked()
+            queued.set()
+    assert [text for text in order if text.startswith("m")] == []
+    assert order == ["b", "a"]
 
 
 @pytest.mark.trio
