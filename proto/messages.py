@@ -310,7 +310,7 @@ def check_type(value: object, wanted: Any) -> Any:
 
 
 def held_bytes(value: object) -> int:
-    """About what a message takes, or a part of it: characters, and eight bytes for each element of what holds several."""
+    """About what a message or a part of it takes: characters, and eight bytes for each element of a list or map."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, msgspec.Struct):
