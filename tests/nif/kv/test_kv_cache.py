@@ -467,7 +467,7 @@ def test_b21_the_blocks_of_sinks_stay_and_what_lies_between_goes() -> None:
         reservation.commit()
         kv.check_integrity()
     assert (max(held),) == most == (2 + 2,)
-    assert (kv.num_evicted(0, 0), kv.blocks_held(0)) == (7, (3,))  # the last token saw positions 35 to 39
+    assert (num_evicted(kv, 0, 0), kv.blocks_held(0)) == (7, (3,))  # the last token saw positions 35 to 39
     first = list(kv.block_table(0, 0))[:2]
     assert kv.slots(0, 0, 0, 6) == [4 * first[0] + i for i in range(4)] + [4 * first[1] + i for i in range(2)]
     with pytest.raises(BatchError, match=r"not all in 36\.\.39"):
