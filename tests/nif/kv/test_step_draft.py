@@ -204,3 +204,20 @@ class PlannedSinks(PlannedSteps):
 def test_a_step_takes_what_was_drafted_for_it(machine: type[PlannedSteps]) -> None:
     examples = max(1, settings.default.max_examples // 4)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None))
+
+
+@pytest.mark.parametrize("grows_first", [True, False])
+def test_a_last_block_that_several_hold_costs_each_who_writes_one_copy_and_no_more(grows_first: bool) -> None:
+    """Sequences 0 and 1 share theirs; 0 goes on while 2 begins with it. 1 keeps the original."""
+    kv = KVCache([LayerGroup((0,))], num_blocks=[8], block_size=BLOCK_SIZE, num_sequences=NUM_SEQUENCES)
+    prompt = list(range(BLOCK_SIZE + 1))
+    kv.reserve([(0, prompt, 0)]).commit()
+    kv.seq_cp(0, 1)
+    free = kv.free_blocks
+    beginning = kv.beginning([*prompt, 7], b"", [], source=0, num_shared=len(prompt), finds=False)
+    draft = kv.draft()
+    steps = [lambda: draft.grow([0], len(prompt) + 1), lambda: draft.begin(beginning, len(prompt) + 1)]
+    assert all(step() for step in (steps if grows_first else reversed(steps)))
+    kv.seq_cp(0, 2)
+    kv.reserve([(0, [5], len(prompt)), (2, [7], len(prompt))])
+    assert draft.taken == (free[0] - kv.free_blocks[0],) == (2,)
