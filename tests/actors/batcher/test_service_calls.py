@@ -123,7 +123,7 @@ CALL = ToolCall(id="1", name="f", arguments='{"a": "' + "x" * 9000 + '"}')
     [
         {"tools": [Tool(name="f", description="x" * 9000)]},
         {"tools": [Tool(name="f", parameters={"type": "object", "properties": {"a": {"const": "x" * 9000}}})]},
-        {"chat_template_kwargs": {"documents": ["x" * 9000]}},
+        {"chat_template_kwargs": {"names": ["x" * 9000]}},
         {"messages": [Message(role="assistant", content="", tool_calls=[CALL])]},
         {"messages": [Message(role="assistant", content="", reasoning_content="x" * 9000)]},
     ],
