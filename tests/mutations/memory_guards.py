@@ -27,7 +27,7 @@ MEMORY_GUARDS = (
     Mutation(
         "blocks come back",
         TABLES,
-        "            pool.release(reversed(table[first:]))  # a chain's leaves are forgotten before its root\n",
+        "            pool.release(reversed(self.live(group, sequence, kept)))  # a chain's leaves are forgotten before its root\n",
         "            pass\n",
         ("nif/kv/test_kv_cache.py::test_the_tail_can_be_removed_and_written_again", MACHINE),
         "every sequence that ends takes blocks along",
