@@ -27,8 +27,8 @@ MEMORY_GUARDS = (
     Mutation(
         "blocks come back",
         TABLES,
-        "            pool.release(reversed(self.live(group, sequence, kept)))  # a chain's leaves are forgotten before its root\n",
-        "            pass\n",
+        "            pool.release(reversed(self.live(group, sequence, kept)))",
+        "            pass",
         ("nif/kv/test_kv_cache.py::test_the_tail_can_be_removed_and_written_again", MACHINE),
         "every sequence that ends takes blocks along",
     ),
@@ -43,7 +43,7 @@ MEMORY_GUARDS = (
     Mutation(
         "copies share",
         TABLES,
-        "            for block in shared:\n                pool.share(block)\n",
+        "            for block in sinks + shared:\n                pool.share(block)\n",
         "",
         COPY,
         "a block is free while two tables show it",
