@@ -253,9 +253,10 @@ enum finish { STORE, ADD, ACTIVATE }; /* ACTIVATE: see `activate` */
 int64_t linear_blocks(const linear *);
 enum weight_kind linear_operand(const linear *); /* the form of rows it multiplies */
 void linear_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);
-/* `pitch`: floats of a row of `out`; `model` tells the activation. */
-void linear_finish(const linear *, int64_t block, const float *sums, int64_t first, int64_t count, enum finish,
-                   const model *, float *out, int64_t pitch);
+/* `sums` [count][COLUMNS] get the bias, and `out` what becomes of them; `pitch`: floats of a row of `out`; `model` tells the
+ * activation. */
+void linear_finish(const linear *, int64_t block, float *sums, int64_t first, int64_t count, enum finish, const model *,
+                   float *out, int64_t pitch);
 
 /* largest.c */
 typedef struct {
@@ -284,9 +285,9 @@ void norm_row(const model *, const norm *, const float *x, int64_t size, float *
 /* The inputs [from, to), whole groups, of a row of `size` in the form that a linear multiplies. */
 void rows_put_part(int kind, const rows *, int64_t row, const float *x, int64_t size, int64_t from, int64_t to);
 void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size);
-/* A block's sums, [COLUMNS], to at most `count` activations. With gates, COLUMNS / 2 gates and as many ups become half
- * as many products. */
-void activate(const model *, const float *sums, float *out, int64_t count);
+/* A block's sums, [count][COLUMNS], to activations, at most `room` a row, rows `pitch` floats apart. With gates, COLUMNS / 2
+ * gates and as many ups become half as many products. */
+void activate(const model *, const float *sums, int64_t count, float *out, int64_t pitch, int64_t room);
 void logits_finish(const model *, float *sums, int64_t count); /* of a head without a bias */
 
 /* experts.c */

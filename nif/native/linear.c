@@ -94,27 +94,35 @@ void linear_block(const linear *l, int64_t block, const rows *a, int64_t first, 
     if (l->kind == WEIGHT_U4) gemm_u4_block(l, block, a, first, count, sums);
 }
 
-void linear_finish(const linear *l, int64_t block, const float *sums, int64_t first, int64_t count,
-                   enum finish finish, const model *m, float *out, int64_t pitch)
+/* to[i] (+)= from[i]; nearly every block has COLUMNS of them. */
+ALWAYS_INLINE void put_row(const bool add, const float *from, int64_t width, float *to)
+{
+    if (width == COLUMNS) {
+        UNROLL for (int i = 0; i < COLUMNS; i += VL) {
+            vf x = vf_load(from + i);
+            vf_store(to + i, add ? vf_load(to + i) + x : x);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < width; i++) to[i] = add ? to[i] + from[i] : from[i];
+}
+
+void linear_finish(const linear *l, int64_t block, float *sums, int64_t first, int64_t count, enum finish finish,
+                   const model *m, float *out, int64_t pitch)
 {
     int64_t width, column = linear_column(l, block, &width);
-    for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
-        float biased[COLUMNS];
-        const float *from = sums;
-        if (l->bias) {
-            for (int i = 0; i < width; i++) biased[i] = sums[i] + l->bias[column + i];
-            for (int64_t i = width; i < COLUMNS; i++) biased[i] = 0; /* beyond the last column */
-            from = biased;
-        }
-        float *to = out + (first + r) * pitch;
-        if (finish == ACTIVATE) {
-            const int64_t at = m->gated ? column / 2 : column;
-            activate(m, from, to + at, pitch - at);
-        } else if (finish == ADD) {
-            for (int i = 0; i < width; i++) to[column + i] += from[i];
-        } else {
-            memcpy(to + column, from, sizeof(float) * (size_t)width);
-        }
+    if (l->bias)
+        for (int64_t r = 0; r < count; r++)
+            for (int i = 0; i < COLUMNS; i++) /* zeros beyond the last column */
+                sums[r * COLUMNS + i] = i < width ? sums[r * COLUMNS + i] + l->bias[column + i] : 0;
+    float *to = out + first * pitch + column;
+    if (finish == ACTIVATE) {
+        const int64_t at = m->gated ? column / 2 : column;
+        activate(m, sums, count, out + first * pitch + at, pitch, pitch - at);
+    } else if (finish == ADD) {
+        for (int64_t r = 0; r < count; r++) put_row(true, sums + r * COLUMNS, width, to + r * pitch);
+    } else {
+        for (int64_t r = 0; r < count; r++) put_row(false, sums + r * COLUMNS, width, to + r * pitch);
     }
 }
 

@@ -249,7 +249,7 @@ ALWAYS_INLINE vf activated(const enum activation kind, vf x)
     }
 }
 
-ALWAYS_INLINE void activate_as(const enum activation kind, const model *m, const float *sums, float *part)
+ALWAYS_INLINE void activate_row(const enum activation kind, const model *m, const float *sums, float *part)
 {
     const int width = m->gated ? COLUMNS / 2 : COLUMNS;
     for (int i = 0; i < width; i += VL) {
@@ -267,18 +267,26 @@ ALWAYS_INLINE void activate_as(const enum activation kind, const model *m, const
     }
 }
 
-void activate(const model *m, const float *sums, float *out, int64_t count)
+ALWAYS_INLINE void activate_as(const enum activation kind, const model *m, const float *sums, int64_t count, float *out,
+                               int64_t pitch, int64_t room)
 {
     const int64_t width = m->gated ? COLUMNS / 2 : COLUMNS;
-    float part[COLUMNS];
-    switch (m->activation) {
-    case SILU: activate_as(SILU, m, sums, part); break;
-    case GELU: activate_as(GELU, m, sums, part); break;
-    case GELU_TANH: activate_as(GELU_TANH, m, sums, part); break;
-    case RELU_SQUARED: activate_as(RELU_SQUARED, m, sums, part); break;
-    default: activate_as(CLAMPED_SWIGLU, m, sums, part); break;
+    for (int64_t r = 0; r < count; r++, sums += COLUMNS, out += pitch) {
+        float part[COLUMNS];
+        activate_row(kind, m, sums, room < width ? part : out);
+        if (room < width) memcpy(out, part, (size_t)room * sizeof(float));
     }
-    memcpy(out, part, (size_t)smaller(count, width) * sizeof(float));
+}
+
+void activate(const model *m, const float *sums, int64_t count, float *out, int64_t pitch, int64_t room)
+{
+    switch (m->activation) {
+    case SILU: activate_as(SILU, m, sums, count, out, pitch, room); break;
+    case GELU: activate_as(GELU, m, sums, count, out, pitch, room); break;
+    case GELU_TANH: activate_as(GELU_TANH, m, sums, count, out, pitch, room); break;
+    case RELU_SQUARED: activate_as(RELU_SQUARED, m, sums, count, out, pitch, room); break;
+    default: activate_as(CLAMPED_SWIGLU, m, sums, count, out, pitch, room); break;
+    }
 }
 
 /* Divides and caps a block of logits where they lie. */

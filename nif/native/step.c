@@ -374,8 +374,8 @@ static void finish_block(const worker *w, const linear *l, int64_t block, float 
         lora_expand(&w->engine->work.lora, w->rows, w->place, column, width, first, size, sums);
     }
     if (l == &m->head) logits_finish(m, sums, size);
-    if (t->out) linear_finish(l, block, sums, first, size, t->finish, m, t->out, t->pitch);
     if (t->maxima) largest_take(l, block, sums, size, t->maxima + first);
+    if (t->out) linear_finish(l, block, sums, first, size, t->finish, m, t->out, t->pitch);
 }
 
 static void linear_units(worker *w, const linear *l, int64_t count, const target *t)
