@@ -39,7 +39,7 @@ def test_two_that_wait_take_turns_already() -> None:
     for account in "ab":
         fair.enter(account)
     fair.charge("a", prompt_tokens=100)
-    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None), lambda: 0.0)
+    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None))
     first, second = waits("a", 1), waits("b", 2)
     slots.enqueue(first)
     slots.enqueue(second)
