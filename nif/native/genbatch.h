@@ -282,6 +282,9 @@ norm_factors norm_look(const model *, const float *x, int64_t size); /* what nor
 /* out[from .. to) of the row's norm; `out` may be `x`. Parts together are, to the bit, the whole. */
 void norm_part(const model *, const norm *, norm_factors, const float *x, int64_t from, int64_t to, float *out);
 void norm_row(const model *, const norm *, const float *x, int64_t size, float *out);
+void embed_row(const model *, int64_t at, float *out);
+norm head_norm(const model *, const norm *, int head);
+void rope(const model *, const layer *, const step *, float *head, const norm *, int64_t position, float scale);
 /* The inputs [from, to), whole groups, of a row of `size` in the form that a linear multiplies. */
 void rows_put_part(int kind, const rows *, int64_t row, const float *x, int64_t size, int64_t from, int64_t to);
 void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size);

@@ -1,4 +1,4 @@
-/* What is done to one row at a time: norms, activations, and the form that the next weights multiply. */
+/* What is done to one row at a time: embeddings, norms, rotation, activations, and the form that the next weights multiply. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -57,6 +57,60 @@ void norm_part(const model *m, const norm *n, norm_factors f, const float *x, in
 void norm_row(const model *m, const norm *n, const float *x, int64_t size, float *out)
 {
     norm_part(m, n, norm_look(m, x, size), x, 0, size, out);
+}
+
+/* The embedding that begins at `at` of a table in whatever form. */
+void embed_row(const model *m, int64_t at, float *out)
+{
+    if (m->embedding_kind == WEIGHT_F32) {
+        memcpy(out, (const float *)m->embedding + at, sizeof(float) * (size_t)m->hidden);
+        return;
+    }
+    if (m->embedding_kind > WEIGHT_U4) {
+        const int64_t token = at / m->hidden, size = stored_block_bytes(m->embedding_kind, m->hidden);
+        const uint8_t *block = (const uint8_t *)m->embedding + token / COLUMNS * size;
+        stored_row(m->embedding_kind, block, m->hidden, (int)(token % COLUMNS), out);
+        return;
+    }
+    const uint16_t *row = (const uint16_t *)m->embedding + at;
+    for (int64_t i = 0; i < m->hidden; i++) {
+        uint32_t bits = (uint32_t)row[i] << 16;
+        memcpy(out + i, &bits, 4);
+    }
+}
+
+/* Rotates a head as transformers does, after the optional norm, and scales it. */
+void rope(const model *m, const layer *l, const step *s, float *head, const norm *n, int64_t position, float scale)
+{
+    const int D = m->head_dim, half = m->rotary_dim / 2;
+    if (n->weight) norm_row(m, n, head, D, head);
+    if (l->rope < 0) {
+        for (int i = 0; i < D; i++) head[i] *= scale;
+        return;
+    }
+    const float *cosines = s->cosines[l->rope] + position * half, *sines = s->sines[l->rope] + position * half;
+    if (m->interleaved)
+        for (int i = 0; i < half; i++) {
+            float a = head[2 * i], b = head[2 * i + 1];
+            head[2 * i] = (a * cosines[i] - b * sines[i]) * scale;
+            head[2 * i + 1] = (b * cosines[i] + a * sines[i]) * scale;
+        }
+    else
+        for (int i = 0; i < half; i++) {
+            float a = head[i], b = head[half + i];
+            head[i] = (a * cosines[i] - b * sines[i]) * scale;
+            head[half + i] = (b * cosines[i] + a * sines[i]) * scale;
+        }
+    for (int i = 2 * half; i < D; i++) head[i] *= scale;
+}
+
+/* The norm of one head of a row: a weight for all heads, for each, or done before. */
+norm head_norm(const model *m, const norm *n, int head)
+{
+    if (m->qk_norm == QK_WHOLE) return (norm){NULL, NULL};
+    if (m->qk_norm != QK_HEADS) return *n;
+    const int64_t at = (int64_t)head * m->head_dim;
+    return (norm){n->weight + at, n->bias ? n->bias + at : NULL};
 }
 
 /* Rounds up to 8 significant bits, so that no group's largest value exceeds 127 steps. */

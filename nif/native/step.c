@@ -1,10 +1,10 @@
 /* One forward pass: every thread runs the whole of it, phase by phase.
  *
  * Inside a phase threads claim units of work from a counter, and a phase is over when all its units are done, whoever did
- * them. So a thread that lost its core, or has yet to wake, holds up the unit that it has claimed, if any, and not a fixed
- * share; when it comes back it finds nothing left in the phases that it missed. Which thread computes a unit does not change
- * its result. How many units a phase has must be the same for a thread that comes late: it follows from the step and the model
- * alone, and where it does not (experts) all threads meet before and after it changes. */
+ * them. A thread that lost its core, or has yet to wake, holds up the unit that it has claimed, if any; when it comes back it
+ * finds nothing left in the phases that it missed. Which thread computes a unit does not change its result. How many units a
+ * phase has must be the same for a thread that comes late: it follows from the step and the model alone, and where it does
+ * not (experts) all threads meet before and after it changes. */
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -19,8 +19,8 @@
 #define PANEL (PANEL_TILES * MAX_ROWS)
 #define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
 #define FACTOR_BYTES ((int64_t)sizeof(digit_factors)) /* of a group, at most */
-#define PHASES_PER_LAYER 24
-#define PHASES_AROUND 4
+
+static int phases_of(const model *m) { return 24 * m->num_layers + 4; } /* at most */
 
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
@@ -115,9 +115,9 @@ typedef struct {
     float *kept; /* [rows, size]: the rows as floats are kept here, too; or NULL */
 } source;
 
-/* Rows of one tile lie a few bytes apart, so threads that each write some of them would take the lines of memory from one
- * another all the time. A unit is therefore a tile and a segment of the inputs: so many segments that every thread has as
- * much to do. Each looks at the whole row for the norm's factors, which is cheap beside what it writes. */
+/* Rows of a tile lie a few bytes apart: threads that each wrote some of them would take the lines of memory from one another.
+ * So a unit is a tile and a segment of the inputs, so many that every thread has as much to do. Each looks at the whole row
+ * for the norm's factors, which is cheap beside what it writes. */
 static int64_t segments_for(const worker *w, int64_t tiles, const linear *l, int64_t *length)
 {
     const int64_t threads = pool_size(w->engine->pool), whole = l->group * ((64 + l->group - 1) / l->group);
@@ -193,25 +193,6 @@ static void join_phase(worker *w, const norm *n, float *x, int64_t count)
     phase_end(w);
 }
 
-static void embed_row(const model *m, int64_t at, float *out)
-{
-    if (m->embedding_kind == WEIGHT_F32) {
-        memcpy(out, (const float *)m->embedding + at, sizeof(float) * (size_t)m->hidden);
-        return;
-    }
-    if (m->embedding_kind > WEIGHT_U4) {
-        const int64_t token = at / m->hidden, size = stored_block_bytes(m->embedding_kind, m->hidden);
-        const uint8_t *block = (const uint8_t *)m->embedding + token / COLUMNS * size;
-        stored_row(m->embedding_kind, block, m->hidden, (int)(token % COLUMNS), out);
-        return;
-    }
-    const uint16_t *row = (const uint16_t *)m->embedding + at;
-    for (int64_t i = 0; i < m->hidden; i++) {
-        uint32_t bits = (uint32_t)row[i] << 16;
-        memcpy(out + i, &bits, 4);
-    }
-}
-
 static void embed_phase(worker *w)
 {
     engine *e = w->engine;
@@ -230,41 +211,6 @@ static void embed_phase(worker *w)
     phase_end(w);
 }
 
-/* Rotates a head as transformers does, after the optional norm, and scales it. */
-static void rope(const engine *e, const layer *l, float *head, const norm *n, int64_t position, float scale)
-{
-    const model *m = e->model;
-    const int D = m->head_dim, half = m->rotary_dim / 2;
-    if (n->weight) norm_row(m, n, head, D, head);
-    if (l->rope < 0) {
-        for (int i = 0; i < D; i++) head[i] *= scale;
-        return;
-    }
-    const float *cosines = e->step->cosines[l->rope] + position * half, *sines = e->step->sines[l->rope] + position * half;
-    if (m->interleaved)
-        for (int i = 0; i < half; i++) {
-            float a = head[2 * i], b = head[2 * i + 1];
-            head[2 * i] = (a * cosines[i] - b * sines[i]) * scale;
-            head[2 * i + 1] = (b * cosines[i] + a * sines[i]) * scale;
-        }
-    else
-        for (int i = 0; i < half; i++) {
-            float a = head[i], b = head[half + i];
-            head[i] = (a * cosines[i] - b * sines[i]) * scale;
-            head[half + i] = (b * cosines[i] + a * sines[i]) * scale;
-        }
-    for (int i = 2 * half; i < D; i++) head[i] *= scale;
-}
-
-/* The norm of one head of a row: a weight for all heads, for each, or done before. */
-static norm head_norm(const model *m, const norm *n, int head)
-{
-    if (m->qk_norm == QK_WHOLE) return no_norm;
-    if (m->qk_norm != QK_HEADS) return *n;
-    const int64_t at = (int64_t)head * m->head_dim;
-    return (norm){n->weight + at, n->bias ? n->bias + at : NULL};
-}
-
 static void rope_and_cache_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
@@ -279,11 +225,11 @@ static void rope_and_cache_phase(worker *w, const layer *l)
             float *row = e->work.qkv + t * pitch;
             for (int h = head * per_head; h < (head + 1) * per_head; h++) {
                 norm n = head_norm(m, &l->q_norm, h);
-                rope(e, l, row + h * D, &n, position, m->score_scale);
+                rope(m, l, e->step, row + h * D, &n, position, m->score_scale);
             }
             float *key = row + (m->num_heads + head) * D;
             norm n = head_norm(m, &l->k_norm, head);
-            rope(e, l, key, &n, position, 1.0f);
+            rope(m, l, e->step, key, &n, position, 1.0f);
             kv_write(&e->caches[l->group], l->index_in_group, head, (int)D, e->step->slots[l->group][t], key,
                      key + m->num_kv_heads * D);
         }
@@ -408,9 +354,9 @@ static void head_phase(worker *w, const linear *l, int64_t count)
 {
     engine *e = w->engine;
     const step *s = e->step;
-    lane_maxima *all = s->best ? e->work.maxima : NULL;
-    linear_units(w, l, count, &(target){STORE, s->logits, e->model->vocab_size, all ? all + w->thread * count : NULL});
-    if (!all || w->thread > 0) return;
+    lane_maxima *all = e->work.maxima, *own = s->best ? all + w->thread * count : NULL;
+    linear_units(w, l, count, &(target){STORE, s->logits, e->model->vocab_size, own});
+    if (!own || w->thread > 0) return;
     for (int64_t i = 0; i < count; i++) {
         s->best[i] = (largest){-INFINITY, INT32_MAX};
         for (int thread = 0; thread < pool_size(e->pool); thread++) largest_join(all + thread * count + i, &s->best[i]);
@@ -718,7 +664,7 @@ engine *engine_create(const model *m, const cache *caches, int num_threads)
     e->pool = pool_create(num_threads);
     e->model = m;
     e->caches = caches;
-    e->phases = calloc((size_t)(m->num_layers * PHASES_PER_LAYER + PHASES_AROUND), sizeof(phase));
+    e->phases = calloc((size_t)phases_of(m), sizeof(phase));
     if (e->pool && e->phases) return e;
     engine_destroy(e);
     return NULL;
@@ -733,7 +679,7 @@ int engine_step(engine *e, const step *s, int64_t *where)
     find_families(e);
     find_adapters(e);
     if (s->best) largest_clear(e->work.maxima, pool_size(e->pool) * s->num_logit_rows); /* a thread may not come at all */
-    memset(e->phases, 0, sizeof(phase) * (size_t)(e->model->num_layers * PHASES_PER_LAYER + PHASES_AROUND));
+    memset(e->phases, 0, sizeof(phase) * (size_t)phases_of(e->model));
     pool_run(e->pool, run, e);
     return STEP_OK;
 }

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -272,7 +273,7 @@ def test_the_self_check_refuses_a_model_whose_paged_logits_differ(
     span = attention._span
 
     def forgetful(*args: Any) -> Any:
-        return span(*args[:4], 3, args[5])  # every layer sees three positions only
+        return span(*args[:4], replace(args[4], window=3), args[5])  # every layer sees three positions only
 
     monkeypatch.setattr(attention, "_span", forgetful)
     with pytest.raises(ModelError, match="off by"):
