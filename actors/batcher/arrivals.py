@@ -128,11 +128,13 @@ class Arrivals:
         self._grammars = grammars
         self._worker = worker
         self._owner = owner
-        self._num_away = 0  # sequences of requests that are with a thread
+        self._num_away = 0  # sequences of requests that are with the tokenizer's thread
+        self._with_grammars: dict[int, Request] = {}  # by number, whose grammar is compiled or waits for that
         self._numbers = count(1)
 
     def __len__(self) -> int:
-        return self._num_away
+        waiting = (request.wanted.n for request in self._with_grammars.values() if not request.replied)
+        return self._num_away + sum(waiting)
 
     def take(self, message: Generate | Embed, from_: "From[Any]") -> Request | None:
         """Lets a request in, or replies with what is wrong with it."""
@@ -148,7 +150,7 @@ class Arrivals:
             return None
         if request.grammar is None:
             return self._encode(request)
-        self._num_away += request.wanted.n
+        self._with_grammars[request.number] = request
         self._grammars.compile(request)
         return None
 
@@ -202,7 +204,7 @@ class Arrivals:
     def compiled(self, message: Compiled) -> Request | None:
         """Goes on with a request whose grammar was compiled, or refused."""
         request, constraints = message.request, message.constraints
-        self._num_away -= request.wanted.n
+        del self._with_grammars[request.number]
         if request not in self._requests:
             return None  # its caller left meanwhile
         if isinstance(constraints, outcome.Error):

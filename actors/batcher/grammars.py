@@ -72,7 +72,11 @@ class Grammars:
         """Answers with Compiled, in its account's turn: many slow grammars of one client do not delay another's."""
         if self._is_closed:
             return
-        self._turns.setdefault(request.account, deque()).append(request)
+        waiting = self._turns.setdefault(request.account, deque())
+        for left in [one for one in waiting if one.replied]:  # else who asks and leaves again and again piles them up
+            waiting.remove(left)
+            self._send(Compiled(left, outcome.Value([])))
+        waiting.append(request)
         if not self._is_busy:
             self._compile_next()
 

@@ -103,9 +103,7 @@ class _Span:
 
     start: int
     stop: int
-    blocks: (
-        torch.Tensor
-    )  # [n] int64, the blocks that hold a key in reach, those of sinks before the window begins first
+    blocks: torch.Tensor  # [n] int64, those that hold a key in reach, sinks' first
     sinks: int  # keys at their beginning that are sinks before the window begins
     skip: int  # keys before the window's first, in all these blocks
     length: int  # keys within the windows
