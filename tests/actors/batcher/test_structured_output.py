@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -306,12 +307,8 @@ async def test_a_hostile_grammar_leaves_another_caller_s_tokens_as_they_are(tiny
     assert len(ended) == 2
 
 
-@pytest.mark.trio
-async def test_one_client_s_grammars_do_not_hold_up_another_s(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import threading
-
+def held_compiler(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], threading.Event]:
+    """Which grammars were compiled, in their order, and what the compiler waits for."""
     from genbatch.nif.sampling import grammar
 
     order: list[str] = []
@@ -323,6 +320,14 @@ async def test_one_client_s_grammars_do_not_hold_up_another_s(
         return compile_(self, kind, text, *rest)
 
     monkeypatch.setattr(grammar.GrammarCompiler, "compile", noted)
+    return order, queued
+
+
+@pytest.mark.trio
+async def test_one_client_s_grammars_do_not_hold_up_another_s(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, queued = held_compiler(monkeypatch)
     async with batcher(tiny_model("llama"), max_client_open=100.0) as bench:
 
         async def ask(client: str, text: str) -> None:
@@ -342,19 +347,7 @@ async def test_one_client_s_grammars_do_not_hold_up_another_s(
 async def test_grammars_that_wait_are_bounded_and_those_of_callers_that_left_are_not_compiled(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
-    from genbatch.nif.sampling import grammar
-
-    order: list[str] = []
-    queued, compile_ = threading.Event(), grammar.GrammarCompiler.compile
-
-    def noted(self: Any, kind: str, text: str, *rest: Any) -> Any:
-        order.append(text)
-        assert queued.wait(60)
-        return compile_(self, kind, text, *rest)
-
-    monkeypatch.setattr(grammar.GrammarCompiler, "compile", noted)
+    order, queued = held_compiler(monkeypatch)
     async with batcher(tiny_model("llama"), max_client_open=100.0, max_queue=4) as bench:
 
         async def ask(client: str, text: str) -> None:
