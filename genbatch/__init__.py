@@ -12,7 +12,6 @@ top of the repository: `clients` calls `actors`, and both use `nif` and `proto`.
 # ruff: noqa: I001  # one statement a module, with the `as` that makes a name public to type checkers
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
@@ -141,6 +140,8 @@ __all__ = list(_MODULES)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version  # with a parser of e-mail: who never asks does not wait for it
+
         return version("genbatch")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

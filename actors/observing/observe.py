@@ -12,23 +12,20 @@ import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
-from typing import Any, Literal, TextIO
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-import structlog
 import trio
-from structlog.typing import Processor
 
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.errors import OptionError, how_to_install
 
+if TYPE_CHECKING:  # a twelfth of a short command's time: imported by what writes a log, not by who reads its options
+    import structlog
+    from structlog.typing import Processor
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-log = structlog.wrap_logger(
-    logging.getLogger("genbatch.serve"),
-    processors=[structlog.stdlib.filter_by_level, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-    wrapper_class=structlog.stdlib.BoundLogger,
-)
 
 # Of actors, what an operator wants to know: ends and restarts; their single messages would drown everything else.
 _LEVELS = {
@@ -51,6 +48,18 @@ _LEVELS = {
 _FORMAT_VARIABLE, LEVEL_VARIABLE = "GENBATCH_LOG_FORMAT", "GENBATCH_LOG_LEVEL"
 
 
+@cache
+def _log() -> "structlog.stdlib.BoundLogger":
+    import structlog
+
+    log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        logging.getLogger("genbatch.serve"),
+        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+    return log
+
+
 def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = None) -> None:
     """Writes the log of this process, and of those that it starts, to standard error.
 
@@ -60,6 +69,8 @@ def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = 
     Args:
         log_format, level: None takes what the process that started this one was given; else text and info.
     """
+    import structlog
+
     chosen = log_format or os.environ.get(_FORMAT_VARIABLE, "text")
     threshold = level or os.environ.get(LEVEL_VARIABLE, "info")
     os.environ[_FORMAT_VARIABLE], os.environ[LEVEL_VARIABLE] = chosen, threshold
@@ -93,11 +104,12 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 def log_event(event: str, **values: object) -> None:
     """One line at level info."""
-    log.info(event, **values)
+    _log().info(event, **values)
 
 
 def log_telemetry(telemetry: Telemetry) -> Callable[[], None]:
     """Logs the events that an operator wants to know of, until the returned function is called."""
+    log = _log()
 
     def handle(event: str, measurements: Mapping[str, float], metadata: Mapping[str, object]) -> None:
         level = _LEVELS.get(event)
@@ -109,6 +121,8 @@ def log_telemetry(telemetry: Telemetry) -> Callable[[], None]:
 
 
 def _formatter(*, as_json: bool) -> logging.Formatter:
+    import structlog
+
     shared: list[Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,

@@ -316,7 +316,7 @@ class Target:
         """Seconds of each case's step by the kernels alone; None where it is not asked for."""
         if not self.private.floor:
             return [None for _ in cases]
-        with LoadingBars(Console(stderr=True)) as bars:
+        with LoadingBars() as bars:
             await import_engine(bars)
             return await trio.to_thread.run_sync(self._measure_floors, cases, abandon_on_cancel=True)
 
@@ -351,7 +351,7 @@ class Target:
 
     @asynccontextmanager
     async def _open_batch_manager(self, loads: Sequence[ScriptedLoad]) -> AsyncIterator[tuple[Streams, dict[str, Any]]]:
-        with LoadingBars(Console(stderr=True)) as bars:
+        with LoadingBars() as bars:
             await import_engine(bars)
             from genbatch.clients.bench.in_process import open_gpt_manager
             from genbatch.nif.models.model import load_model

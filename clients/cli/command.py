@@ -26,8 +26,6 @@ from typing import Any, TypeVar, get_type_hints
 
 import trio
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from genbatch.actors.fleet.routing import RouterError
 from genbatch.actors.runtime.errors import ActorError, StartFailed
@@ -171,6 +169,9 @@ def report(error: BaseException) -> int:
 
 def print_error(error: BaseException, advice: str = "") -> None:
     """One red line on standard error; `advice` says what a person may do."""
+    from rich.console import Console  # here, as what draws takes its time to import, and most commands end without
+    from rich.text import Text
+
     console = Console(stderr=True, soft_wrap=True)
     told = " ".join(str(error).split())
     console.print(Text(f"error: {told}; {advice}" if advice else f"error: {told}", style="bold red"))

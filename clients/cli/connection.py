@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, cast
 
 import trio
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from genbatch.actors.gateways.addresses import default_address, is_listening
 from genbatch.clients.cli.command import UsageError
@@ -26,6 +24,9 @@ from genbatch.nif.models.model_names import check_source
 from genbatch.proto.messages import Embeddings, Result
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
     from genbatch.clients.remote import RemoteClient
 
 
@@ -106,7 +107,11 @@ class LoadingBars:
     Bars on a terminal, gone once the model is there; elsewhere one line as each stage begins.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self) -> None:
+        from rich.console import Console  # here, as most commands ask a service and draw nothing
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
         self._console = console
         self._bars = Progress(
             SpinnerColumn(),
@@ -230,7 +235,7 @@ async def open_client(
             raise UsageError("client_key: a private service asks for none; say where the service is (--connect)")
         options = engine.options(connection.private_model)
         check_source(options.model_path)
-        with LoadingBars(Console(stderr=True)) as bars:
+        with LoadingBars() as bars:
             await import_engine(bars)
             from genbatch.clients.in_process import open_batcher
 
@@ -323,5 +328,7 @@ def _refuse_flags_of_a_private_service(connection: ConnectionFlags, engine: Mode
         raise UsageError(f"{given[0]}: the service at {connection.connect} has its own; give it to `genbatch serve`")
 
 
-def _console() -> Console:
+def _console() -> "Console":
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False, soft_wrap=True)

@@ -185,7 +185,7 @@ async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
         # Only this user can enter the directory, and it goes with the demo.
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="genbatch-"))
         address = f"ipc://{Path(directory) / 'demo.sock'}"
-        with LoadingBars(console) as bars:
+        with LoadingBars() as bars:
             await import_engine(bars)
             from genbatch.actors.service.service import open_service
             from genbatch.clients.remote import ZeroMQClient

@@ -12,7 +12,6 @@ from typing import Annotated
 import msgspec
 import trio
 import typer
-from rich.console import Console
 
 from genbatch.clients.cli.command import UsageError, printable, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
@@ -246,12 +245,13 @@ async def _stream(
 
 def _print_summary(result: Result, seconds: float) -> None:
     """One dim line for a person; nothing where standard error is not a terminal."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        count = result.usage.completion_tokens
-        console.print(
-            f"{result.finish_reason}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tok/s", style="dim"
-        )
+    if not sys.stderr.isatty():
+        return
+    from rich.console import Console
+
+    count = result.usage.completion_tokens
+    summary = f"{result.finish_reason}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tok/s"
+    Console(stderr=True).print(summary, style="dim")
 
 
 @with_flag_groups

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from genbatch.actors.security.curve_keys import KeyStore
 
 keys = typer.Typer(
-    name="keys", help="Make keys and tokens, so that other machines may use a service.", no_args_is_help=True
+    name="keys",
+    help="Make keys and tokens, so that other machines may use a service.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 

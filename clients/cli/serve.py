@@ -323,7 +323,7 @@ async def _open_service(
     engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
-        with LoadingBars(Console(stderr=True)) as bars:
+        with LoadingBars() as bars:
             if options.engine == "process":
                 from genbatch.actors.service.processes import open_processes
 

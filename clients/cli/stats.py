@@ -459,7 +459,10 @@ def _keys_at_once() -> Iterator[None]:
 
 
 adapters = typer.Typer(
-    name="adapters", help="Load, list and unload the LoRA adapters of a running service.", no_args_is_help=True
+    name="adapters",
+    help="Load, list and unload the LoRA adapters of a running service.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 _NAME = Annotated[str, typer.Argument(metavar="NAME", help="What requests name as their model.")]
 

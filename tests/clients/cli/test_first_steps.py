@@ -19,7 +19,7 @@ from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.service.gateway_process import check_start
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients import SyncRPCClient, SyncZeroMQClient
-from genbatch.clients.cli.main import app
+from genbatch.clients.cli.main import COMMANDS, app, load
 from genbatch.clients.transports import no_address
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
@@ -27,8 +27,13 @@ from genbatch.proto.errors import Unavailable
 from tests.actors.gateways import scripted_batcher
 from tests.actors.gateways.scripted_batcher import served
 
-# Runs a command as `genbatch` does, and says on the last line which heavy libraries it took.
-COMMAND = """
+# What takes long to import, and is not for the first answer: each is worth some hundredths of a second or more.
+HEAVY = {
+    *("torch", "transformers", "numpy", "zmq", "trio", "pydantic_settings", "structlog", "prometheus_client"),
+    *("rich.console", "rich.progress"),
+}
+# Runs a command as `genbatch` does, and says on the last line which of those, and which other commands, it took.
+COMMAND = f"""
 import sys
 from genbatch.clients.cli.main import main
 code = 0
@@ -36,7 +41,8 @@ try:
     main()
 except SystemExit as end:
     code = end.code
-print("imported:", *sorted({"torch", "transformers"} & set(sys.modules)), file=sys.stderr)
+commands = {{name for name in sys.modules if name.startswith("genbatch.clients.cli.")}}
+print("imported:", *sorted({HEAVY!r} & set(sys.modules) | commands), file=sys.stderr)
 sys.exit(code)
 """
 
@@ -44,6 +50,15 @@ sys.exit(code)
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", COMMAND, *arguments]
 
+
+def imported(told: str) -> set[str]:
+    """What a command's last line says; its own modules without the folder."""
+    said, _, names = told.splitlines()[-1].partition(":")
+    assert said == "imported"
+    return {name.removeprefix("genbatch.clients.cli.") for name in names.split()}
+
+
+ENGINE = {"torch", "transformers"}
 
 # Mistakes
 
@@ -183,9 +198,9 @@ async def test_commands_find_the_running_service_and_import_no_torch(
 
         out, told = await said("generate", "a b c", "--raw")
         assert out == "abc\n"
-        assert f"asking the service at {service.address}" in told and told.endswith("imported:\n")
+        assert f"asking the service at {service.address}" in told and not ENGINE & imported(told)
         out, told = await said("chat", stdin="hello\n")
-        assert service.address in told and told.endswith("imported:\n")
+        assert service.address in told and not ENGINE & imported(told)
         assert service.batcher.requests[-1].request.messages[-1].content == "hello"  # type: ignore[index]
         # As the model's makers say, where no flag says otherwise, and not without end.
         asked = service.batcher.requests[-1].request
@@ -194,7 +209,46 @@ async def test_commands_find_the_running_service_and_import_no_torch(
         asked = service.batcher.requests[-1].request
         assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 20, 5)
         out, told = await said("stats", "--json")
-        assert '"steps":7' in out and told.endswith("imported:\n")
+        assert '"steps":7' in out and not ENGINE & imported(told)
+
+
+def test_the_list_of_commands_imports_what_draws_it_and_no_command() -> None:
+    done = subprocess.run(command("--help"), capture_output=True, text=True, check=True)
+    assert imported(done.stderr) == {"main", "rich.console"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_of_a_command_what_its_own_help_begins_with(name: str) -> None:
+    real = load(name)
+    [text, *_] = real.help.split("\n\n")
+    assert COMMANDS[name][1] == " ".join(text.split())
+    assert real.name == name
+
+
+@pytest.mark.trio
+async def test_a_question_to_a_service_imports_neither_other_commands_nor_what_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("GENBATCH_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "genbatch").mkdir(mode=0o700)
+    async with served(tmp_path) as service:
+        # Where it is looked for without --connect.
+        (tmp_path / "genbatch" / "zeromq.sock").symlink_to(service.address.removeprefix("ipc://"))
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+        for arguments, more in [
+            (("--connect", service.address), set()),
+            ((), {"settings", "rich.console"}),  # which service it asks is looked up, and told
+        ]:
+            done = await trio.run_process(
+                command("generate", "a b c", "--raw", *arguments),
+                env=environment,
+                capture_stdout=True,
+                capture_stderr=True,
+            )
+            assert done.stdout == b"abc\n"
+            ours = {"main", "generate", "command", "connection", "option_flags"}
+            assert imported(done.stderr.decode()) == {"zmq", "trio"} | ours | more, arguments
 
 
 @pytest.mark.parametrize("name", ["stats", "top"])
