@@ -162,6 +162,7 @@ class RPCLink:
 
         Raises:
             Unauthenticated: the service does not know the token.
+            Unavailable: it has no room for one more client now.
             MalformedMessage, FrameTooLarge: the service does not speak the protocol.
         """
         messages: list[bytes] = []
@@ -182,7 +183,7 @@ def _read_welcome(message: bytes) -> None:
             return
         case [1, _, dict(error), None]:
             refusal: GenbatchError = from_wire(check_type(error, ErrorInfo))
-            raise refusal if isinstance(refusal, Unauthenticated) else Unauthenticated(str(refusal))
+            raise refusal if isinstance(refusal, Unauthenticated | Unavailable) else Unauthenticated(str(refusal))
     raise MalformedMessage("the service did not answer the greeting")
 
 
@@ -287,7 +288,7 @@ class RPCTransport:
     async def _open_stream(self) -> trio.abc.Stream:
         where = self._where
         if where.path is not None:
-            return await trio.open_unix_socket(where.path)
+            return await _open_unix_stream(where.path)
         plain = await trio.open_tcp_stream(where.host, where.port)
         if self._tls is None:
             return plain
@@ -334,6 +335,23 @@ class RPCTransport:
                 return
             for message in connection.link.receive(bytes(data)):
                 self._on_message(message)
+
+
+async def _open_unix_stream(path: str) -> trio.SocketStream:
+    """Connects to a file.
+
+    Raises:
+        OSError: nobody listens there, or so many connect just now that there is no room for one more.
+    """
+    stream = await trio.open_unix_socket(path)
+    try:
+        # A Unix socket connects at once or, where the queue there is full, not at all (EAGAIN). Trio takes the latter
+        # for a connection on its way, and then for one that stands.
+        stream.socket.getpeername()
+    except OSError:
+        await trio.aclose_forcefully(stream)
+        raise
+    return stream
 
 
 # Milliseconds in which the last cancellations may leave.

@@ -168,11 +168,14 @@ def _remove_stale(address: str, path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
+        except BlockingIOError:  # so many connect that its queue is full
+            pass
     raise AddressError(address, "another service listens there")
 
 
-# Connections that the kernel keeps until they are accepted.
-BACKLOG = 128
+# Connections that the kernel keeps until they are accepted. Beyond it TCP's wait for a second or more, and those to a
+# Unix socket fail at once (EAGAIN); it is as long as the wait for a place in it should be at most.
+BACKLOG = 1024
 
 
 def check_rpc_address(address: str, *, lacking: Sequence[str]) -> Path | None:
@@ -260,6 +263,8 @@ def is_listening(path: Path) -> bool:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
+        except BlockingIOError:  # so many connect that its queue is full
+            return True
         except OSError:
             return False
     return True

@@ -13,6 +13,8 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -332,7 +334,7 @@ class RPCGateway:
         try:
             async with stream:
                 # Pushed out before the client has said anything that makes sense: nothing is lost.
-                with trio.CancelScope() as scope, self._limit.seat(scope.cancel) as seat:
+                with trio.CancelScope() as scope, self._limit.seat(partial(self._push_out, stream, scope)) as seat:
                     secured = await self._secured(stream)
                     if secured is None:
                         return
@@ -348,13 +350,22 @@ class RPCGateway:
         except Exception:  # our own bug ends one connection, not the gateway
             logger.exception("a connection failed")
 
+    def _push_out(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        """Ends a connection that has said nothing yet; what it may be about to say it can say again."""
+        if self._security.tls is None or stream.socket.family == socket.AF_UNIX:  # through TLS nothing is said at once
+            _try_send(stream.socket.fileno(), error_message(None, self._full()))
+        scope.cancel()
+
+    def _full(self) -> Unavailable:
+        reason = f"{self._limit.most} clients are connected, more are not taken"
+        return Unavailable(reason, retry_after_ms=RETRY_AFTER_FULL_MS)
+
     async def _host(self, connection: RPCConnection, seat: Seat) -> None:
         """A connection that is through with its handshake, until its end."""
         self._connections.add(connection)
         try:
             if seat.is_refused:
-                reason = f"{self._limit.most} clients are connected, more are not taken"
-                connection.refuse(b"", Unavailable(reason, retry_after_ms=RETRY_AFTER_FULL_MS))
+                connection.refuse(b"", self._full())
                 connection.stop()
             await connection.run()
         finally:
@@ -410,6 +421,18 @@ def check_connection(connection: RPCConnection, now: float) -> None:
         session.cancel_all(Cancelled(f"the client was not heard for {lease_s:g} s"))
     else:
         session.heartbeat()
+
+
+def _try_send(descriptor: int, data: bytes) -> None:
+    """Sends what a connection takes without waiting; nothing if it is closed."""
+    if descriptor < 0:
+        return
+    borrowed = socket.socket(fileno=descriptor)
+    try:
+        with suppress(OSError):
+            borrowed.send(data, socket.MSG_DONTWAIT)
+    finally:
+        borrowed.detach()
 
 
 def _keep_alive(stream: trio.SocketStream) -> None:

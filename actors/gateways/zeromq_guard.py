@@ -37,6 +37,8 @@ MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28
 # What may come without a message's end. libzmq hands over whole messages only, keeps the parts until then, and bounds
 # neither their number nor their bytes: a message of small parts without an end takes twenty times its size of memory.
 MAX_BYTES_BETWEEN = 2 * MAX_TRANSPORT_BYTES
+# A share of the limit that may come beyond it until what has come is taken.
+SPARE = 4
 # In Linux's `struct tcp_info`: tcpi_bytes_received.
 _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -50,11 +52,13 @@ class ZeroMQConnections:
         monitor: receives EVENTS of the socket.
         limit: most connections. With more, those that have been silent longest are ended: a flood of
             connections that never speak pushes itself out, and whoever speaks at once gets in.
+        has_unread: whether messages have come that nobody has taken yet: who counts as silent may have sent one.
     """
 
-    def __init__(self, monitor: ZeroMQSocket, limit: int) -> None:
+    def __init__(self, monitor: ZeroMQSocket, limit: int, has_unread: Callable[[], bool] = lambda: False) -> None:
         self._monitor = monitor
         self._limit = limit
+        self._has_unread = has_unread
         self._name: int | str | None = None
         self._taken: dict[int, list[int]] = {}  # messages and bytes that came by it since the queue was last empty
         self._spoke: set[int] = set()  # a message came by it since the last sweep
@@ -91,8 +95,9 @@ class ZeroMQConnections:
         return False
 
     def emptied(self) -> None:
-        """All that had come was taken: nobody floods."""
+        """All that had come was taken: nobody floods, and who is silent has said nothing."""
         self._taken.clear()
+        self._keep_limit()
 
     def sweep(self) -> None:
         """Ends the connections whose message has no end. Where the socket is a file only its owner can do that."""
@@ -114,7 +119,9 @@ class ZeroMQConnections:
 
     async def changed(self) -> list[int]:
         """Waits until connections begin or end; returns those that have ended, in their order."""
-        return self._take(await self._monitor.recv_many(1024))
+        ended = self._take(await self._monitor.recv_many(1024))
+        self._keep_limit()
+        return ended
 
     def ended(self) -> list[int]:
         """Connections that have ended since the last look."""
@@ -134,11 +141,12 @@ class ZeroMQConnections:
                 self._taken.pop(connection, None)
                 self._received.pop(connection, None)
                 ended.append(connection)
-        self._keep_limit()
         return ended
 
     def _keep_limit(self) -> None:
-        while self._silent and len(self._open) - len(self._ending) > self._limit:
+        """Once all is taken that has come. Who sends without a pause cannot put it off for ever."""
+        limit = self._limit + self._limit // SPARE if self._has_unread() else self._limit
+        while self._silent and len(self._open) - len(self._ending) > limit:
             self._end(next(iter(self._silent)))
 
     def _end(self, connection: int) -> None:
@@ -291,4 +299,4 @@ async def open_guard(socket: ZeroMQSocket, keys: ServerKeys | None) -> AsyncIter
     async with AsyncExitStack() as stack:
         monitor = await stack.enter_async_context(monitored(socket, EVENTS))
         zap = await stack.enter_async_context(open_zap_handler(socket, keys)) if keys is not None else None
-        yield ZeroMQGuard(ZeroMQConnections(monitor, max_connections()), keys, zap)
+        yield ZeroMQGuard(ZeroMQConnections(monitor, max_connections(), socket.has_messages), keys, zap)

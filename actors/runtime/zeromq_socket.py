@@ -119,6 +119,15 @@ class ZeroMQSocket:
         finally:
             self._dispatch()
 
+    def has_messages(self) -> bool:
+        """Whether one could be received now."""
+        if self._closed:
+            return False
+        try:
+            return bool(self._events() & zmq.POLLIN)
+        finally:
+            self._dispatch()  # looking may have eaten the descriptor's edge
+
     async def send(self, parts: Sequence[bytes]) -> None:
         """Hands a message to ZeroMQ, waiting while the peers' queues are full.
 

@@ -1,6 +1,9 @@
 """What clients over msgpack-RPC do beside what all do: tokens, services that vanish, bytes that make no sense."""
 
-from collections.abc import Awaitable, Callable
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgpack
@@ -8,15 +11,16 @@ import pytest
 import trio
 import trio.testing
 
+from genbatch.actors.gateways.addresses import is_listening, prepare_socket_file
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.runtime.actor import start
-from genbatch.actors.security.key_files import TokenFile, hash_token
+from genbatch.actors.security.key_files import AddressError, TokenFile, hash_token
 from genbatch.actors.security.security import Security
 from genbatch.clients.interface import Client
 from genbatch.clients.remote import RPCClient
-from genbatch.clients.sync import SyncRPCClient
-from genbatch.clients.transports import RPCAddress, read_rpc_address
+from genbatch.clients.sync import SyncRPCClient, SyncRPCTransport
+from genbatch.clients.transports import RPCAddress, RPCTransport, read_rpc_address
 from genbatch.proto.errors import Forbidden, InvalidRequest, MalformedMessage, Unauthenticated, Unavailable
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
@@ -137,6 +141,112 @@ async def test_a_service_that_leaves_or_makes_no_sense_ends_the_call(
         async with RPCClient(f"unix://{tmp_path / 's'}") as client:
             with pytest.raises(error):
                 await client.generate("a")
+
+
+@asynccontextmanager
+async def crowded(path: Path) -> AsyncIterator[list[socket.socket]]:
+    """The file of a service that accepts nobody for now, whose queue is full; and who listens, then who waits."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(1)
+        sockets = [listener]
+        while True:
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            try:
+                waiting.connect(str(path))
+            except BlockingIOError:
+                break
+            sockets.append(waiting)
+        yield sockets
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full queue refuses, as nobody does who listens")
+@pytest.mark.parametrize("kind", [RPCClient, SyncRPCClient])
+async def test_where_so_many_connect_that_the_queue_is_full_a_client_waits_for_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RPCClient | SyncRPCClient]
+) -> None:
+    path = tmp_path / "s"
+    answers: list[str] = []
+    tried = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+    open_stream, connect = RPCTransport._open_stream, SyncRPCTransport._connect
+
+    async def noted_open(transport: RPCTransport) -> trio.abc.Stream:
+        try:
+            return await open_stream(transport)
+        finally:
+            tried.set()
+
+    def noted_connect(transport: SyncRPCTransport, timeout: float) -> socket.socket:
+        try:
+            return connect(transport, timeout)
+        finally:
+            token.run_sync_soon(tried.set)
+
+    monkeypatch.setattr(RPCTransport, "_open_stream", noted_open)
+    monkeypatch.setattr(SyncRPCTransport, "_connect", noted_connect)
+
+    async def ask() -> None:
+        if kind is RPCClient:
+            async with RPCClient(f"unix://{path}", timeout=PATIENCE_S) as client:
+                answers.append((await client.health()).status)
+            return
+
+        def ask() -> None:
+            with SyncRPCClient(f"unix://{path}", timeout=PATIENCE_S) as client:
+                answers.append(client.health().status)
+
+        await trio.to_thread.run_sync(ask)
+
+    with trio.fail_after(PATIENCE_S):
+        health = {"status": "ready", "steps": 0, "requests_running": 0, "requests_waiting": 0, "stalled_s": 0.0}
+        async with crowded(path) as (listener, *waiting), trio.open_nursery() as nursery:
+            assert is_listening(path), "it is taken for dead"
+            with pytest.raises(AddressError, match="another service"):
+                prepare_socket_file(f"unix://{path}", path)
+            nursery.start_soon(ask)
+            await tried.wait()
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in waiting:
+                listener.accept()[0].close()
+            listener.setblocking(False)
+            await trio.lowlevel.wait_readable(listener)
+            async with trio.SocketStream(trio.socket.from_stdlib_socket(listener.accept()[0])) as stream:
+                unpacker = msgpack.Unpacker()
+                while not answers:
+                    unpacker.feed(await stream.receive_some() or b"")
+                    for message in unpacker:
+                        if message[0] == 0:
+                            await stream.send_all(msgpack.packb([1, message[1], None, health]))
+    assert answers == ["ready"]
+
+
+async def test_a_client_whom_the_service_has_no_room_for_comes_again_when_it_said(
+    nursery: trio.Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genbatch.actors.gateways.rpc_gateway.RETRY_AFTER_FULL_MS", 1)
+    token = "genbatch_alice"
+    write_tokens(tmp_path / "tokens", alice=token)
+    batcher = ScriptedBatcher()
+    security = Security(tokens=TokenFile(tmp_path / "tokens"))
+    gateway = RPCGateway(Dispatcher(await start(nursery, batcher)), f"unix://{tmp_path / 'socket'}", security)
+    address = await nursery.start(gateway.run)
+    refuse, refused = gateway._full, trio.Event()
+
+    def make_room() -> Unavailable:
+        gateway._limit.most = 100
+        refused.set()
+        return refuse()
+
+    monkeypatch.setattr(gateway, "_full", make_room)
+    with trio.fail_after(PATIENCE_S):
+        async with RPCClient(address, token=token) as first, RPCClient(address, token=token) as second:
+            assert (await first.generate("a b")).text == "ab"
+            gateway._limit.most = 1
+            assert (await second.generate("c d")).text == "cd"
+    assert refused.is_set()
 
 
 @pytest.mark.parametrize(

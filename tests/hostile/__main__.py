@@ -41,7 +41,7 @@ FAIR = {
 
 
 async def gaps_of_streams(place: Place, seconds: float) -> list[float]:
-    """Seconds between two tokens of one stream, of as many streams as there is time for.
+    """Seconds between two tokens of one stream, of as many streams as there is time for, each by a new connection.
 
     Raises:
         GenbatchError: a stream failed.
@@ -49,19 +49,21 @@ async def gaps_of_streams(place: Place, seconds: float) -> list[float]:
     """
     gaps: list[float] = []
     known: list[int] = []
-    async with RPCClient(f"unix://{place.path}", token=place.token) as client:
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            times: list[float] = []
-            async with client.stream(PROMPT, max_tokens=TOKENS, ignore_eos=True) as stream:
-                tokens = []
-                async for token in stream:
-                    times.append(time.monotonic())
-                    tokens.append(token.token_id)
-            assert tokens == stream.result.token_ids and len(tokens) == TOKENS, "a token is lost"
-            known = known or tokens
-            assert tokens == known, "another text than before"
-            gaps += [after - before for before, after in pairwise(times)]
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        times: list[float] = []
+        async with (
+            RPCClient(f"unix://{place.path}", token=place.token) as client,
+            client.stream(PROMPT, max_tokens=TOKENS, ignore_eos=True) as stream,
+        ):
+            tokens = []
+            async for token in stream:
+                times.append(time.monotonic())
+                tokens.append(token.token_id)
+        assert tokens == stream.result.token_ids and len(tokens) == TOKENS, "a token is lost"
+        known = known or tokens
+        assert tokens == known, "another text than before"
+        gaps += [after - before for before, after in pairwise(times)]
     return gaps
 
 

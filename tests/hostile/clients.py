@@ -54,7 +54,14 @@ class Line:
     @classmethod
     async def open(cls, place: Place, answers: Answers) -> "Line":
         """One that nobody knows yet."""
-        return cls(await trio.open_unix_socket(place.path), answers)
+        stream = await trio.open_unix_socket(place.path)
+        line = cls(stream, answers)
+        try:
+            stream.socket.getpeername()  # where the service's queue is full it has none, whatever trio says
+        except OSError:
+            await line.hang_up()
+            raise
+        return line
 
     @classmethod
     async def enter(cls, place: Place, answers: Answers) -> "Line":

@@ -16,6 +16,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.clients import RPCClient
 from genbatch.nif.engine_options import EngineOptions
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
 from tests.hostile.clients import CONNECTIONS, FLOOD, KINDS, SLOW, Place
 from tests.waiting import until_idle
 
@@ -31,6 +32,28 @@ HEARD = {
     "connection_flood": {"closed": CONNECTIONS},
     "sessions": {"closed": 16},
 }
+
+
+@pytest.mark.trio
+async def test_who_comes_newly_in_a_flood_of_connections_gets_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genbatch.actors.gateways.addresses.BACKLOG", 8)  # fewer than a flood brings at once
+    place, num_floods, num_served = Place(f"{tmp_path}/socket", ""), 6, 0
+    answers: Counter[str] = Counter()
+    async with served(tmp_path, "unix") as service, trio.open_nursery() as nursery:
+
+        async def flood() -> None:
+            while num_served < 20:
+                await KINDS["connection_flood"](place, answers)
+
+        for _ in range(num_floods):
+            nursery.start_soon(flood)
+        for _ in range(20):
+            async with RPCClient(service.address, timeout=PATIENCE_S) as client:
+                assert (await client.generate("a b")).text == "ab"
+            num_served += 1
+    assert set(answers) == {"closed"}
 
 
 @pytest.mark.trio

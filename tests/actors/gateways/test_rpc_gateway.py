@@ -1,8 +1,9 @@
 """The msgpack-RPC gateway over real sockets, spoken to in plain msgpack: nothing of ours vouches for the bytes."""
 
+import socket as sockets
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,31 @@ async def test_too_many_connections_are_told_so(tmp_path: Path) -> None:
             assert (error["code"], error["retry_after_ms"]) == ("unavailable", 1000)
             assert await late.hear() is None
         assert (await socket.ask([0, 1, "stats", []]))[3]["steps"] == 7
+
+
+async def test_who_is_pushed_out_is_told_to_come_again_and_who_has_spoken_is_not(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service, AsyncExitStack() as stack:
+        assert isinstance(service.gateway, RPCGateway)
+        service.gateway._limit.most = 8
+        path = service.address.removeprefix("unix://")
+        # All of them are connected before the gateway has accepted the first.
+        flood = [stack.enter_context(sockets.socket(sockets.AF_UNIX)) for _ in range(80)]
+        honest = flood[40]
+        for one in flood:
+            one.connect(path)
+        honest.send(msgpack.packb([0, 1, "stats", []]))
+        streams = [trio.SocketStream(trio.socket.from_stdlib_socket(one)) for one in flood]
+        for stream in streams:
+            stack.push_async_callback(stream.aclose)
+        for number, stream in enumerate(streams[:70]):
+            socket = Socket(stream)
+            if flood[number] is honest:
+                assert (await socket.hear())[3]["steps"] == 7
+                assert (await socket.ask([0, 2, "stats", []]))[3]["steps"] == 7
+            else:
+                error = (await socket.hear())[2]
+                assert (error["code"], error["retry_after_ms"]) == ("unavailable", 1000)
+                assert await socket.hear() is None
 
 
 @pytest.mark.parametrize(

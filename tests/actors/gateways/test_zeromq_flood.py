@@ -4,12 +4,16 @@ import socket
 import struct
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
+import zmq
 
 from genbatch.actors.gateways import zeromq_guard
+from genbatch.actors.gateways.zeromq_guard import ZeroMQConnections
 from genbatch.actors.runtime import zeromq_socket
+from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket
 from genbatch.actors.security.security import Security
 from tests.actors.gateways.guarded import ask, dealer, guarded, listening, until_closed, zmtp_stream
 
@@ -93,3 +97,33 @@ async def test_garbage_before_the_handshake_ends_only_the_connection_it_came_by(
                 await until_closed(stream)
         assert service.batcher.requests == []
         assert await service.is_well(service.client_key("alice"))
+
+
+async def test_who_has_spoken_is_not_pushed_out_before_it_was_heard() -> None:
+    class Monitor:
+        def __init__(self) -> None:
+            self.begun: list[int] = []
+
+        async def recv_many(self, most: int) -> list[list[bytes]]:
+            return self.try_recv_many(most)
+
+        def try_recv_many(self, most: int) -> list[list[bytes]]:
+            begun, self.begun = self.begun[:most], self.begun[most:]
+            return [[struct.pack("=HI", zmq.EVENT_ACCEPTED, one), b""] for one in begun]
+
+    monitor, has_unread = Monitor(), True
+    connections = ZeroMQConnections(cast(ZeroMQSocket, monitor), 8, lambda: has_unread)
+    honest, others = 100, range(101, 109)
+    monitor.begun = [honest, *others]
+    await connections.changed()
+    assert honest in connections  # it was silent for longest, but what has come is not read yet
+    connections.ended()  # asked for in the middle of what has come
+    assert honest in connections
+    connections.heard(honest)
+    has_unread = False
+    connections.emptied()
+    assert honest in connections and others[0] not in connections
+    monitor.begun, has_unread = list(range(200, 220)), True
+    await connections.changed()
+    assert sum(one in connections for one in range(100, 220)) == 10  # so far it is put off, and no further
+    assert honest in connections
