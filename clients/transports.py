@@ -12,7 +12,7 @@ import zmq
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, monitored, open_socket
 from genbatch.actors.security.curve_keys import ClientKeys
 from genbatch.proto.codec import MAX_FEED_BYTES, RESPONSE_LIMITS, MessageSplitter, StreamBroken, decode, encode
-from genbatch.proto.errors import ErrorInfo, GenbatchError, MalformedMessage, Unauthenticated, Unavailable, from_wire
+from genbatch.proto.errors import ErrorInfo, GenbatchError, Unauthenticated, Unavailable, from_wire
 from genbatch.proto.messages import HelloRequest, check_type
 
 OnMessage = Callable[[bytes], None]
@@ -158,7 +158,7 @@ class RPCLink:
         self.greeting = b"" if token is None else encode([0, HELLO_MSGID, "hello", [HelloRequest(token=token)]])
 
     def receive(self, data: bytes) -> list[bytes]:
-        """The messages that end in `data`, without the answer to the greeting.
+        """The messages that end in `data`, without the answer to the greeting, which others may come before.
 
         Raises:
             Unauthenticated: the service does not know the token.
@@ -171,20 +171,31 @@ class RPCLink:
                 messages += self._splitter.feed(data[start : start + MAX_FEED_BYTES])
         except StreamBroken as broken:
             raise broken.error from None
-        if self._awaits_welcome and messages:
-            self._awaits_welcome = False
-            _read_welcome(messages.pop(0))
-        return messages
+        if not self._awaits_welcome:
+            return messages
+        others = []
+        for message in messages:
+            if self._awaits_welcome and _is_welcome(message):
+                self._awaits_welcome = False
+            else:
+                others.append(message)
+        return others
 
 
-def _read_welcome(message: bytes) -> None:
+def _is_welcome(message: bytes) -> bool:
+    """Whether the service answers the greeting and lets the client in.
+
+    Raises:
+        Unauthenticated, Unavailable: it does not.
+        MalformedMessage: it does not speak the protocol.
+    """
     match decode(message, RESPONSE_LIMITS):
-        case [1, int(), None, _]:
-            return
-        case [1, _, dict(error), None]:
+        case [1, 0, None, _]:
+            return True
+        case [1, 0 | None, dict(error), None]:
             refusal: GenbatchError = from_wire(check_type(error, ErrorInfo))
             raise refusal if isinstance(refusal, Unauthenticated | Unavailable) else Unauthenticated(str(refusal))
-    raise MalformedMessage("the service did not answer the greeting")
+    return False
 
 
 # Seconds between attempts to connect, and in which the last cancellations may leave.

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import trio
 
+from genbatch.actors.gateways.accepting import accept_from
 from genbatch.actors.gateways.addresses import check_rpc_address, listen, listening_address
 from genbatch.actors.gateways.connection_limit import ConnectionLimit, Seat, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
@@ -308,7 +309,7 @@ class RPCGateway:
             nursery.start_soon(self._end, path, stopping, calls_ended)
             nursery.start_soon(self._sweep)
             task_status.started(self.address)
-            await trio.serve_listeners(self._serve, listeners, handler_nursery=handlers)
+            await accept_from(listeners, self._serve, handlers)
 
     async def _end(self, path: Path | None, stopping: trio.Event, calls_ended: trio.Event) -> None:
         """Waits to be cancelled, then ends calls, sends their finals, and ends connections."""

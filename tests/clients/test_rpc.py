@@ -143,6 +143,34 @@ async def test_a_service_that_leaves_or_makes_no_sense_ends_the_call(
                 await client.generate("a")
 
 
+async def test_a_heartbeat_and_another_answer_may_come_before_that_to_the_greeting(
+    nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    answers = [[2, "heartbeat", []], [1, 1, None, {"text": "a"}], [1, 0, None, {}], [1, 2, None, {"text": "b"}]]
+    read: list[str] = []
+
+    async def answer(stream: trio.SocketStream) -> None:
+        await both.wait()
+        for one in answers:
+            await stream.send_all(msgpack.packb(one))
+        await stream.receive_some()
+
+    both = trio.Event()
+    nursery.start_soon(serve_once, tmp_path / "s", answer)
+    with trio.fail_after(PATIENCE_S):
+        async with RPCClient(f"unix://{tmp_path / 's'}", token="any") as client, trio.open_nursery() as calls:
+
+            async def ask() -> None:
+                read.append(await client.detokenize([1]))
+
+            calls.start_soon(ask)
+            calls.start_soon(ask)
+            while len(client._calls) < 2 or client._unsent:
+                await trio.lowlevel.checkpoint()
+            both.set()
+    assert sorted(read) == ["a", "b"]
+
+
 @asynccontextmanager
 async def crowded(path: Path) -> AsyncIterator[list[socket.socket]]:
     """The file of a service that accepts nobody for now, whose queue is full; and who listens, then who waits."""

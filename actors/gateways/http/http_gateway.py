@@ -10,7 +10,6 @@ when the service stops is done here.
 
 import logging
 import ssl
-from functools import partial
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -19,6 +18,7 @@ from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
+from genbatch.actors.gateways.accepting import accept_from
 from genbatch.actors.gateways.addresses import HTTPAddress
 from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
@@ -135,10 +135,9 @@ class HTTPGateway:
         async with trio.open_nursery() as nursery:
             stopping = trio.Event()
             connections: trio.Nursery = await nursery.start(self._host_connections, stopping)
-            serve = partial(trio.serve_listeners, self._serve, listeners, handler_nursery=connections)
             try:
                 task_status.started(self.address)
-                await serve()
+                await accept_from(listeners, self._serve, connections)
             finally:
                 self._open_calls.stop()
                 await self._context.terminated.set()
