@@ -328,7 +328,7 @@ class SyncRPCTransport:
                     raise Unavailable(f"no service answers at {self.address} within {timeout:g} s") from error
                 time.sleep(RECONNECT_S)
             else:
-                self._link = RPCLink(self._token)
+                self._link = RPCLink(self.address, self._token)
                 self._outgoing = bytearray(self._link.greeting)
 
     def send(self, message: bytes) -> None:

@@ -12,7 +12,7 @@ import zmq
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, monitored, open_socket
 from genbatch.actors.security.curve_keys import ClientKeys
 from genbatch.proto.codec import MAX_FEED_BYTES, RESPONSE_LIMITS, MessageSplitter, StreamBroken, decode, encode
-from genbatch.proto.errors import ErrorInfo, GenbatchError, Unauthenticated, Unavailable, from_wire
+from genbatch.proto.errors import ErrorInfo, GenbatchError, MalformedMessage, Unauthenticated, Unavailable, from_wire
 from genbatch.proto.messages import HelloRequest, check_type
 
 OnMessage = Callable[[bytes], None]
@@ -149,10 +149,12 @@ class RPCLink:
     """Splits what arrives into messages, and shows the token before anything else.
 
     Args:
+        address: where it leads, for errors.
         token: what to show; None where none is asked for.
     """
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None) -> None:
+        self._address = address
         self._splitter = MessageSplitter(RESPONSE_LIMITS.max_bytes)
         self._awaits_welcome = token is not None
         self.greeting = b"" if token is None else encode([0, HELLO_MSGID, "hello", [HelloRequest(token=token)]])
@@ -165,14 +167,26 @@ class RPCLink:
             Unavailable: it has no room for one more client now.
             MalformedMessage, FrameTooLarge: the service does not speak the protocol.
         """
+        try:
+            messages = self._split(data)
+            if messages and messages[0][0] & 0xF0 != _SHORT_ARRAY:
+                raise MalformedMessage("neither a response nor a notification")
+            return self._take_welcome(messages) if self._awaits_welcome else messages
+        except MalformedMessage as fault:
+            raise MalformedMessage(
+                f"what answers at {self._address} does not speak msgpack-RPC ({fault}): it is no service's --rpc-bind"
+            ) from None
+
+    def _split(self, data: bytes) -> list[bytes]:
         messages: list[bytes] = []
         try:
             for start in range(0, len(data), MAX_FEED_BYTES):
                 messages += self._splitter.feed(data[start : start + MAX_FEED_BYTES])
         except StreamBroken as broken:
             raise broken.error from None
-        if not self._awaits_welcome:
-            return messages
+        return messages
+
+    def _take_welcome(self, messages: list[bytes]) -> list[bytes]:
         others = []
         for message in messages:
             if self._awaits_welcome and _is_welcome(message):
@@ -180,6 +194,9 @@ class RPCLink:
             else:
                 others.append(message)
         return others
+
+
+_SHORT_ARRAY = 0x90  # how every message of msgpack-RPC begins; ZeroMQ, HTTP and TLS begin otherwise
 
 
 def _is_welcome(message: bytes) -> bool:
@@ -291,7 +308,7 @@ class RPCTransport:
             except (OSError, trio.BrokenResourceError):
                 await trio.sleep(RECONNECT_S)
         self._refusal = None
-        connection = _Connection(stream, RPCLink(self._token))
+        connection = _Connection(stream, RPCLink(self.address, self._token))
         connection.post(connection.link.greeting)
         self._connection = connection
         self._tasks.start_soon(self._serve, connection)
@@ -418,7 +435,7 @@ def read_refusal(event: bytes, address: str, *, has_keys: bool) -> Unauthenticat
 def no_answer(address: str, timeout: float, *, has_keys: bool) -> str:
     """What to say when no connection came about."""
     other = "another one than the server key belongs to" if has_keys else "one that asks for a key"
-    hint = f", or it is {other}" if has_keys or address.startswith("tcp://") else ""
+    hint = f", or it is {other}, or the address is no --bind" if has_keys or address.startswith("tcp://") else ""
     return f"no service answers at {address} within {timeout:g} s{hint}"
 
 

@@ -141,6 +141,42 @@ def encode(message: object) -> bytes:
     return _encoder.encode(message)
 
 
+def why_unsendable(value: object, path: str = "") -> InvalidRequest | None:
+    """What is wrong with the first part of a client's parameters that has no form on the wire; None where all have.
+
+    That is half a surrogate pair, a number of more than 64 bits, an object of the program's own.
+    """
+    try:
+        encode(value)
+    except RecursionError:
+        reason = "is nested too deeply"
+    except UnicodeEncodeError:
+        reason = "is not valid Unicode: it has a lone surrogate"
+    except OverflowError:
+        reason = "has more than 64 bits"
+    except TypeError:
+        reason = f"a value of type {type(value).__name__} cannot be sent"
+    else:
+        return None
+    inside = (why_unsendable(part, where) for where, part in _parts(value, path))
+    # Which of many levels is one too many nobody can say: the parameter is.
+    within = None if path and reason == "is nested too deeply" else next(filter(None, inside), None)
+    return within or InvalidRequest(path or None, reason)
+
+
+def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """What a value is made of, with the path of each."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield path, name
+            yield (f"{path}.{name}" if path else str(name)), part
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield f"{path}[{index}]", part
+
+
 def decode(data: bytes, limits: DecodeLimits) -> Any:
     """Exactly one message as plain data: None, bool, int, float, str, bytes, list, dict.
 

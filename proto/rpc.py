@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, decode, encode, read_head
+from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, decode, encode, read_head, why_unsendable
 from genbatch.proto.errors import (
     ErrorInfo,
     FrameTooLarge,
@@ -375,10 +375,14 @@ class ClientConnection:
 
         Raises:
             FrameTooLarge: the service would not take it; nothing was opened.
+            InvalidRequest: a parameter has no form on the wire; nothing was opened.
         """
         msgid = next(self._msgids)
         arguments = [params] if options == PLAIN_STREAM else [params, options]
-        data = encode([REQUEST, msgid, method, arguments])
+        try:
+            data = encode([REQUEST, msgid, method, arguments])
+        except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
+            raise why_unsendable(params) or InvalidRequest(None, "cannot be sent") from None
         if len(data) > REQUEST_LIMITS.max_bytes:
             raise FrameTooLarge(f"the request has {len(data)} bytes, {REQUEST_LIMITS.max_bytes} are taken")
         self.calls.move(msgid, CallEvent.REQUEST)

@@ -211,7 +211,9 @@ class RPCConnection:
         msgid, token = read_hello(message)
         tenant = None if token is None else self._authenticate(token)
         if token is None or tenant is None:
-            error = Unauthenticated("the first message must be hello with a token that the service knows")
+            asks = "the service asks for a token (--token), in a hello before all else"
+            fault = "the token is not known" if token else asks
+            error = Unauthenticated(f"{fault}; its operator makes one with `genbatch keys token NAME`")
             self._outbox.post(error_message(msgid, error))
             self._wake()
             return False

@@ -33,6 +33,7 @@ from genbatch.actors.scheduling.plan import SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError, OutOfBlocks
+from genbatch.nif.models.model_names import written_path
 from genbatch.nif.sampling.sampler import SampleFault
 
 
@@ -74,7 +75,7 @@ def open_flight(options: BatcherOptions) -> Flight:
     if not isinstance(options.scheduler, str):
         raise OptionError("record", "the scheduler must be given by its name, for the record to say it")
     try:
-        writer = RecordWriter(options.record, options.record_limit * MIB)
+        writer = RecordWriter(str(written_path(options.record)), options.record_limit * MIB)
     except OSError as error:
         raise OptionError("record", f"{options.record!r} cannot be made: {error.strerror}") from error
     log.info("recording to %s", writer.path)

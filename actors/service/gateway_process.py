@@ -4,6 +4,7 @@ It remembers the accepted requests, so clients notice an engine's death by the e
 a connection's. Imports no torch.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +51,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import ServedModels
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.models.model_names import check_source
+from genbatch.nif.models.model_names import check_source, written_path
 
 if TYPE_CHECKING:  # needs an extra
     from genbatch.actors.gateways.http.http_gateway import HTTPGateway
@@ -97,8 +98,11 @@ class Listeners:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where clients can connect, once the children have started."""
-        gateways = (self._zeromq, self._rpc, self._http, self._metrics)
-        return tuple(gateway.address for gateway in gateways if gateway is not None)
+        gateways = (self._zeromq, self._rpc, self._http)
+        found = [gateway.address for gateway in gateways if gateway is not None]
+        if self._metrics is not None:
+            found.append(f"{self._metrics.address}/metrics")  # else the list would have two doors that look alike
+        return tuple(found)
 
     def _new_zeromq(self) -> Task:
         assert self._options.bind is not None
@@ -168,10 +172,10 @@ def check_start(engine: EngineOptions, batcher: BatcherOptions, options: Service
     """
     check_listeners(options)  # first: a service that strangers could reach is told so, whatever else is wrong
     check_source(engine.model_path)
-    if engine.chat_template and not Path(engine.chat_template).expanduser().is_file():
+    if engine.chat_template and not written_path(engine.chat_template).is_file():
         raise OptionError("chat_template", f"there is no file {engine.chat_template}")
-    if batcher.record is not None and not Path(batcher.record).expanduser().absolute().parent.is_dir():
-        raise OptionError("record", f"there is no folder {Path(batcher.record).expanduser().absolute().parent}")
+    if batcher.record is not None:
+        _check_record(written_path(batcher.record).absolute())
     if isinstance(batcher.scheduler, str):
         check_scheduler(batcher.scheduler)
     seen: set[str] = set()
@@ -180,6 +184,14 @@ def check_start(engine: EngineOptions, batcher: BatcherOptions, options: Service
             raise AddressError(address, "it is given twice; each protocol needs an address of its own")
         seen.add(address)
         check_nobody_listens(address)
+
+
+def _check_record(path: Path) -> None:
+    """Raises OptionError where no file can be made; the recorder itself opens it once the model is there."""
+    if not path.parent.is_dir():
+        raise OptionError("record", f"there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OptionError("record", f"no file can be made in {path.parent}: it may not be written to")
 
 
 def _addresses(options: ServiceOptions) -> list[str]:

@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from genbatch.clients.cli.command import FAILURE, UsageError, run_command, with_flag_groups
+from genbatch.clients.cli.command import FAILURE, UsageError, report, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.option_flags import ModelFlags
 from genbatch.clients.interface import Client
-from genbatch.proto.errors import GenbatchError, InvalidRequest, Unavailable
+from genbatch.proto.errors import ErrorInfo, GenbatchError, InvalidRequest, Unavailable, from_wire
 from genbatch.proto.messages import Result
 
 _MOST_TOLD = 10  # lines that failed, named one by one
@@ -31,12 +31,18 @@ class BatchFile:
     Args:
         source: JSON lines; empty lines are passed over.
         target: where results are appended; what an earlier run wrote there is not done again.
+
+    Raises:
+        UsageError: the source cannot be read, the target cannot be written, or holds something else.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source = source
         self.target = target
-        found = [(place, line) for place, line in enumerate(source.read_text().splitlines(), 1) if line.strip()]
+        if target.resolve() == source.resolve():
+            raise UsageError("output: results cannot go into the file of requests")
+        # Not splitlines: a string in JSON may hold U+2028 and other ends of lines as they are.
+        found = [(place, line) for place, line in enumerate(_text_of(source).split("\n"), 1) if line.strip()]
         self.lines = [line for _, line in found]
         self._places = [place for place, _ in found]  # in the file, from 1, as an editor counts
         self.failed: dict[int, str] = {}
@@ -70,8 +76,7 @@ class BatchFile:
             self.failed[number] = str(outcome)
         else:
             entry["result"] = outcome
-        with self.target.open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
+        self._append(msgspec.json.encode(entry) + b"\n")
         self.done.add(number)
 
     def summary(self) -> str:
@@ -84,23 +89,53 @@ class BatchFile:
             told.append(f"  and {len(self.failed) - _MOST_TOLD} more, each with its error in {self.target}")
         return "\n".join([whole, f"{len(self.failed)} of {self.source} failed:", *told])
 
+    def _append(self, data: bytes) -> None:
+        try:
+            with self.target.open("ab") as file:
+                file.write(data)
+        except OSError as error:
+            raise UsageError(f"output: {self.target} cannot be written: {error.strerror}") from error
+
     def _read_done(self) -> set[int]:
         """What an earlier run finished; a last line that a kill cut short is taken away."""
-        if not self.target.exists():
-            return set()
+        self._append(b"")  # makes it: where there can be no results, nothing is asked
         data = self.target.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
+        rest = data[len(whole) :]
+        try:
+            entries = [msgspec.json.decode(line, type=_Entry) for line in whole.splitlines()]
+            if rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
+                raise ValueError("its last line is none of ours")
+        except ValueError as error:  # msgspec's are such
+            raise UsageError(f"output: {self.target} holds something else than results: {error}") from error
+        if rest:
             self.target.write_bytes(whole)
-        entries = [json.loads(line) for line in whole.splitlines()]
         # A refusal that passes with time is tried again; one that names a parameter is not.
-        kept = {entry["line"]: entry for entry in entries if "retry_after_ms" not in entry.get("error", {})}
-        faults = {number: entry["error"] for number, entry in kept.items() if "error" in entry}
-        self.failed = {
-            number: ": ".join(part for part in (fault.get("field"), fault["message"]) if part)
-            for number, fault in faults.items()
+        kept = {
+            entry.line: entry.error for entry in entries if entry.error is None or entry.error.retry_after_ms is None
         }
+        self.failed = {number: str(from_wire(fault)) for number, fault in kept.items() if fault is not None}
         return set(kept)
+
+
+_BEGINNING = b'{"line":'  # of each line of results
+
+
+class _Entry(msgspec.Struct):
+    """What is read again of a line of results."""
+
+    line: int
+    error: ErrorInfo | None = None
+
+
+def _text_of(source: Path) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"{source}, line {line}: is not text in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{source} cannot be read: {error.strerror}") from None
 
 
 @with_flag_groups
@@ -130,11 +165,12 @@ def batch(
     """
     if not source.is_file():
         raise typer.BadParameter(f"there is no file {source}", param_hint="FILE.jsonl")
-    file = BatchFile(source, output or source.with_suffix(".results.jsonl"))
+    try:
+        file = BatchFile(source, output or source.with_suffix(".results.jsonl"))
+    except UsageError as error:
+        raise typer.Exit(report(error)) from None
 
     async def run() -> None:
-        if file.target.resolve() == source.resolve():
-            raise UsageError("output: results cannot go into the file of requests")
         async with open_client(connection, engine, n_parallel=concurrency) as client:
             await _answer_all(client, file, concurrency)
 

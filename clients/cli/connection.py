@@ -221,7 +221,7 @@ async def open_client(
     async with AsyncExitStack() as stack:
         if connection.connect is not None:
             _refuse_flags_of_a_private_service(connection, engine)
-            client: Client = await stack.enter_async_context(remote_client(connection.connect, connection))
+            client: Client = await stack.enter_async_context(remote_client(address_of(connection), connection))
             yield client if connection.model is None else cast(Client, PickedModel(client, connection.model))
             return
         if connection.tls_ca is not None:

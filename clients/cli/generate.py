@@ -6,7 +6,6 @@
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -17,6 +16,7 @@ from genbatch.clients.cli.command import UsageError, printable, run_command, wit
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.option_flags import ModelFlags
 from genbatch.clients.interface import Client, GenerateParams, build_request
+from genbatch.nif.models.model_names import written_path
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import Result
 from genbatch.proto.validation import Grammar, RequestLimits, grammar_of, validate_request
@@ -177,7 +177,7 @@ def _text_of(given: str, flag: str, is_text: bool) -> str:
     if is_text:
         return given
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return written_path(given).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise typer.BadParameter(f"{given} is not text in UTF-8", param_hint=flag) from None
     except OSError as error:

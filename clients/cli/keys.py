@@ -1,6 +1,5 @@
 """`genbatch keys`: who may use a service from other machines."""
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from genbatch.actors.security.key_files import KeyFileError
 from genbatch.clients.cli.command import report
+from genbatch.clients.cli.settings import config_folder
 
 if TYPE_CHECKING:
     from genbatch.actors.security.curve_keys import KeyStore
@@ -25,9 +25,15 @@ keys = typer.Typer(
 
 
 def default_directory() -> Path:
-    """Where a user's keys are if nothing else is said."""
-    config = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(config) if config else Path.home() / ".config") / "genbatch" / "keys"
+    """Where a user's keys are if nothing else is said.
+
+    Raises:
+        KeyFileError: this user has no home.
+    """
+    folder = config_folder()
+    if folder is None:
+        raise KeyFileError(Path("keys"), "there is no home folder to keep them in; say where (a folder, or --dir)")
+    return folder / "keys"
 
 
 Directory = Annotated[
@@ -67,7 +73,8 @@ def new(
     store = _store(directory)
     typer.echo(f"server key: {store.new_server()}")
     typer.echo(f"serve with: --keys {store.directory}")
-    typer.echo("let a client in: genbatch keys client NAME")
+    where = "" if directory is None else f" --dir {directory}"
+    typer.echo(f"let a client in: genbatch keys client NAME{where}")
 
 
 @keys.command()

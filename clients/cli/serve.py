@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import trio
@@ -27,6 +26,7 @@ from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags
 from genbatch.clients.cli.settings import ConfigFlags, settings_of
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
+from genbatch.nif.models.model_names import written_path
 from genbatch.proto.messages import ModelCard, Models
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def named_models(given: Sequence[str]) -> list[tuple[str, str]]:
     found = []
     for argument in given:
         name, equals, path = argument.partition("=")
-        if not equals or Path(argument).expanduser().exists():  # a path may have the sign in it
+        if not equals or written_path(argument).exists():  # a path may have the sign in it
             name, path = "", argument
         elif not (name and path):
             raise UsageError(f"model: {argument!r} is not NAME=MODEL")
@@ -236,7 +236,7 @@ def engines_of(engine: EngineOptions, named: Sequence[tuple[str, str]]) -> list[
 
 def default_name(model: str) -> str:
     """What a model is called where nobody gives it a name, told without looking into it."""
-    path = Path(model).expanduser()
+    path = written_path(model)
     if path.is_dir():
         return path.resolve().name
     return path.stem if path.suffix.lower() == ".gguf" else model

@@ -126,9 +126,18 @@ def config_file() -> Path | None:
     """The file that is read when none is named; None if there is none."""
     if FILE_VARIABLE in os.environ:
         return Path(os.environ[FILE_VARIABLE])
+    folder = config_folder()
+    path = None if folder is None else folder / "config.toml"
+    return path if path is not None and path.exists() else None
+
+
+def config_folder() -> Path | None:
+    """Where a user's files of options and keys are; None for a user without a home, as containers have them."""
     home = os.environ.get("XDG_CONFIG_HOME")
-    path = (Path(home) if home else Path.home() / ".config") / "genbatch" / "config.toml"
-    return path if path.exists() else None
+    try:
+        return (Path(home) if home else Path.home() / ".config") / "genbatch"
+    except RuntimeError:  # there is no $HOME, and the system does not know this user
+        return None
 
 
 # The environment

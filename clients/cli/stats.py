@@ -31,6 +31,7 @@ from genbatch.clients.cli.command import UsageError, printable, run_command, wit
 from genbatch.clients.cli.connection import AddressFlags, address_of, remote_client
 from genbatch.clients.interface import Client
 from genbatch.nif.errors import how_to_install
+from genbatch.nif.models.model_names import written_path
 from genbatch.proto.errors import GenbatchError
 
 # Heading -> {name in the stats: what a person reads}; whatever else a service counts comes last, as it is.
@@ -481,7 +482,7 @@ def load(
 
       genbatch adapters load sql ./sql-lora --connect ipc:///run/genbatch/zeromq.sock
     """
-    run_command(partial(_load, name, directory.expanduser().absolute(), service))
+    run_command(partial(_load, name, written_path(directory).absolute(), service))
 
 
 @adapters.command()

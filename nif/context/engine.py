@@ -16,6 +16,7 @@ from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_gpu_memory, free_host_memory
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model import Model, describe_model, load_model
+from genbatch.nif.models.model_names import written_path
 from genbatch.nif.models.model_source import Progress, no_progress
 from genbatch.nif.native.build import NativeUnavailable, build_library
 from genbatch.nif.native.model_weights import ModelWeights
@@ -176,7 +177,7 @@ def read_template(path: str) -> str | None:
     if not path:
         return None
     try:
-        template = Path(path).expanduser().read_text(encoding="utf-8")
+        template = written_path(path).read_text(encoding="utf-8")
         check_template(template)
     except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
         raise OptionError("chat_template", f"{path} is not a chat template: {error}") from error

@@ -24,6 +24,7 @@ from safetensors.torch import load
 
 from genbatch.nif.errors import AdapterError
 from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.model_names import written_path
 from genbatch.nif.runner import LoraAdapter, LoraLinear
 from genbatch.nif.trusted_files import NotOurs, check_ours
 
@@ -189,9 +190,9 @@ def read_lora(name: str, path: Path, model: "Model", limits: AdapterLimits, free
 
 def _directory(name: str, path: Path) -> Path:
     try:
-        path = Path(path).expanduser().absolute()
+        path = written_path(path).absolute()
         is_directory = path.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:  # nobody's home, no way in, a NUL
+    except (OSError, ValueError) as error:  # no way in, a NUL
         raise AdapterError(name, f"{path} cannot be looked at: {error}") from None
     if not is_directory:
         raise AdapterError(name, f"{path} is not a directory")

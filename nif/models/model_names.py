@@ -1,6 +1,7 @@
 """What MODEL may say, and what is known to be wrong with it before anything is imported or downloaded. No torch."""
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,11 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _ALIKE = 0.8
 
 
+def written_path(text: str | os.PathLike[str]) -> Path:
+    """A path as people write it: a leading ~ is their home, or where there is none a name like others."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111  # Path.expanduser raises where there is no home
+
+
 def check_source(source: str) -> None:
     """Refuses what cannot be a model, whatever a network has.
 
@@ -49,7 +55,7 @@ def check_source(source: str) -> None:
         raise ModelError(source, "the name is empty")
     if source in NAMED_MODELS:
         return
-    path = Path(source).expanduser()
+    path = written_path(source)
     if path.is_dir():
         check_directory(source, path)
     elif path.is_file():

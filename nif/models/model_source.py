@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,7 @@ from genbatch.nif.models.model_names import (
     check_directory,
     check_source,
     known_names,
+    written_path,
 )
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
@@ -168,7 +170,7 @@ def _resolve(source: str, progress: Progress) -> ModelSource:
     check_source(source)
     if source in NAMED_MODELS:
         return ModelSource(source, _named_file(source, NAMED_MODELS[source], progress))
-    path = Path(source).expanduser()
+    path = written_path(source)
     if path.is_dir():
         return ModelSource(path.resolve().name, path)
     if path.is_file():
@@ -181,13 +183,17 @@ def _resolve(source: str, progress: Progress) -> ModelSource:
 def cache_directory() -> Path:
     """Where downloads and conversions are kept.
 
-    $GENBATCH_CACHE, else $XDG_CACHE_HOME/genbatch, else ~/.cache/genbatch.
+    $GENBATCH_CACHE, else $XDG_CACHE_HOME/genbatch, else ~/.cache/genbatch. A user without a home, as containers have
+    them, keeps it among the temporary files.
     """
     own = os.environ.get("GENBATCH_CACHE")
     if own:
-        return Path(own).expanduser()
+        return written_path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "genbatch"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "genbatch"
+    except RuntimeError:  # there is no $HOME, and the system does not know this user
+        return Path(tempfile.gettempdir()) / f"genbatch-{os.getuid()}" / "cache"
 
 
 # Named models

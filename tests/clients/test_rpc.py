@@ -61,19 +61,21 @@ async def test_a_token_is_shown_and_its_name_is_the_tenant(guarded: tuple[Script
         assert await trio.to_thread.run_sync(sync) == "cd"
 
 
-@pytest.mark.parametrize("token", [None, "genbatch_mallory"])
+@pytest.mark.parametrize(
+    ("token", "told"), [(None, r"asks for a token \(--token\)"), ("genbatch_mallory", "the token is not known")]
+)
 async def test_a_client_without_the_right_token_is_told_so(
-    guarded: tuple[ScriptedBatcher, str], token: str | None
+    guarded: tuple[ScriptedBatcher, str], token: str | None, told: str
 ) -> None:
     batcher, address = guarded
     with trio.fail_after(PATIENCE_S):
         for method in ("generate", "tokenize"):
             async with RPCClient(address, token=token) as client:
-                with pytest.raises(Unauthenticated):
+                with pytest.raises(Unauthenticated, match=told):
                     await getattr(client, method)("a")
 
         def sync() -> None:
-            with SyncRPCClient(address, token=token) as client, pytest.raises(Unauthenticated):
+            with SyncRPCClient(address, token=token) as client, pytest.raises(Unauthenticated, match=told):
                 client.generate("a")
 
         await trio.to_thread.run_sync(sync)
@@ -127,7 +129,13 @@ async def serve_once(path: Path, answer: Callable[[trio.SocketStream], Awaitable
 
 @pytest.mark.parametrize(
     ("data", "error"),
-    [(b"", Unavailable), (b"\xc1", MalformedMessage), (msgpack.packb([7]), MalformedMessage)],
+    [
+        (b"", Unavailable),
+        (b"\xc1", MalformedMessage),
+        (msgpack.packb([7]), MalformedMessage),
+        (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03", MalformedMessage),  # ZeroMQ's greeting
+        (b"HTTP/1.1 400 Bad Request\r\n", MalformedMessage),
+    ],
 )
 async def test_a_service_that_leaves_or_makes_no_sense_ends_the_call(
     nursery: trio.Nursery, tmp_path: Path, data: bytes, error: type[Exception]
@@ -139,8 +147,11 @@ async def test_a_service_that_leaves_or_makes_no_sense_ends_the_call(
     nursery.start_soon(serve_once, tmp_path / "s", answer)
     with trio.fail_after(PATIENCE_S):
         async with RPCClient(f"unix://{tmp_path / 's'}") as client:
-            with pytest.raises(error):
+            with pytest.raises(error) as caught:
                 await client.generate("a")
+    if error is MalformedMessage and data[:1] != msgpack.packb([7])[:1]:
+        assert f"what answers at unix://{tmp_path}/s does not speak msgpack-RPC" in str(caught.value)
+        assert "--rpc-bind" in str(caught.value)
 
 
 async def test_a_heartbeat_and_another_answer_may_come_before_that_to_the_greeting(

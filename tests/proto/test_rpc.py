@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from genbatch.proto.codec import REQUEST_LIMITS
+from genbatch.proto.codec import REQUEST_LIMITS, why_unsendable
 from genbatch.proto.errors import (
     Cancelled,
     FrameTooLarge,
@@ -17,7 +17,7 @@ from genbatch.proto.errors import (
     QueueFull,
     from_wire,
 )
-from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.messages import GenerateRequest, Message, Token
 from genbatch.proto.rpc import (
     MAX_CREDIT,
     CallAnswered,
@@ -348,6 +348,34 @@ def test_a_request_too_large_for_the_service_is_not_sent() -> None:
     with pytest.raises(FrameTooLarge):
         client.request("generate", {"prompt": "x" * REQUEST_LIMITS.max_bytes})
     assert len(client.calls) == 0
+
+
+DEEP: Any = []
+for _ in range(3000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "reason"),
+    [
+        ({"prompt": "a\ud800"}, "prompt", "lone surrogate"),
+        ({"prompt": "a", "seed": 2**70}, "seed", "more than 64 bits"),
+        ({"token_ids": [1, -(2**70)]}, "token_ids[1]", "more than 64 bits"),
+        ({"messages": [Message(role="user", content="\udfff")]}, "messages[0].content", "lone surrogate"),
+        ({"tools": [{"parameters": {"a\ud800": 1}}]}, "tools[0].parameters", "lone surrogate"),
+        ({"tools": [{"parameters": {"a": {"b": object()}}}]}, "tools[0].parameters.a.b", "of type object cannot be"),
+        ({"prompt": "a", "tools": [{"parameters": DEEP}]}, "tools", "nested too deeply"),
+    ],
+)
+def test_a_request_that_has_no_form_on_the_wire_is_refused_by_its_field(
+    params: dict[str, Any], field: str, reason: str
+) -> None:
+    client = ClientConnection()
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        client.request("generate", params)
+    assert caught.value.field == field
+    assert len(client.calls) == 0
+    assert why_unsendable({"prompt": "a", "seed": 2**63}) is None
 
 
 class TwoEnds(RuleBasedStateMachine):

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from genbatch.clients.cli.batch import BatchFile
+from genbatch.clients.cli.main import app
 from genbatch.proto.errors import InvalidRequest
 
 LINES = [
@@ -76,6 +78,40 @@ def test_a_refusal_that_passes_with_time_is_tried_again(tmp_path: Path) -> None:
     file = BatchFile(source, target)
     assert [number for number, _ in file.todo()] == [0]
     assert list(file.failed) == [1]
+
+
+def test_ends_of_lines_within_a_string_end_no_request(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\n', encoding="utf-8", newline="")
+    lines = [line for _, line in BatchFile(source, tmp_path / "out.jsonl").todo()]
+    assert [BatchFile.parse(line)[1]["prompt"] for line in lines] == ["a\u2028b\x85c", "d"]
+
+
+@pytest.mark.parametrize("text", ["my notes", '{"line":"x"}\n', "[1]\n", '{"x":1}\n{"line":3}\n'])
+def test_a_file_of_something_else_is_not_taken_for_results_and_stays(text: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "notes"
+    source.write_text('{"prompt": "a"}\n')
+    target.write_text(text)
+    said = CliRunner().invoke(app, ["batch", str(source), "-o", str(target)])
+    assert said.exit_code == 2 and "holds something else than results" in " ".join(said.stderr.split())
+    assert target.read_text() == text
+
+
+def test_what_cannot_be_read_or_written_is_told_before_anything_is_asked(tmp_path: Path) -> None:
+    source, folder = tmp_path / "in.jsonl", tmp_path / "folder"
+    folder.mkdir()
+    source.write_bytes(b'{"prompt": "a"}\n\n{"prompt": "\xff"}\n')
+
+    def told(*arguments: str) -> str:
+        said = CliRunner().invoke(app, ["batch", *arguments, "--connect", "ipc:///no/such/socket"])
+        assert (said.exit_code == 2 and said.exception is None) or isinstance(said.exception, SystemExit)
+        return " ".join(said.stderr.split())
+
+    assert "in.jsonl, line 3: is not text in UTF-8" in told(str(source))
+    source.write_text('{"prompt": "a"}\n')
+    assert "cannot be written: Is a directory" in told(str(source), "-o", str(folder))
+    assert "cannot be written: No such file or directory" in told(str(source), "-o", str(tmp_path / "no" / "out"))
+    assert "cannot go into the file of requests" in told(str(source), "-o", str(source))
 
 
 def test_many_failed_lines_are_counted_and_none_is_no_failure(tmp_path: Path) -> None:

@@ -33,14 +33,22 @@ class ScriptedClient:
 
     def __init__(self) -> None:
         self.seen: list[list[Message]] = []
+        self.limits: list[int | None] = []
 
     @asynccontextmanager
     async def stream(self, *, messages: list[Message], **parameters: Any) -> AsyncIterator["ScriptedStream"]:
         self.seen.append(messages)
+        self.limits.append(parameters["max_tokens"])
         asked = messages[-1].content
+        if asked == "nearly full" and parameters["max_tokens"] is not None:
+            raise InvalidRequest("max_tokens", "1024 do not fit")
+        if asked == "wrong":
+            raise InvalidRequest("temperature", "is wrong")
         if asked == "too long":
             raise PromptTooLong("there is no room")
-        yield ScriptedStream(self._tokens(endless=asked == "never end"), "length" if asked == "much" else "stop")
+        yield ScriptedStream(
+            self._tokens(endless=asked == "never end"), "length" if asked in ("much", "nearly full") else "stop"
+        )
 
     async def _tokens(self, endless: bool) -> AsyncIterator[Token]:
         yield Token(text="one", token_id=1, index=0)
@@ -70,10 +78,12 @@ class ScriptedStream:
         )
 
 
-async def talk(monkeypatch: pytest.MonkeyPatch, entered: str, system: str | None = None) -> ScriptedClient:
+async def talk(
+    monkeypatch: pytest.MonkeyPatch, entered: str, system: str | None = None, max_tokens: int | None = None
+) -> ScriptedClient:
     monkeypatch.setattr(sys, "stdin", io.StringIO(entered))
     client = ScriptedClient()
-    await Conversation(client, system, {}).run()  # type: ignore[arg-type]
+    await Conversation(client, system, {"max_tokens": max_tokens}).run()  # type: ignore[arg-type]
     return client
 
 
@@ -124,6 +134,22 @@ async def test_an_answer_that_is_cut_short_says_so(
     client = await talk(monkeypatch, "much\nhello\n")
     assert capsys.readouterr().out == "one two [cut short: --max-tokens allows more]\none two\n"
     assert client.seen[1][1] == turn("assistant", "one two")  # which is no part of the conversation
+
+
+@pytest.mark.trio
+async def test_where_the_context_is_nearly_full_an_answer_has_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = await talk(monkeypatch, "nearly full\n")
+    assert client.limits == [1024, None]  # a limit that nobody asked for is no reason to refuse
+    said = capsys.readouterr()
+    assert said.out == "one two [cut short: the context is full; /new starts a new conversation]\n" and not said.err
+    client = await talk(monkeypatch, "nearly full\nwrong\n", max_tokens=2000)
+    assert client.limits == [2000, 2000]
+    assert "max_tokens: 1024 do not fit" in capsys.readouterr().err
+    client = await talk(monkeypatch, "wrong\n")
+    assert client.limits == [1024]
+    assert "temperature: is wrong" in capsys.readouterr().err
 
 
 @pytest.mark.trio

@@ -1,6 +1,7 @@
 """What somebody meets in the first minutes: the service is found, and a mistake is told at once, with what to do."""
 
 import os
+import pwd
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError
-from genbatch.actors.service.gateway_process import check_start
+from genbatch.actors.service.gateway_process import Listeners, check_start
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients import SyncRPCClient, SyncZeroMQClient
 from genbatch.clients.cli.main import COMMANDS, app, load
@@ -78,6 +79,8 @@ MISTAKES = {
     ("generate", "x", "--grammar", 'root ::= "a'): "grammar: ",
     ("generate", "x", "--regex", "a("): "regex: ",
     ("generate", "x", "--connect", "http://127.0.0.1:8000"): "HTTP is for OpenAI's clients",
+    ("generate", "x", "--connect", "ipc:///no/such/socket"): "no service is running at ipc:///no/such/socket",
+    ("generate", "x", "--model", "~nobody-of-this-name/model"): "no such file or directory",
     ("chat", "--temperature", "-1"): "temperature: must be at least 0",
     ("replay", "./nosuch"): "No such file",
     ("stats", "--connect", "ipc:///no/such/socket"): "no service is running at ipc:///no/such/socket",
@@ -146,7 +149,7 @@ def test_two_protocols_at_one_address_are_refused() -> None:
         check_start(EngineOptions(), BatcherOptions(), options)
 
 
-def test_what_options_name_is_looked_for_first(tmp_path: Path) -> None:
+def test_what_options_name_is_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(batcher: BatcherOptions | None = None, **engine: str) -> None:
         check_start(EngineOptions(**engine), batcher or BatcherOptions(), ServiceOptions())  # type: ignore[arg-type]
 
@@ -156,6 +159,13 @@ def test_what_options_name_is_looked_for_first(tmp_path: Path) -> None:
         start(chat_template=str(tmp_path / "nosuch"))
     with pytest.raises(SchedulerError, match="cannot be imported"):
         start(BatcherOptions(scheduler="no_such_module:Scheduler"))
+    with pytest.raises(OptionError, match="there is no folder"):
+        start(BatcherOptions(record=str(tmp_path / "nosuch" / "flight")))
+    start(BatcherOptions(record=str(tmp_path / "flight")))
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+        with pytest.raises(OptionError, match="no file can be made in"):
+            start(BatcherOptions(record=str(tmp_path / "flight")))
     start(model_path="someone/smollm2-large")  # may well be an id of Hugging Face
 
 
@@ -179,6 +189,13 @@ def test_what_is_no_address_is_told_with_what_was_meant(address: str, advice: st
 
 
 # The service that runs
+
+
+def test_the_address_of_the_counters_is_told_apart_from_the_doors() -> None:
+    listeners = Listeners(None, ServiceOptions(http="127.0.0.1:18001", metrics="127.0.0.1:18002"))  # type: ignore[arg-type]
+    for child in listeners.children():
+        child.start()
+    assert listeners.addresses == ("http://127.0.0.1:18001", "http://127.0.0.1:18002/metrics")
 
 
 @pytest.mark.trio
@@ -249,6 +266,23 @@ async def test_a_question_to_a_service_imports_neither_other_commands_nor_what_i
             assert done.stdout == b"abc\n"
             ours = {"main", "generate", "command", "connection", "option_flags"}
             assert imported(done.stderr.decode()) == {"zmq", "trio"} | ours | more, arguments
+
+
+def test_a_user_without_a_home_is_told_what_has_no_place_and_all_else_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "XDG_CONFIG_HOME", "GENBATCH_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert CliRunner().invoke(app, ["config"]).exit_code == 0
+    assert "no service is running" in CliRunner().invoke(app, ["stats"]).stderr
+    refused = CliRunner().invoke(app, ["keys", "new"])
+    assert refused.exit_code == 2 and "there is no home folder to keep them in" in refused.stderr
+    assert CliRunner().invoke(app, ["keys", "new", str(tmp_path / "keys")]).exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["stats", "top"])

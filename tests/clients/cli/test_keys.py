@@ -41,7 +41,12 @@ def test_what_is_made_is_what_service_and_client_read(home: Path) -> None:
 
 def test_another_folder_may_be_named(tmp_path: Path, home: Path) -> None:
     folder = tmp_path / "elsewhere"
-    assert run("new", str(folder)).exit_code == 0
+    made = run("new", str(folder))
+    assert made.exit_code == 0
+    # What it says to do next is about that folder, too.
+    [_, advice] = made.stdout.split("let a client in: genbatch keys ")
+    assert run(*advice.replace("NAME", "alice").split()).exit_code == 0
+    assert (folder / "clients" / "alice.key_secret").exists()
     assert run("authorise", "bob", str(folder / "server.key"), "--dir", str(folder)).exit_code == 0
     assert "bob" in run("list", "--dir", str(folder)).stdout
     assert not home.exists()

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import os
+import pwd
 import stat
 import struct
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from safetensors.torch import load_file
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models import model_source
 from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.model_names import written_path
 from genbatch.nif.models.model_source import PackagedGguf, cache_directory, resolve_model
 
 Q4_1, F16 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.F16
@@ -156,6 +160,24 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, cach
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert cache_directory() == Path("/home/someone/.cache/genbatch")
+
+
+def test_a_user_without_a_home_has_a_cache_among_the_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "GENBATCH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = cache_directory()
+    assert folder.parent.parent == Path(tempfile.gettempdir()) and str(os.getuid()) in folder.parent.name
+
+
+def test_a_path_in_nobodys_home_is_a_file_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="no such file or directory"):
+        resolve_model("~nobody-of-this-name/model")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert written_path("~/model.gguf") == Path("/home/someone/model.gguf")
 
 
 # GGUF files
