@@ -162,6 +162,15 @@ def check_supported(model: "Model") -> Architecture:
     return architecture
 
 
+def keeps_8_bits(layer: int, num_layers: int) -> bool:
+    """Whether int4 leaves 8 bits to a layer's queries, keys, values and down projection, which rounding hurts most.
+
+    The layers are those to which llama.cpp's Q4_K_M gives more bits: an eighth at either end, and every third between.
+    """
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+
+
 class ModelWeights:
     """The packed weights of a model; they live as long as this object.
 
@@ -278,8 +287,11 @@ class _Loader:
         """One layer; its place in a group and its rotary table are left to the caller."""
         experts, tensors = self._architecture.experts, self._architecture.tensors
         start = tensors.layer.format(index)
+        kind = self._kind
+        if kind == WEIGHT_U4 and keeps_8_bits(index, self._config.num_hidden_layers):
+            kind = WEIGHT_I8
         layer = Layer(
-            qkv=self._qkv([start + name for name in tensors.qkv]),
+            qkv=self._qkv([start + name for name in tensors.qkv], kind),
             out=self.linear([start + tensors.out]),
             attention_norm=self.norm(tensors.attention_norm, start),
             mlp_norm=self.norm(tensors.mlp_norm, start),
@@ -291,11 +303,11 @@ class _Loader:
         )
         if experts is not None and (experts.layers is None or index in experts.layers):
             layer.intermediate = experts.intermediate
-            layer.experts = self._experts(start, experts)
+            layer.experts = self._experts(start, experts, kind)
         else:
             layer.intermediate = self._config.intermediate_size
             layer.gate_up = self._gate_up([start + name for name in tensors.gate_up])
-            layer.down = self.linear([start + tensors.down])
+            layer.down = self.linear([start + tensors.down], kind=kind)
         return layer
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
@@ -321,16 +333,16 @@ class _Loader:
         matrices = [self.tensor(f"{name}.weight") for name in names]
         return self._pack(matrices, [self._bias(name) for name in names], group=group, kind=kind)
 
-    def _qkv(self, names: Sequence[str]) -> Linear:
+    def _qkv(self, names: Sequence[str], kind: int) -> Linear:
         if not self._architecture.qkv_by_head:
-            return self.linear(names)
+            return self.linear(names, kind=kind)
         head_dim, kv_heads = head_dim_of(self._config), self.num_kv_heads
         per_head = self._config.num_attention_heads // kv_heads
         rows = np.arange((per_head + 2) * kv_heads * head_dim).reshape(kv_heads, per_head + 2, head_dim)
         order = np.concatenate([rows[:, :per_head].ravel(), rows[:, per_head].ravel(), rows[:, per_head + 1].ravel()])
         bias = self._bias(names[0])
         matrix = _rows(self.tensor(f"{names[0]}.weight"), order)
-        return self._pack([matrix], [None if bias is None else bias[torch.from_numpy(order)]])
+        return self._pack([matrix], [None if bias is None else bias[torch.from_numpy(order)]], kind=kind)
 
     def _gate_up(self, names: Sequence[str]) -> Linear:
         if not self._architecture.gated:
@@ -342,11 +354,12 @@ class _Loader:
             biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
         return self._pack(matrices, biases, interleaved=True)
 
-    def _experts(self, start: str, experts: ExpertNames) -> Any:
-        """A pointer to the layer's experts."""
+    def _experts(self, start: str, experts: ExpertNames, kind: int) -> Any:
+        """A pointer to the layer's experts; `kind` is that of their down projections."""
         whole = start + experts.whole[0] in self._source.names()
         parts = [
-            (self._whole_expert if whole else self._single_expert)(start, experts, i) for i in range(experts.count)
+            (self._whole_expert if whole else self._single_expert)(start, experts, i, kind)
+            for i in range(experts.count)
         ]
         gate_up = (Linear * experts.count)(*(part[0] for part in parts))
         down = (Linear * experts.count)(*(part[1] for part in parts))
@@ -363,15 +376,15 @@ class _Loader:
         self._held += [gate_up, down, struct]
         return ctypes.pointer(struct)
 
-    def _single_expert(self, start: str, experts: ExpertNames, index: int) -> tuple[Linear, Linear]:
+    def _single_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         inner = (experts.intermediate, self._config.hidden_size)
         names = (f"{start}{name.format(index)}.weight" for name in experts.single)
         gate, up, down = (
             self.tensor(name, shape) for name, shape in zip(names, (inner, inner, inner[::-1]), strict=True)
         )
-        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None])
+        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None], kind=kind)
 
-    def _whole_expert(self, start: str, experts: ExpertNames, index: int) -> tuple[Linear, Linear]:
+    def _whole_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         gate_up_name, down_name = (start + name for name in experts.whole)
         gate_up, down = self.tensor(gate_up_name).part(index), self.tensor(down_name).part(index)
         biases = [self._part_of_bias(gate_up_name, index), self._part_of_bias(down_name, index)]
@@ -386,7 +399,7 @@ class _Loader:
             gates = _halves(gate_up)
             if biases[0] is not None:
                 halves = biases[0].chunk(2)
-        return self._pack(gates, halves, interleaved=True), self._pack([down], [biases[1]])
+        return self._pack(gates, halves, interleaved=True), self._pack([down], [biases[1]], kind=kind)
 
     def _part_of_bias(self, name: str, index: int) -> torch.Tensor | None:
         return self.tensor(f"{name}_bias").whole()[index] if f"{name}_bias" in self._shapes else None

@@ -54,7 +54,8 @@ def native_runner(
         model: what `load_model` returned, in float32 or bfloat16 on the CPU.
         quantize: "none" keeps the model's own dtype; "int8" takes 8 bits for activations, keys and values, and 8, or
             where the model's weights are 4-bit already those same 4, for weights; "int4" is "int8" with weights of 4
-            bits in groups of 32, but for the head. Weights that are quantised in their files stay as they are.
+            bits in groups of 32, but for the head and some projections of some layers (`keeps_8_bits`). Weights that
+            are quantised in their files stay as they are.
         kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None takes that of the weights.
         n_threads: threads of a step; None takes the cores this process may use.
 

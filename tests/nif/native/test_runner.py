@@ -14,7 +14,7 @@ from genbatch.nif.context.context import Context
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.models.model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
-from genbatch.nif.native.model_weights import ModelWeights
+from genbatch.nif.native.model_weights import ModelWeights, keeps_8_bits
 from genbatch.nif.native.runner import NativeRunner, native_runner
 from genbatch.nif.runner import Entry, LayerGroup, Logits, RaggedBatch
 
@@ -350,6 +350,12 @@ def test_one_runner_follows_another_over_the_same_weights(native_model: Models, 
     second.close()
 
 
+def test_int4_leaves_8_bits_to_an_eighth_of_the_layers_at_either_end_and_to_every_third_between() -> None:
+    assert [layer for layer in range(16) if keeps_8_bits(layer, 16)] == [0, 1, 4, 7, 10, 13, 14, 15]
+    assert [layer for layer in range(30) if keeps_8_bits(layer, 30)] == [*range(3), *range(5, 26, 3), *range(26, 30)]
+    assert [layer for layer in range(2) if keeps_8_bits(layer, 2)] == [1]
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_int4_is_int8_with_layers_of_4_bits(native_model: Models, layout: Layout, name: str) -> None:
     """Near the model, and a row of logits is the same bit for bit alone and beside others."""
@@ -362,6 +368,12 @@ def test_int4_is_int8_with_layers_of_4_bits(native_model: Models, layout: Layout
     matrices = [layer.qkv, layer.out, *inner]
     assert {matrix.kind for matrix in matrices} == {WEIGHT_U4}
     assert weights.struct.head.kind == WEIGHT_I8
+    last = weights.layers[len(weights.layers) - 1]
+    down, gate_up = last.down, last.gate_up
+    if name == "mixtral":
+        down, gate_up = last.experts[0].down[1], last.experts[0].gate_up[1]
+    assert (last.qkv.kind, down.kind) == (WEIGHT_I8, WEIGHT_I8)
+    assert (last.out.kind, gate_up.kind) == (WEIGHT_U4, WEIGHT_U4)
     tokens = tokens_of(model)[:2]
     runner = native_runner(model, quantize="int4", n_threads=2)
     assert "int4" in runner.name
