@@ -2,6 +2,7 @@
 #ifndef GENBATCH_H
 #define GENBATCH_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -226,7 +227,8 @@ int pool_size(const pool *);
 /* Runs it as thread 0, and in the others that come before it has ended there; returns when all have left. */
 void pool_run(pool *, pool_function, void *argument);
 void pool_barrier(pool *); /* of all threads, those included that have yet to come */
-void pool_wait(int *spins); /* once round a loop that waits; *spins starts at 0 */
+void pool_add(pool *, atomic_int *count, int enough); /* one more; wakes who waits for `enough` */
+void pool_await(pool *, atomic_int *count, int enough); /* until there are `enough`, and what was written before is seen */
 
 /* gemm_*.c: sums[count][COLUMNS] = rows[first .. first + count) x one weight block; whole tiles */
 void gemm_f32_block(const linear *, int64_t block, const rows *, int64_t first, int64_t count, float *sums);

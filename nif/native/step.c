@@ -6,7 +6,6 @@
  * phase has must be the same for a thread that comes late: it follows from the step and the model alone, and where it does
  * not (experts) all threads meet before and after it changes. */
 #include <math.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "genbatch.h"
@@ -61,7 +60,7 @@ typedef struct {
     int thread;
     int phase;
     bool claimed; /* whether it has units of this phase, to be done before the next claim */
-    int claims; /* how many the phase has in all, known when none are left */
+    int claims; /* how many the phase has in all */
     const lora_rows *rows; /* those of x; NULL without adapters */
     int64_t place; /* of the linear under way, where a row has an adapter there; else -1 */
 } worker;
@@ -70,19 +69,18 @@ typedef struct {
 static bool claim(worker *w, int64_t count, int64_t grain, int64_t *from, int64_t *to)
 {
     phase *p = &w->engine->phases[w->phase];
-    if (w->claimed) atomic_fetch_add_explicit(&p->done, 1, memory_order_release);
+    w->claims = (int)((count + grain - 1) / grain);
+    if (w->claimed) pool_add(w->engine->pool, &p->done, w->claims);
     *from = atomic_fetch_add_explicit(&p->claimed, 1, memory_order_relaxed) * grain;
     *to = smaller(*from + grain, count);
     w->claimed = *from < count;
-    w->claims = (int)((count + grain - 1) / grain);
     return w->claimed;
 }
 
 /* Waits for what others have claimed. */
 static void phase_end(worker *w)
 {
-    phase *p = &w->engine->phases[w->phase++];
-    for (int spins = 0; atomic_load_explicit(&p->done, memory_order_acquire) < w->claims;) pool_wait(&spins);
+    pool_await(w->engine->pool, &w->engine->phases[w->phase++].done, w->claims);
 }
 
 /* About 8 claims a thread: fine enough to balance, coarse enough that weights stream in long runs. */

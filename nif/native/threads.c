@@ -3,16 +3,22 @@
  * OpenMP is not used: torch brings its own libgomp, whose idle threads spin, and a step has some ten phases a layer, each
  * of which must cost a fraction of a microsecond. The caller is thread 0. It waits for nobody who has not come: a thread
  * that the system is late to wake joins while the run goes on, or leaves it out. */
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "genbatch.h"
 
-/* Spins before a waiting thread offers its core to others: some 20 microseconds, longer than the
+/* Spins before a waiting thread leaves its core to others: some 100 microseconds, longer than the
  * imbalance between two healthy threads and far shorter than a scheduler's time slice. */
-#define SPINS 1000
+#define SPINS 5000
 
 /* Who is in a run: its number, whether it is over for newcomers, how many workers are inside. */
 #define RUN ((uint64_t)1 << 32)
@@ -30,6 +36,7 @@ struct pool {
     _Alignas(64) _Atomic uint64_t present;
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_uint generation;
+    atomic_int asleep; /* threads that wait in the kernel, or are about to */
 };
 
 typedef struct {
@@ -46,12 +53,43 @@ static inline void relax(void)
 #endif
 }
 
-void pool_wait(int *spins)
+/* Until *word is no longer `seen`, or something woke all who sleep. Asleep, not by sched_yield: to Linux that is giving
+ * away what is left of a slice, and beside other programs a step that yields at every phase gets a fraction of its share. */
+static void sleep_on(pool *p, const void *word, uint32_t seen)
 {
-    if ((*spins)++ < SPINS)
-        relax();
-    else
-        sched_yield();
+#ifdef __linux__
+    atomic_fetch_add(&p->asleep, 1); /* before the kernel looks at the word, as `wake` looks after it was changed */
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_fetch_sub(&p->asleep, 1);
+#else
+    (void)p, (void)word, (void)seen;
+    sched_yield();
+#endif
+}
+
+/* After *word was changed by a sequentially consistent operation. */
+static void wake(pool *p, const void *word)
+{
+#ifdef __linux__
+    if (atomic_load(&p->asleep)) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#else
+    (void)p, (void)word;
+#endif
+}
+
+void pool_add(pool *p, atomic_int *count, int enough)
+{
+    if (atomic_fetch_add(count, 1) + 1 == enough) wake(p, count);
+}
+
+void pool_await(pool *p, atomic_int *count, int enough)
+{
+    int spins = 0;
+    for (int now; (now = atomic_load_explicit(count, memory_order_acquire)) < enough;)
+        if (spins++ < SPINS)
+            relax();
+        else
+            sleep_on(p, count, (uint32_t)now);
 }
 
 void pool_barrier(pool *p)
@@ -59,10 +97,15 @@ void pool_barrier(pool *p)
     unsigned generation = atomic_load_explicit(&p->generation, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&p->arrived, 1, memory_order_acq_rel) == p->num_threads - 1) {
         atomic_store_explicit(&p->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&p->generation, generation + 1, memory_order_release);
+        atomic_fetch_add(&p->generation, 1);
+        wake(p, &p->generation);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&p->generation, memory_order_acquire) == generation;) pool_wait(&spins);
+    for (int spins = 0; atomic_load_explicit(&p->generation, memory_order_acquire) == generation;)
+        if (spins++ < SPINS)
+            relax();
+        else
+            sleep_on(p, &p->generation, generation);
 }
 
 /* Joins the run that is open, once; false where that is over. `last` is the run that the thread was in before. */
@@ -92,7 +135,8 @@ static void *thread_main(void *argument)
         if (closing) return NULL;
         if (!join(p, &last)) continue;
         p->function(p->argument, start.thread);
-        atomic_fetch_sub_explicit(&p->present, 1, memory_order_release);
+        atomic_fetch_sub(&p->present, 1);
+        wake(p, &p->present);
     }
 }
 
@@ -143,5 +187,10 @@ void pool_run(pool *p, pool_function function, void *argument)
     function(argument, 0);
     const uint64_t over = p->runs * RUN + OVER;
     atomic_fetch_or_explicit(&p->present, OVER, memory_order_acq_rel);
-    for (int spins = 0; atomic_load_explicit(&p->present, memory_order_acquire) != over;) pool_wait(&spins);
+    int spins = 0;
+    for (uint64_t now; (now = atomic_load_explicit(&p->present, memory_order_acquire)) != over;)
+        if (spins++ < SPINS)
+            relax();
+        else
+            sleep_on(p, &p->present, (uint32_t)now); /* the low half, which counts who is inside */
 }
