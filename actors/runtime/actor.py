@@ -469,7 +469,9 @@ class ActorRef:
         return self._find()
 
 
-MESSAGES_PER_TURN = 16  # then other tasks get a turn, even if the mailbox never empties: a trio schedule costs ~5 us
+# Then other tasks get a turn, even if the mailbox never empties: a trio schedule costs ~5 us. Seconds, too: sixteen
+# long lists of token ids took thirty milliseconds.
+MESSAGES_PER_TURN, TURN_S = 16, 0.002
 
 
 class NoReply(enum.Enum):
@@ -546,12 +548,15 @@ class GenServer:
 
     async def _serve(self) -> Reason:
         """Handles messages until told to stop; returns why."""
-        handled = 0
+        handled, taken_s = 0, 0.0  # in this turn
         while self._stop_reason is None:
             envelope = await self._mailbox.get()
+            started = trio.current_time()
             await (self._observe(envelope) if self.telemetry.attached else self._handle(envelope))
             handled += 1
-            if handled % MESSAGES_PER_TURN == 0:
+            taken_s += trio.current_time() - started
+            if handled == MESSAGES_PER_TURN or taken_s > TURN_S:
+                handled, taken_s = 0, 0.0
                 await trio.lowlevel.checkpoint()
         return self._stop_reason
 

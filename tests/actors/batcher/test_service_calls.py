@@ -11,6 +11,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from genbatch.actors.batcher import arrivals
 from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batcher.calls import INLINE_TOKEN_IDS
+from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.messages import Detokenize, Drain, GetHealth, GetModels, SaveSession, Tokenize
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
@@ -62,6 +63,27 @@ async def test_long_texts_are_tokenized_off_the_event_loop_with_the_same_result(
         assert ids == tiny_model("llama").tokenizer.encode(text, add_special_tokens=False)
         assert len(ids) > INLINE_TOKEN_IDS
         assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=ids))) == Text(text=text)
+
+
+async def test_many_token_ids_are_checked_off_the_event_loop(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    check = Intake.check_detokenize
+
+    def note(intake: Intake, wanted: DetokenizeRequest) -> None:
+        checked.append(threading.current_thread().name)
+        check(intake, wanted)
+
+    monkeypatch.setattr(Intake, "check_detokenize", note)
+    async with batcher(tiny_model("llama")) as bench:
+        for count, thread in ((INLINE_TOKEN_IDS, "MainThread"), (INLINE_TOKEN_IDS + 1, "genbatch-tokenizer")):
+            for wrong in (-1, tiny_model("llama").vocab_size):
+                with pytest.raises(InvalidRequest) as caught:
+                    await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=[*[5] * (count - 1), wrong])))
+                assert caught.value.field == f"token_ids[{count - 1}]"
+            assert checked == [thread] * 2
+            checked.clear()
 
 
 async def test_a_text_whose_caller_has_left_is_not_read(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ GenServer: init, calls, casts, replies that come later, timers.
 
 import traceback
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.runtime.actor import (
+    MESSAGES_PER_TURN,
     ActorRef,
     Down,
     Exit,
@@ -526,6 +528,35 @@ async def test_an_actor_that_never_runs_out_of_messages_lets_other_tasks_run(nur
     await trio.lowlevel.checkpoint()
     await trio.lowlevel.checkpoint()
     assert 0 < len(actor.log) < 10_000
+
+
+class Laborious(GenServer):
+    """Each message takes as much time as it says."""
+
+    def __init__(self, clock: MockClock) -> None:
+        self.clock = clock
+        self.num_handled = 0
+
+    async def handle_cast(self, message: Any) -> None:
+        self.clock.jump(message)
+        self.num_handled += 1
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, MESSAGES_PER_TURN), (0.0015, 2), (0.01, 1)])
+async def test_messages_that_take_long_have_a_turn_of_their_own(
+    nursery: trio.Nursery, mock_clock: MockClock, seconds: float, most: int
+) -> None:
+    actor = Laborious(mock_clock)
+    ref = await start(nursery, actor, mailbox_size=1000)
+    for _ in range(160):
+        ref.cast(seconds)
+    seen = [0]
+    while seen[-1] < 160:
+        await trio.lowlevel.checkpoint()
+        seen.append(actor.num_handled)
+    in_a_turn = [after - before for before, after in pairwise(seen)]
+    assert max(in_a_turn) in (most, 2 * most)  # a turn of this task's may end between two of the actor's
 
 
 @pytest.mark.trio
