@@ -19,7 +19,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
 
-test: lint typecheck unit smoke
+# The tests use little more than one core: beside them goes what needs neither them nor their files.
+test: lint
+	@$(MAKE) --no-print-directory -j2 unit checks
+
+.PHONY: checks
+checks: typecheck
+	@$(MAKE) --no-print-directory smoke
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
