@@ -68,3 +68,20 @@ def test_each_try_waits_longer_than_was_said_and_than_the_last(monkeypatch: pyte
     waited = [wait(QueueFull("full", retry_after_ms=200)) for _ in range(3)]
     assert waited == pytest.approx([0.2 * remote.GROWTH**index * (1 + remote.JITTER / 2) for index in range(3)])
     assert wait(QueueFull("full")) is False and wait(ValueError()) is False
+
+
+@pytest.mark.parametrize("asked", [0.5, 5.0])
+def test_a_request_that_is_sent_again_has_the_time_that_is_left(asked: float) -> None:
+    now = 100.0
+    deadline = remote.Deadline(GenerateRequest(prompt="a", deadline_s=asked), lambda: now)
+    assert deadline.remaining_request().deadline_s == asked
+    now += asked / 2
+    assert deadline.remaining_request().deadline_s == asked / 2
+    now += asked
+    assert deadline.remaining_request().deadline_s == 0.001
+
+
+@pytest.mark.parametrize("asked", [0.0, -1.0])
+def test_a_deadline_that_makes_no_sense_is_for_the_service_to_refuse(asked: float) -> None:
+    request = GenerateRequest(prompt="a", deadline_s=asked)
+    assert remote.Deadline(request, lambda: 100.0).remaining_request() is request

@@ -197,3 +197,10 @@ async def test_a_question_waits_for_the_first_replica_and_says_when_none_comes(a
 
         nursery.start_soon(join)
         assert (await fleet.call(Tokenize(TokenizeRequest(prompt="a")))).token_ids == [1, 2]
+
+
+@pytest.mark.trio
+async def test_who_gives_up_in_the_line_has_had_nothing(autojump_clock: MockClock) -> None:
+    line = Line(limit=4, retry_ms=7)
+    assert not await line.wait(Waiter("a", 10, (0, 0)), trio.current_time() + 1)
+    assert line._fair.served("a") == 0.0 and len(line) == 0

@@ -414,3 +414,17 @@ async def test_a_request_without_a_deadline_has_the_services_and_one_with_its_ow
         own, services = sorted(request.deadline_s or 0.0 for request in asked)
         assert 0 < own <= 5.0 < 50.0 < services <= 60.0
     nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_a_prompt_is_work_that_waits_until_its_first_token_is_there(nursery: trio.Nursery) -> None:
+    fleet, (one,) = fleet_of("one")
+    Asked(fleet, nursery, prompt="a long prompt " * 100, stream=True)
+    await wait_all_tasks_blocked()
+    (replica,) = fleet.replicas
+    assert replica.own_tokens > 0 and replica.num_own == 1
+    one.say(1)
+    assert replica.own_tokens == 0 and replica.num_own == 1
+    one.end()
+    await wait_all_tasks_blocked()
+    assert replica.own_tokens == 0 and replica.num_own == 0

@@ -1,8 +1,10 @@
 """Other machines are let in only past keys, or tokens and TLS."""
 
+import socket
+
 import pytest
 
-from genbatch.actors.gateways.addresses import host_and_port
+from genbatch.actors.gateways.addresses import check_nobody_listens, host_and_port
 from genbatch.actors.security.key_files import AddressError, InsecureBind
 from genbatch.actors.security.security import check_bind, is_loopback
 
@@ -41,3 +43,18 @@ def test_what_is_no_host_and_port_is_no_address(rest: str) -> None:
         host_and_port(f"tcp://{rest}", rest)
     assert host_and_port("tcp://[::1]:65535", "[::1]:65535") == ("[::1]", 65535)
     assert host_and_port("tcp://here:*", "here:*") == ("here", 0)
+
+
+def test_a_port_where_connections_are_only_dying_is_free() -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateways' listeners have it
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            served, _ = listener.accept()
+            with pytest.raises(AddressError, match="listens there"):
+                check_nobody_listens(f"tcp://127.0.0.1:{port}")
+            served.close()  # first, so that the system keeps this end for a while
+            assert client.recv(1) == b""
+    check_nobody_listens(f"tcp://127.0.0.1:{port}")

@@ -74,6 +74,14 @@ def test_a_client_that_left_when_all_had_gone_does_not_start_anew_below_the_next
     assert fair.served("second") == 500 * OUTPUT_WEIGHT
 
 
+def test_while_few_are_away_what_each_was_served_is_remembered() -> None:
+    fair = FairShare()
+    for number in range(2 * MAX_AWAY):
+        fair.enter(str(number))
+        fair.leave(str(number), output_tokens=1)
+    assert all(fair.served(str(number)) >= OUTPUT_WEIGHT for number in range(2 * MAX_AWAY))
+
+
 def test_clients_that_come_once_are_forgotten() -> None:
     fair = FairShare()
     for number in range(5 * MAX_AWAY):

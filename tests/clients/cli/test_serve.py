@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import trio
 
 from genbatch import SyncRPCClient, SyncZeroMQClient
+from genbatch.clients.cli.serve import _give_up_start
 from genbatch.proto.errors import Unavailable
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
@@ -52,3 +54,17 @@ def test_a_second_signal_waits_for_nothing(tiny_model_dir: Callable[[str], Path]
         kill(service.process.pid, signal.SIGINT)
         # The stream would never end, and has an hour: whoever waited for anything would be waiting still.
         assert service.process.wait(TIMEOUT_S) == 128 + signal.SIGINT
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("is_ready", [False, True])
+async def test_a_signal_before_the_service_is_ready_gives_the_start_up(is_ready: bool) -> None:
+    stopping, ready, goes_on = trio.Event(), trio.Event(), False
+    if is_ready:
+        ready.set()
+    stopping.set()
+    with trio.CancelScope() as start:
+        await _give_up_start(stopping, ready, start)
+        await trio.lowlevel.checkpoint()
+        goes_on = True
+    assert goes_on == is_ready

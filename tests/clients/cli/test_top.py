@@ -245,3 +245,10 @@ def test_stats_prints_a_table_for_each_model(stats: dict[str, Any], monkeypatch:
         assert said.exit_code == 0, said.output
         assert said.output.count("KV cache") == max(1, len(models))
         assert all(f"─ {model} ─" in said.output for model in models)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0, 7.0])
+def test_a_bar_of_progress_is_always_as_wide(share: float) -> None:
+    bar = stats_commands._progress(share, "").plain
+    assert len(bar) == stats_commands._PROGRESS_WIDTH
+    assert bar.count("━") == round(min(share, 1.0) * stats_commands._PROGRESS_WIDTH)

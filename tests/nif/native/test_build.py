@@ -201,3 +201,20 @@ def test_where_the_cache_cannot_be_written_the_kernels_are_built_for_this_proces
     assert first.read_bytes() == b"a library" and build_library() == first
     [told] = [record.getMessage() for record in caplog.records]
     assert "compiled for this process alone" in told and "$GENBATCH_CACHE" in told
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpu", "flags"),
+    [
+        ("x86_64", "vendor_id : AuthenticAMD", ("-march=native", "-DDOT_BF16")),
+        ("AMD64", "vendor_id : GenuineIntel", ("-march=native",)),
+        ("aarch64", "", ("-mcpu=native",)),
+        ("arm64", "", ("-mcpu=native",)),
+    ],
+)
+def test_each_kind_of_machine_has_its_own_flags(
+    monkeypatch: pytest.MonkeyPatch, machine: str, cpu: str, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(build, "_cpu", lambda: cpu)
+    assert native_flags() == flags

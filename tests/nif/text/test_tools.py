@@ -12,6 +12,7 @@ from genbatch.nif.text.tools import (
     HERMES,
     MAX_HELD,
     AnswerReader,
+    _closed,
     forced_format,
     plain_conversation,
     tool_format,
@@ -229,3 +230,18 @@ def test_strict_lets_any_text_through_and_only_calls_that_validate(format: Any) 
     }[format.name]
     assert opens in good and accepts(grammar, good)
     assert not accepts(grammar, good.replace('"x"', "1")) and not accepts(grammar, f"{opens} nothing")
+
+
+@pytest.mark.parametrize("key", ["anyOf", "items", "properties"])
+def test_a_schema_is_closed_so_deep_and_no_deeper(key: str) -> None:
+    wrapped = {"anyOf": lambda inner: [inner], "items": lambda inner: inner, "properties": lambda inner: {"a": inner}}
+    schema: dict[str, Any] = {"properties": {"end": {}}}
+    for _ in range(100):
+        schema = {key: wrapped[key](schema)}
+    closed, depth = _closed(schema), 0
+    while key in closed and "end" not in closed.get("properties", {}):
+        closed, depth = closed[key], depth + 1
+        closed = closed[0] if key == "anyOf" else closed["a"] if key == "properties" else closed
+    assert depth == 100 and "additionalProperties" not in closed
+    shallow = {key: wrapped[key]({"properties": {"end": {}}})}
+    assert '"additionalProperties": false' in json.dumps(_closed(shallow))
