@@ -1,5 +1,6 @@
 """The clients without an event loop, over each transport, against a gateway on another thread."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import zmq
 from genbatch.clients import sync
 from genbatch.clients.interface import ClientClosed, StreamNotEnded, SyncClient
 from genbatch.clients.remote import Retry
-from genbatch.clients.sync import WINDOW, SyncRemoteClient, SyncRPCClient, SyncZeroMQClient
+from genbatch.clients.sync import WINDOW, SyncRemoteClient, SyncRPCClient, SyncRPCTransport, SyncZeroMQClient
 from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable
 from genbatch.proto.messages import Drained, Health
 from tests.actors.gateways.scripted_batcher import CARD, PATIENCE_S, Served, served
@@ -262,3 +263,16 @@ def test_who_waits_is_heard_of_and_waits_no_longer_than_its_patience(monkeypatch
     client.wait_for(lambda: bool(failed))
     assert isinstance(failed[0], Unavailable) and "silent" in str(failed[0])
     assert len(sent) == 6 and now == 1000.0 + 6 * sync.HEARTBEAT_S
+
+
+def test_no_try_to_connect_has_more_than_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def refuse(transport: SyncRPCTransport, timeout: float) -> socket.socket:
+        given.append(timeout)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(SyncRPCTransport, "_connect", refuse)
+    with SyncRPCClient("rpc://127.0.0.1:1", timeout=0.2) as client, pytest.raises(Unavailable, match="no service"):
+        client.health()
+    assert len(given) > 1 and 0 < given[-1] < given[0] <= 0.2

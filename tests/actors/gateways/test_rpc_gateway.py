@@ -23,7 +23,7 @@ from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.rpc import StreamOptions
-from tests.actors.gateways.scripted_batcher import ScriptedBatcher, Served, served
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher, Served, served
 
 pytestmark = pytest.mark.trio
 
@@ -124,6 +124,19 @@ async def test_bytes_without_an_end_get_a_last_error_and_others_go_on(tmp_path: 
             await service.batcher.release("hold")
             service.batcher.freed.clear()
         assert (await honest.ask([0, 1, "generate", [{"prompt": "ok"}]]))[3]["text"] == "ok"
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_who_is_still_writing_hears_the_last_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setattr(rpc_gateway, "LINGER_S", PATIENCE_S)
+    async with served(tmp_path, transport) as service, connected(service) as socket:
+        await socket.tell(b"\xc1")
+        assert (await socket.hear())[2]["code"] == "malformed_message"
+        assert await socket.hear() is None  # nothing more comes, and what is on its way is still taken
+        for _ in range(10):
+            await socket.tell(bytes(1000))
 
 
 async def test_what_follows_a_message_is_a_message_of_its_own(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.fair_share import MAX_AWAY, OUTPUT_WEIGHT, FairShare
+from genbatch.actors.scheduling.fair_share import MAX_AWAY, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ def test_a_client_that_left_when_all_had_gone_does_not_start_anew_below_the_next
     fair.leave("first", output_tokens=500)
     fair.enter("second")
     assert fair.served("second") == 500 * OUTPUT_WEIGHT
+
+
+def test_a_prompt_alone_is_charged_as_a_prompt() -> None:
+    fair = FairShare()
+    fair.enter("a")
+    fair.charge("a", prompt_tokens=10)
+    assert fair.served("a") == 10 * PROMPT_WEIGHT
+    fair.charge("a", output_tokens=10)
+    assert fair.served("a") == 10 * PROMPT_WEIGHT + 10 * OUTPUT_WEIGHT
 
 
 def test_while_few_are_away_what_each_was_served_is_remembered() -> None:
