@@ -173,6 +173,7 @@ MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
 MAX_NAME_LENGTH = 128  # characters of a role or a tenant
+MAX_PATH_LENGTH = 4096  # characters; as much as systems take
 MAX_PAYER_LENGTH = 256  # characters of the name of a fleet's client
 MAX_SERVED = 1e18  # weighted tokens
 MAX_DRAIN_S = 86400.0
@@ -264,7 +265,7 @@ def validate_load_adapter(request: LoadAdapterRequest) -> None:
     """As `validate_request`."""
     check_type(msgspec.structs.asdict(request), LoadAdapterRequest)
     _check_text("name", request.name, MAX_NAME_LENGTH)
-    _check_text("path", request.path)
+    _check_text("path", request.path, MAX_PATH_LENGTH)
     if not request.path.startswith("/") or "\0" in request.path:
         raise InvalidRequest("path", "is not the absolute path of a directory on the service's machine")
 
@@ -272,6 +273,7 @@ def validate_load_adapter(request: LoadAdapterRequest) -> None:
 def validate_unload_adapter(request: UnloadAdapterRequest) -> None:
     """As `validate_request`."""
     check_type(msgspec.structs.asdict(request), UnloadAdapterRequest)
+    _check_text("name", request.name, MAX_NAME_LENGTH)
     _check_range("timeout_s", request.timeout_s, 0, MAX_DRAIN_S)
 
 

@@ -1,5 +1,6 @@
 """What the methods do, and that every failure is a typed error."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,9 +8,19 @@ import trio
 import trio.testing
 
 from genbatch.actors.gateways.dispatcher import MAX_TEXT_BYTES, MAX_TEXT_CALLS, MAX_TEXTS_BYTES, Dispatcher
+from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
 from genbatch.actors.runtime.actor import NOREPLY, GenServer, start
 from genbatch.actors.runtime.supervisor import Registry
-from genbatch.proto.errors import EngineError, Forbidden, InvalidRequest, QueueFull, Unavailable, UnknownMethod
+from genbatch.proto.codec import encode
+from genbatch.proto.errors import (
+    EngineError,
+    Forbidden,
+    GenbatchError,
+    InvalidRequest,
+    QueueFull,
+    Unavailable,
+    UnknownMethod,
+)
 from genbatch.proto.messages import Result, Token
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
 
@@ -176,6 +187,17 @@ async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all
     assert not dispatcher._texts._bytes and not dispatcher._texts._calls
 
 
+class StandsStill(GenServer):
+    """An engine that answers nothing; what waits for it waits in its gateway."""
+
+    def __init__(self) -> None:
+        self.waiting: list[object] = []
+
+    async def handle_call(self, request: object, from_: object) -> object:
+        self.waiting.append(request)
+        return NOREPLY
+
+
 LONG = "x" * 3000
 
 
@@ -195,6 +217,13 @@ LONG = "x" * 3000
             ]
         },
         {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]},
+        {"prompt": LONG},
+        {"token_ids": [5] * 375},
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"grammar": LONG},
+        {"regex": LONG},
+        {"tenant": LONG},
+        {"model": LONG},
         {"input": [LONG, "short"]},
         {"input": [[5] * 375]},
     ],
@@ -204,23 +233,95 @@ async def test_all_that_is_long_in_a_request_is_counted(
     nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, long: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 2999)
-
-    class Still(GenServer):
-        async def handle_call(self, request: object, from_: object) -> object:
-            return NOREPLY
-
-    dispatcher = Dispatcher(await start(nursery, Still()))
+    dispatcher = Dispatcher(await start(nursery, StandsStill()))
     method, rest = ("embed", {}) if "input" in long else ("generate", {"messages": [{"role": "user", "content": "a"}]})
 
+    refusals: list[str] = []
+
     async def ask() -> None:
-        await dispatcher.call(method, {**rest, **long}, client="a", on_token=None)
+        try:
+            await dispatcher.call(method, {**rest, **long}, client="a", on_token=None)
+        except QueueFull as refusal:
+            refusals.append(str(refusal))
 
     async with trio.open_nursery() as callers:
-        callers.start_soon(ask)  # one alone is always taken
-        await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(QueueFull, match=r"^1 texts of 30\d\d bytes are being answered for this client"):
-            await ask()
+        for _ in range(2):  # one alone is always taken
+            callers.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+        [told] = refusals
+        assert re.match(r"1 texts of 30\d\d bytes are being answered for this client", told)
         callers.cancel_scope.cancel()
+
+
+# Method -> parameters that are too long for it, and how it is told. A method that is not here has no bound.
+BOUNDED: dict[str, tuple[dict[str, Any], type[Exception] | None]] = {
+    "hello": ({"token": LONG}, None),  # answered at once: nothing is held
+    "generate": ({"prompt": LONG}, QueueFull),
+    "stream": ({"prompt": LONG}, QueueFull),
+    "embed": ({"input": LONG}, QueueFull),
+    "tokenize": ({"prompt": LONG}, QueueFull),
+    "detokenize": ({"token_ids": [5] * 1000}, QueueFull),
+    "models": ({"x": LONG}, InvalidRequest),
+    "health": ({"x": LONG}, InvalidRequest),
+    "stats": ({"x": LONG}, InvalidRequest),
+    "load_adapter": ({"name": "a", "path": "/" + LONG * 2}, InvalidRequest),
+    "unload_adapter": ({"name": LONG}, InvalidRequest),
+    "drain": ({"timeout_s": 1.0, "x": LONG}, InvalidRequest),
+}
+
+
+async def test_no_method_holds_what_is_long_without_a_bound(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_REQUEST_BYTES", "MAX_TEXT_BYTES"):
+        monkeypatch.setattr(f"genbatch.actors.gateways.dispatcher.{name}", 2999)
+    engine = StandsStill()
+    dispatcher = Dispatcher(await start(nursery, engine))
+    assert set(dispatcher.methods) == set(BOUNDED), "a method needs a bound, and a line here"
+    for method, (params, refusal) in BOUNDED.items():
+        engine.waiting.clear()
+        told: list[type[Exception]] = []
+
+        async def ask(method: str = method, params: object = params, told: list[Any] = told) -> None:
+            try:
+                await call(dispatcher, method, params)
+            except GenbatchError as error:
+                told.append(type(error))
+
+        async with trio.open_nursery() as callers:
+            for _ in range(2 if refusal is QueueFull else 1):  # one alone is taken, where texts are counted
+                callers.start_soon(ask)
+                await trio.testing.wait_all_tasks_blocked()
+            assert told == ([] if refusal is None else [refusal]), method
+            assert len(engine.waiting) == (refusal is QueueFull), method
+            callers.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("method", [name for name in BOUNDED if name != "hello"])
+async def test_calls_of_every_method_are_bounded_in_number(
+    method: str, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_CALLS", 3)
+    short = {
+        "generate": {"prompt": "a"},
+        "stream": {"prompt": "a"},
+        "embed": {"input": "a"},
+        "tokenize": {"prompt": "a"},
+        "detokenize": {"token_ids": [5]},
+        "load_adapter": {"name": "a", "path": "/a"},
+        "unload_adapter": {"name": "a"},
+    }
+    engine = StandsStill()
+    outbox = Outbox()
+    async with trio.open_nursery() as calls:
+        dispatcher = Dispatcher(await start(nursery, engine))
+        session = RPCSession(dispatcher, CallHost(calls), outbox, lambda: None, client="tester")
+        for msgid in range(1, 6):
+            session.receive(encode([0, msgid, method, [short.get(method, {})]]))
+        await trio.testing.wait_all_tasks_blocked()
+        assert session.num_calls == len(engine.waiting) == 3
+        assert outbox.num_waiting == 2  # who is refused is told so
+        calls.cancel_scope.cancel()
 
 
 async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
@@ -229,12 +330,7 @@ async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
     """An engine that stands still gives nothing back: what its gateway keeps for it must have an end."""
     monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 3000)
     monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUESTS_BYTES", 5000)
-
-    class Still(GenServer):
-        async def handle_call(self, request: object, from_: object) -> object:
-            return NOREPLY
-
-    dispatcher = Dispatcher(await start(nursery, Still()))
+    dispatcher = Dispatcher(await start(nursery, StandsStill()))
 
     async def ask(client: str, **params: object) -> None:
         await dispatcher.call("generate", params, client=client, on_token=None)
