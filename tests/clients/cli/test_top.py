@@ -252,3 +252,11 @@ def test_a_bar_of_progress_is_always_as_wide(share: float) -> None:
     bar = stats_commands._progress(share, "").plain
     assert len(bar) == stats_commands._PROGRESS_WIDTH
     assert bar.count("━") == round(min(share, 1.0) * stats_commands._PROGRESS_WIDTH)
+
+
+def test_two_looks_at_one_time_give_no_rate() -> None:
+    history = TopHistory()
+    history.add({"generation_tokens": 0, "tenants": {}}, 1.0)
+    history.add({"generation_tokens": 5, "tenants": {}}, 1.0)
+    history.add({"generation_tokens": 9, "tenants": {}}, 3.0)
+    assert list(history.rates) == [2.0]

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from genbatch.clients.plan.step_time import StepTimeError, StepWork, fit_step_time, read_step_time
+from genbatch.clients.plan.step_time import StepTimeError, StepWork, _no_negative, fit_step_time, read_step_time
 from tests.clients.plan.measured import MACHINE, report
 
 
@@ -27,6 +28,13 @@ def test_no_factor_is_negative_however_odd_the_figures_are() -> None:
     fitted = fit_step_time(odd)
     assert min(fitted.base, fitted.decode, fitted.key, fitted.prefill, fitted.prefill_key) >= 0
     assert fitted.error[0] > 0.1
+
+
+def test_what_would_be_negative_is_left_out_and_the_rest_is_fitted_anew() -> None:
+    # Least squares of both would give the second -1, and 3 to the first, which alone is nearest at 2.
+    columns = np.array([[1.0, 1.0], [1.0, 1.0], [1.0, 2.0], [1.0, 0.0]])
+    wanted = columns @ [3.0, -1.0]
+    assert _no_negative(columns, wanted) == pytest.approx([wanted.mean(), 0.0])
 
 
 def test_a_run_without_a_decode_rate_still_tells_of_its_prefill() -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from genbatch.nif.models.model import Model
@@ -66,6 +67,19 @@ def test_a_long_text_is_cut_and_joined_like_a_short_one_while_other_threads_run(
     assert again == text
     # Were the interpreter held, there would be none: another thread gets a turn before a call or after it.
     assert between - before > 5 and after - between > 1
+
+
+def test_a_text_begins_with_the_start_token_that_the_model_wants_unless_it_is_left_out(
+    tiny_models: ModuleType, tmp_path: Path
+) -> None:
+    tiny_models.build_tokenizer(tmp_path)
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    plain = hf("ab").input_ids
+    start = hf.convert_ids_to_tokens(1)
+    hf.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, 1)])
+    tokenizer = Tokenizer(hf)
+    assert tokenizer.encode("ab") == hf("ab").input_ids == [1, *plain]
+    assert tokenizer.encode("ab", add_special_tokens=False) == plain
 
 
 def test_special_tokens_written_in_a_prompt_count_as_such(smollm2: Model) -> None:

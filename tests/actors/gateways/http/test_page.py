@@ -208,6 +208,7 @@ async def test_docs_list_what_is_served() -> None:
                 other = "POST" if method == "get" else "GET"
                 response = await served.client.request(other, path)
                 assert response.status_code == 405, path
+        assert "<summary>What /v1/chat/completions takes;" in page
         chat = document["components"]["schemas"]["ChatFields"]["properties"]
         assert {"messages", "tools", "tool_choice"} <= chat.keys()
 
