@@ -17,7 +17,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import Result
+from genbatch.proto.messages import Payer, Result
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.waiting import a_moment, until_idle
@@ -124,6 +124,14 @@ async def test_a12_a_crash_of_the_batcher_is_answered_and_the_same_client_goes_o
             except Unavailable:
                 await a_moment()
         assert result.token_ids == oracle("llama").generate([5, 6, 7], 6)
+
+
+@pytest.mark.trio
+async def test_nobody_but_a_fleets_gateway_says_who_pays(serve: Any) -> None:
+    async with serve() as service, ZeroMQClient(service.addresses[0]) as client:
+        with pytest.raises(InvalidRequest) as refused:
+            await client.generate([5, 6], max_tokens=1, payer=Payer(name="another", served=0.0))
+        assert refused.value.field == "payer"
 
 
 @pytest.mark.trio

@@ -3,7 +3,7 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gguf
@@ -13,6 +13,7 @@ import torch
 
 from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, GgufWeights, gguf_config
+from genbatch.nif.models.model import _merged_experts
 from genbatch.nif.native.model_weights import RopeTables
 
 ARCH = {
@@ -162,3 +163,15 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
         else:
             got = weights.tensor(f"{key}.weight" if "experts" in key else key).whole()
         assert torch.allclose(got, parameter, atol=2e-7), key
+
+
+def test_the_experts_of_a_file_become_those_of_the_module(models: ModuleType, tmp_path: Path) -> None:
+    model = models.random_model("qwen3_moe", mlp_only_layers=[])
+    file = written(tmp_path / "model.gguf", "qwen3_moe", model)
+    weights = GgufWeights(file, gguf_config(file))
+    stored = {name: weights.tensor(name).whole() for name in weights.names()}
+    merged = _merged_experts(SimpleNamespace(model_class=type(model), config=model.config), stored)
+    experts = {key: parameter for key, parameter in model.state_dict().items() if "mlp.experts." in key}
+    assert len(experts) == 2 * model.config.num_hidden_layers
+    for key, parameter in experts.items():
+        assert torch.allclose(merged[key], parameter, atol=2e-7), key
