@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
-from genbatch.clients.cli.main import app
+from genbatch.clients.cli.main import load
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "docs" / "deploy"
@@ -20,8 +19,7 @@ yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 def serve_flags() -> set[str]:
     """All that `genbatch serve` takes."""
-    command: Any = typer.main.get_command(app)
-    return {flag for parameter in command.commands["serve"].params for flag in parameter.opts}
+    return {flag for parameter in load("serve").params for flag in parameter.opts}
 
 
 def containers(part: Any) -> list[dict[str, Any]]:
