@@ -6,6 +6,7 @@ and after most others, only a new one can be trusted.
 """
 
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -79,6 +80,8 @@ class EngineSession:
         self._rows: list[Any] = []  # the fields of TokenRow, as tuples, which cost half as much and travel alike
         self._messages: list[object] = []
         self._news = trio.Event()
+        self._told = trio.Event()  # the parent of what is served
+        self._told.set()
         self._nursery: trio.Nursery
 
     async def run(self) -> None:
@@ -190,8 +193,9 @@ class EngineSession:
 
     # Sending
 
-    def tell_models(self, models: Models) -> None:
-        """What is served has changed."""
+    def tell_models(self, models: Models, told: trio.Event) -> None:
+        """What is served has changed; the answer to who changed it, and all after it, waits until the parent was told."""
+        self._told = told
         self._post(Serving(models))
 
     def _post(self, message: object) -> None:
@@ -207,6 +211,7 @@ class EngineSession:
     async def _send(self) -> None:
         while True:
             await self._news.wait()
+            await self._told.wait()
             self._news = trio.Event()
             messages: list[object] = [Tokens(self._rows)] if self._rows else []
             messages += self._messages  # ends come after the tokens that they follow
@@ -248,6 +253,7 @@ class EngineProcess:
         self._session = trio.CancelScope()
         self._served: EngineSession | None = None  # the gateway's that is there
         self._told: tuple[str, int] = ("", 0)  # stage and part of loading
+        self._changes: deque[tuple[ServingChanged, trio.Event]] = deque()  # what the parent was not told yet
 
     async def serve(self) -> None:
         """Returns when the parent says so, or is gone.
@@ -293,10 +299,20 @@ class EngineProcess:
         await self._tell(Unjoined(number))
 
     def _tell_models(self, models: Models, adapters: list[AdapterSource]) -> None:
-        """The parent is to know what the next engine is to have, and the gateway what this one has."""
-        self._nursery.start_soon(self._tell, ServingChanged(models, adapters))
+        """The parent is to know what the next engine is to have, and then the gateway what this one has: were this one
+        killed between the two, what a client was told of would be undone."""
+        told = trio.Event()
+        self._changes.append((ServingChanged(models, adapters), told))
+        self._nursery.start_soon(self._tell_change)
         if self._served is not None:
-            self._served.tell_models(models)
+            self._served.tell_models(models, told)
+
+    async def _tell_change(self) -> None:
+        change, told = (
+            self._changes.popleft()
+        )  # the oldest: tasks begin in any order, the channel keeps to that of calls
+        await self._tell(change)
+        told.set()
 
     def _tell_progress(self, stage: str, done: int, total: int) -> None:
         """On the event loop's thread."""

@@ -10,6 +10,7 @@ import trio.testing
 
 from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import (
+    AdapterSource,
     EngineReady,
     Join,
     Loading,
@@ -19,7 +20,7 @@ from genbatch.actors.engine.child_process import (
     StopNow,
     Unjoined,
 )
-from genbatch.actors.engine.engine_process import EngineProcess
+from genbatch.actors.engine.engine_process import EngineProcess, EngineSession
 from genbatch.actors.engine.engine_wire import FrameStream
 from genbatch.nif.errors import ModelError
 from genbatch.proto.messages import Models
@@ -36,16 +37,21 @@ class Parent:
         self.say, self._said = trio.open_memory_channel[Any](10)
         self.is_gone = False
         self.is_answered = trio.Event()
+        self.has_room = trio.Event()
+        self.has_room.set()
+        self._sending = trio.Lock()
 
     async def receive(self) -> Any:
         return await self._said.receive()
 
     async def send(self, message: Any) -> None:
-        await trio.lowlevel.checkpoint()
-        if self.is_gone:
-            raise BrokenPipeError
-        self.heard.append(message)
-        self.is_answered.set()
+        async with self._sending:
+            await trio.lowlevel.checkpoint()
+            await self.has_room.wait()
+            if self.is_gone:
+                raise BrokenPipeError
+            self.heard.append(message)
+            self.is_answered.set()
 
     def take_socket(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -60,7 +66,7 @@ class Session:
 
     def __init__(self, batcher: Any, stream: FrameStream) -> None:
         self._stream = stream
-        self.told: list[Models] = []
+        self.told: list[trio.Event] = []
         self.let_go = trio.Event()
         self.made.append(self)
 
@@ -71,8 +77,8 @@ class Session:
             with trio.CancelScope(shield=True):
                 await self._stream.aclose()
 
-    def tell_models(self, models: Models) -> None:
-        self.told.append(models)
+    def tell_models(self, models: Models, told: trio.Event) -> None:
+        self.told.append(told)
 
 
 class Batcher:
@@ -171,6 +177,53 @@ async def test_one_gateway_is_served_at_a_time_and_it_and_the_parent_hear_of_oth
         sides.models(CHANGED, [])
         assert len(second.told) == 1
         await parent.say.send(StopNow())
+
+
+@pytest.mark.trio
+async def test_the_parent_hears_of_changes_in_their_order_and_the_gateway_when_it_has(sides: SimpleNamespace) -> None:
+    parent = Parent()
+    async with trio.open_nursery() as nursery:
+        await started(nursery, parent)
+        parent.heard.clear()
+        await parent.say.send(Join(1, NONE))
+        await trio.testing.wait_all_tasks_blocked()
+        parent.has_room = trio.Event()
+        changes = [[AdapterSource(str(number), "p", "d")] for number in range(12)]
+        for adapters in changes:
+            sides.models(CHANGED, adapters)
+        await trio.testing.wait_all_tasks_blocked()
+        [session] = Session.made
+        assert not any(told.is_set() for told in session.told)
+        parent.has_room.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert parent.heard == [ServingChanged(CHANGED, adapters) for adapters in changes]
+        assert all(told.is_set() for told in session.told) and len(session.told) == 12
+        await parent.say.send(StopNow())
+
+
+class Silent:
+    """Stands for the ref of a Batcher that never answers."""
+
+    async def call(self, message: Any, **options: Any) -> Any:
+        await trio.sleep_forever()
+
+
+@pytest.mark.trio
+async def test_nothing_reaches_the_gateway_after_a_change_before_the_parent_was_told() -> None:
+    ours, theirs = socket.socketpair()
+    gateway, told = FrameStream(ours), trio.Event()
+    session = EngineSession(Silent(), FrameStream(theirs))  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.run)
+        await trio.testing.wait_all_tasks_blocked()
+        session.tell_models(NONE, told)
+        with trio.move_on_after(0.05) as waited:
+            await gateway.receive()
+        assert waited.cancelled_caught, "were the engine killed now, the change would be undone"
+        told.set()
+        with trio.fail_after(30):
+            assert await gateway.receive() is not None
+        await gateway.aclose()
 
 
 @pytest.mark.trio
