@@ -194,7 +194,7 @@ class EngineSession:
     # Sending
 
     def tell_models(self, models: Models, told: trio.Event) -> None:
-        """What is served has changed; the answer to who changed it, and all after it, waits until the parent was told."""
+        """What is served has changed; the answer to who changed it, and all after it, waits until `told` is set."""
         self._told = told
         self._post(Serving(models))
 
