@@ -80,8 +80,8 @@ class EngineSession:
         self._rows: list[Any] = []  # the fields of TokenRow, as tuples, which cost half as much and travel alike
         self._messages: list[object] = []
         self._news = trio.Event()
-        self._told = trio.Event()  # the parent of what is served
-        self._told.set()
+        self._parent_knows = trio.Event()  # what is served
+        self._parent_knows.set()
         self._nursery: trio.Nursery
 
     async def run(self) -> None:
@@ -195,7 +195,7 @@ class EngineSession:
 
     def tell_models(self, models: Models, told: trio.Event) -> None:
         """What is served has changed; the answer to who changed it, and all after it, waits until `told` is set."""
-        self._told = told
+        self._parent_knows = told
         self._post(Serving(models))
 
     def _post(self, message: object) -> None:
@@ -211,7 +211,7 @@ class EngineSession:
     async def _send(self) -> None:
         while True:
             await self._news.wait()
-            await self._told.wait()
+            await self._parent_knows.wait()
             self._news = trio.Event()
             messages: list[object] = [Tokens(self._rows)] if self._rows else []
             messages += self._messages  # ends come after the tokens that they follow

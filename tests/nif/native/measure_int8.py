@@ -19,9 +19,8 @@ from genbatch.nif.native import model_weights
 from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, Linear
 from genbatch.nif.native.runner import NativeRunner
 
-# Loaded separately: they are programs, too.
-from measure_perplexity import CHARACTERS, WINDOW  # isort: skip
-from measure_steps import prefill_batch  # isort: skip
+# Loaded separately: it is a program, too.
+from measure_perplexity import CHARACTERS, WINDOW, window_logits  # isort: skip
 
 Chosen = Callable[[str], bool]  # by a tensor's name
 LINEARS = {"queries, keys, values": "q_proj", "attention's output": "o_proj", "gate, up": "gate_proj"}
@@ -43,12 +42,7 @@ def log_probabilities(model: Model, windows: torch.Tensor, mode: str, kv: torch.
     """[tokens, vocab] of whole windows."""
     runner = NativeRunner(model_weights.ModelWeights(model, mode), kv_dtype=kv)
     runner.allocate([WINDOW // 16], 16)
-    found = []
-    for window in windows:
-        plain = prefill_batch(model.vocab_size, WINDOW)
-        fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
-        batch = type(plain)(**{**fields, "input_ids": window, "logit_rows": torch.arange(WINDOW)})
-        found.append(runner.forward(batch).clone())
+    found = [window_logits(runner, window, model.vocab_size).clone() for window in windows]
     runner.close()
     return torch.cat(found).log_softmax(-1)
 

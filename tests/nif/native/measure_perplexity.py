@@ -20,14 +20,18 @@ WINDOW = 512  # tokens that are scored together, each from what precedes it in t
 CHARACTERS = slice(20_000, 110_000)  # about 22,000 tokens of SmolLM2
 
 
+def window_logits(runner: Runner, window: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[tokens, vocab] of one window as a prompt."""
+    plain = prefill_batch(vocab_size, WINDOW)
+    fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
+    return runner.forward(type(plain)(**{**fields, "input_ids": window, "logit_rows": torch.arange(WINDOW)}))
+
+
 def mean_nll(runner: Runner, tokens: torch.Tensor, vocab_size: int) -> float:
     """Mean negative log-likelihood per token over whole windows."""
     losses = []
     for window in tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW):
-        plain = prefill_batch(vocab_size, WINDOW)
-        fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
-        batch = type(plain)(**{**fields, "input_ids": window, "logit_rows": torch.arange(WINDOW)})
-        logits = runner.forward(batch)
+        logits = window_logits(runner, window, vocab_size)
         losses.append(float(torch.nn.functional.cross_entropy(logits[:-1], window[1:])))
     return sum(losses) / len(losses)
 
