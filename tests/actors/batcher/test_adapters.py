@@ -1,5 +1,6 @@
 """Adapters of a running Batcher: who asks by name gets PEFT's text, whoever else asks, and nobody gets another's KV."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,18 @@ async def test_an_adapter_is_loaded_unloaded_and_loaded_again_as_another(
         await batcher.load_adapter("y", str(dirs["one"]))
         again = await batcher.generate(PROMPT, model="y", max_tokens=8, ignore_eos=True)
         assert again.token_ids == expected.generate("one", PROMPT, 8) and again.usage.cached_tokens == 32
+
+
+@pytest.mark.trio
+async def test_a_batcher_that_has_loaded_an_adapter_leaves_no_thread(base: Path, dirs: dict[str, Path]) -> None:
+    def ours() -> set[str]:
+        return {thread.name for thread in threading.enumerate() if thread.name.startswith("genbatch-")}
+
+    before = ours()
+    async with open_batcher(str(base), **OPTIONS) as batcher:
+        await batcher.load_adapter("x", str(dirs["one"]))
+        assert "genbatch-adapters" in ours() - before
+    assert ours() == before
 
 
 @pytest.mark.trio

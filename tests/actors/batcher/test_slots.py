@@ -7,7 +7,7 @@ from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.batcher.slots import FairShare, HeldPrompts, Slots, _charge
 
 
-def waits(account: str, arrival: int, num_pauses: int = 0) -> Sequence:
+def waits(account: str, arrival: int, num_pauses: int = 0, width: int = 1) -> Sequence:
     request = SimpleNamespace(account=account)
     return cast(Any, Sequence)(
         request_id=arrival,
@@ -15,6 +15,7 @@ def waits(account: str, arrival: int, num_pauses: int = 0) -> Sequence:
         max_new_tokens=8,
         arrival=arrival,
         num_pauses=num_pauses,
+        width=width,
         request=request,
         output=None,
         sampler=None,
@@ -51,3 +52,14 @@ def test_a_request_is_charged_for_its_prompt_once_however_many_sequences_it_has(
     assert _charge(first) == 8
     first.choice = 1
     assert _charge(first) == 0
+
+
+def test_beams_find_a_slot_for_each_or_wait_and_nobody_overtakes_them() -> None:
+    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), None, 4, cast(Any, None))
+    one, wide, last = waits("a", 1), waits("a", 2, width=4), waits("a", 3)
+    for sequence in (one, wide, last):
+        slots.enqueue(sequence)
+    assert slots.ready() == [one], "beams wait, and nobody runs"
+    slots.pending = [waits("a", 1), waits("a", 2)]
+    slots.sequences, slots.seq_pool = {0: wide}, {3}
+    assert slots.ready() == slots.pending[:1], "beams run, and none waits"

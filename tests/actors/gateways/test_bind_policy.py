@@ -1,10 +1,15 @@
 """Other machines are let in only past keys, or tokens and TLS."""
 
 import socket
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 import pytest
+import trio
 
-from genbatch.actors.gateways.addresses import check_nobody_listens, host_and_port
+from genbatch.actors.gateways.addresses import check_nobody_listens, host_and_port, is_listening, prepare_socket_file
 from genbatch.actors.security.key_files import AddressError, InsecureBind
 from genbatch.actors.security.security import check_bind, is_loopback
 
@@ -58,3 +63,26 @@ def test_a_port_where_connections_are_only_dying_is_free() -> None:
             served.close()  # first, so that the system keeps this end for a while
             assert client.recv(1) == b""
     check_nobody_listens(f"tcp://127.0.0.1:{port}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full queue refuses, as nobody does who listens")
+@pytest.mark.trio
+async def test_a_socket_to_which_too_many_connect_is_taken(tmp_path: Path) -> None:
+    """To ask takes no longer than where nobody waits."""
+    path = tmp_path / "s"
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(1)
+        with pytest.raises(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(path))
+        prepare = partial(prepare_socket_file, f"unix://{path}", path)
+        with trio.fail_after(30):
+            assert await trio.to_thread.run_sync(is_listening, path, abandon_on_cancel=True)
+            with pytest.raises(AddressError, match="another service listens there"):
+                await trio.to_thread.run_sync(prepare, abandon_on_cancel=True)
+    prepare()
+    assert not path.exists(), "what a dead service left is removed"

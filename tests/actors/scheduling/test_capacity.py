@@ -131,6 +131,13 @@ def test_b17_a_full_pool_pauses_the_newest_and_never_the_oldest() -> None:
     assert (ids(fitting), ids(paused)) == ([1, 2], [3])
 
 
+def test_b17_what_fits_exactly_pauses_nobody_and_holds_no_refusal_back() -> None:
+    kv = RealBlocks(6, 4)
+    active = [*held(kv, decoding(1), decoding(2)), request(3, 100, 1)]  # each of the two begins its third block
+    output = MaxUtilizationScheduler(8, kv, margin=0.0).schedule_request(active)
+    assert (ids(output.fitting_requests), ids(output.paused_requests), ids(output.never_fitting)) == ([1, 2], [], [3])
+
+
 def test_a_request_that_was_paused_twice_is_spared_while_there_is_another() -> None:
     kv = RealBlocks(6, 4)
     active = held(kv, decoding(1), decoding(2), decoding(3))

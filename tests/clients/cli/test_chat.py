@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 import torch
 import trio
+from typer.testing import CliRunner
 
 from genbatch.clients.cli.chat import Conversation, ConversationStore, Session, SessionFile, SessionFileError
+from genbatch.clients.cli.main import app
 from genbatch.clients.in_process import open_batcher
 from genbatch.clients.interface import MessageLike
 from genbatch.proto.errors import InvalidRequest, PromptTooLong, Unavailable
@@ -236,6 +238,23 @@ async def test_the_command_goes_on_where_the_last_run_left_off(
     again = head(file.path)
     assert again["turns"][:4] == first["turns"] and len(again["turns"]) == 6
     assert again["state_bytes"] > first["state_bytes"]
+
+
+@pytest.mark.parametrize(("flags", "finds_running"), [((), True), (("--session", "notes.chat"), False)])
+def test_a_session_takes_no_service_that_others_use(
+    flags: tuple[str, ...], finds_running: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps no KV for anybody."""
+    asked: list[bool] = []
+
+    def open_client(*_: object, finds_running: bool) -> None:
+        asked.append(finds_running)
+        raise Unavailable("that is all")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("genbatch.clients.cli.chat.open_client", open_client)
+    assert "that is all" in CliRunner().invoke(app, ["chat", *flags]).output
+    assert asked == [finds_running]
 
 
 @pytest.mark.trio

@@ -205,7 +205,9 @@ async def test_commands_find_the_running_service_and_import_no_torch(
     own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     monkeypatch.setattr(scripted_batcher, "CARD", msgspec.structs.replace(scripted_batcher.CARD, sampling=own))
     async with served(tmp_path) as service:
-        environment = {**os.environ, "GENBATCH_BIND": service.address, "XDG_CONFIG_HOME": str(tmp_path)}
+        # In a narrow terminal, too, an address is one piece that can be copied.
+        narrow = {"COLUMNS": "40"}
+        environment = {**os.environ, "GENBATCH_BIND": service.address, "XDG_CONFIG_HOME": str(tmp_path), **narrow}
 
         async def said(*arguments: str, stdin: str = "") -> tuple[str, str]:
             done = await trio.run_process(

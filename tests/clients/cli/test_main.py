@@ -20,10 +20,13 @@ from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.actors.service.options import ServiceOptions
+from genbatch.clients.cli.generate import _print_summary
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.settings import read_settings
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
+from genbatch.proto.messages import Result as GenerateResult
+from genbatch.proto.messages import Usage
 from genbatch.proto.validation import RequestLimits
 
 GENBATCH = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()"]
@@ -299,6 +302,19 @@ def test_generate_puts_the_system_prompt_in_front(tiny: list[str]) -> None:
         for flags in ([], ["--system", "Be brief."])
     )
     assert longer > plain
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_person_is_told_how_fast_an_answer_was_and_a_pipe_is_not(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")  # without colours
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    usage = Usage(prompt_tokens=1, completion_tokens=3)
+    _print_summary(GenerateResult(text="abc", token_ids=[1, 2, 3], finish_reason="length", usage=usage), 2.0)
+    printed = capsys.readouterr()
+    assert ("length: 3 tokens in 2.0 s, 1.5 tok/s" in printed.err) is is_terminal
+    assert printed.out == "", "standard output is the answer's"
 
 
 def test_the_demo_answers_eight_prompts_over_zeromq_and_shares_the_system_prompt(

@@ -83,6 +83,25 @@ async def test_a_replica_that_leaves_is_asked_no_more_and_another_life_of_it_joi
 
 
 @pytest.mark.trio
+async def test_a_replica_that_takes_long_to_start_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    services = Services("ipc:///nowhere")
+    asked: list[str] = []
+
+    async def describe(name: str, timeout_s: float) -> Described | None:
+        asked.append(name)
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(services, "describe", describe)
+    gateway = FleetGateway(services, FleetOptions(rule=ScaleRule(min_replicas=2, max_replicas=2)), ServiceOptions())
+    with trio.move_on_after(60):
+        async with gateway.run():
+            raise AssertionError("no replica is ready")
+    assert sorted(asked) == ["replica 0", "replica 1"]
+
+
+@pytest.mark.trio
 async def test_a_replica_too_many_is_let_go_once_it_was_too_many_for_a_while_and_nothing_changed(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:

@@ -409,7 +409,7 @@ def test_the_default_model_is_pinned(smollm2: Model) -> None:
 
 
 def test_a_hugging_face_id_is_fetched_without_pickles_or_code(
-    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: dict[str, Any] = {}
 
@@ -423,6 +423,8 @@ def test_a_hugging_face_id_is_fetched_without_pickles_or_code(
         return str(tiny_model_dir("llama"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    # As with HF_HUB_DISABLE_PROGRESS_BARS=0, which nobody's request to be quiet overrides.
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "are_progress_bars_disabled", lambda *_: False)
     steps: list[tuple[str, int, int]] = []
     found = resolve_model("someone/model", lambda *step: steps.append(step))
     assert (found.name, found.path) == ("someone/model", tiny_model_dir("llama"))
@@ -431,6 +433,7 @@ def test_a_hugging_face_id_is_fetched_without_pickles_or_code(
     for file in ("pytorch_model.bin", "model.pt", "modeling.py", "original/consolidated.00.pth"):
         assert not any(fnmatch(file, pattern) for pattern in asked["patterns"])
     assert steps == [("download", 0, 0), ("download", 4, 10), ("download", 10, 10)]
+    assert capsys.readouterr().err == "", "the bars are ours"
 
 
 def test_a_hugging_face_id_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
