@@ -233,6 +233,9 @@ async def test_a08_requests_that_share_a_first_message_prefill_it_once(tiny_mode
     assert prefix > 16
     assert [result.usage.cached_tokens >= prefix for result in together] == [True] * 4
     assert stats.shared_tokens == 4 * prefix
+    # Every prompt token was shared, found or computed, and so was the prompt that is held.
+    asked = sum(result.usage.prompt_tokens for result in (*alone, *together)) + prefix
+    assert stats.shared_tokens + stats.reused_tokens + stats.prefilled_tokens == asked
     # The prompt that is held begins with the blocks of the request that brought it first.
     begun = (prefix - 1) // 4 * 4
     lengths = [result.usage.prompt_tokens for result in together]

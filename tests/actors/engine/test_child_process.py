@@ -16,6 +16,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
     ChildProcess,
     NotStarted,
+    ProcessDied,
     ProcessFailed,
     decode_options,
     encode_options,
@@ -108,6 +109,14 @@ def test_the_errors_of_a_start_keep_their_class_and_what_they_name(error: Except
 def test_another_error_of_a_start_keeps_its_text() -> None:
     again = to_error(to_message(ZeroDivisionError("what")))
     assert isinstance(again, ProcessFailed) and "ZeroDivisionError: what" in str(again)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "how"),
+    [(-9, "was killed by signal 9"), (0, "ended with exit code 0"), (1, "ended with exit code 1")],
+)
+def test_how_a_process_ended_is_said(returncode: int, how: str) -> None:
+    assert str(ProcessDied("engine", returncode)) == f"the engine process {how}"
 
 
 @pytest.mark.trio

@@ -125,6 +125,9 @@ class Scripted(GenServer):
                 return {"steps": 3, "finished": {"stop": 1}}
             case Tokenize(TokenizeRequest(prompt="hold")):
                 return NOREPLY
+            case Tokenize(TokenizeRequest(prompt="refused")):
+                reply_error(from_, InvalidRequest("prompt", "the model's own reason"))
+                return NOREPLY
             case Tokenize():
                 return TokenIds(token_ids=[1, 2])
             case Detokenize():
@@ -345,6 +348,15 @@ async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, moc
     assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (0, 0, 0)
     with pytest.raises(InvalidRequest):
         await bench.ref.call(Tokenize(TokenizeRequest(prompt="\ud800")))
+    heard = trio.Event()
+
+    async def ask() -> None:
+        with pytest.raises(InvalidRequest, match="the model's own reason"):
+            await bench.ref.call(Tokenize(TokenizeRequest(prompt="refused")), timeout=None)
+        heard.set()
+
+    bench.nursery.start_soon(ask)
+    await until(heard.is_set)
 
 
 def test_every_field_of_a_generate_call_is_sent_or_is_known_to_stay() -> None:

@@ -69,6 +69,7 @@ def test_at_level_debug_every_event_of_a_request_has_a_line(capsys: pytest.Captu
 
 
 def test_libraries_lines_and_warnings_take_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger().setLevel(logging.DEBUG)  # as a library may have asked for
     telemetry_of("json")
     logging.getLogger("hypercorn").warning("%d connections", 3)
     logging.getLogger("hypercorn").info("not told")

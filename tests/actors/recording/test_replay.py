@@ -5,7 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.recording import records
 from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.recording.records import Record, RecordError, RecordReader, RecordWriter
-from genbatch.actors.recording.replay import Report, replay
+from genbatch.actors.recording.replay import Report, Timeline, replay
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
@@ -307,6 +308,13 @@ def test_a_recording_ends_at_its_limit_and_the_service_goes_on(tiny_model: TinyM
     assert path.stat().st_size < 100
     with pytest.raises(RecordError, match="no header"):
         replay(path)
+
+
+def test_a_line_says_what_each_entry_of_a_step_has_drawn() -> None:
+    header = cast(records.Header, SimpleNamespace(time=1.0))
+    draws = [records.Draw(token=7), None, records.Draw(token=2, end="stop"), records.Draw(fault="nan")]
+    line = Timeline().line(header, records.SteppedRecord(time=1.5, draws=draws))
+    assert line == "  0.500000  a step ends: 7 - 2 (stop) (nan)"
 
 
 def test_what_cannot_be_recorded_is_told_at_the_start(tiny_model: TinyModel, tmp_path: Path) -> None:

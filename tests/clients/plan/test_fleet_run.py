@@ -72,6 +72,9 @@ def test_between_two_reports_a_gateway_counts_what_it_has_sent_itself() -> None:
     same = [asked(0.0, 640, 2, blocks=range(10))] * 8
     run = run_fleet(trace(*same), SIMPLE, full)
     assert run.refused == 0 and run.most_of_one == pytest.approx(1.0)
+    # Once it is cached the beginning draws them all to one replica, whose places the gateway has to count.
+    later = [asked(5.0, 640, 2, blocks=range(10))] * 6
+    assert run_fleet(trace(same[0], *later), SIMPLE, full).refused == 0
 
 
 def test_who_finds_no_slot_waits_and_who_finds_no_place_is_refused() -> None:
