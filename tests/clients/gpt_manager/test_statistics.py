@@ -138,6 +138,8 @@ def test_b19_b20_the_cache_is_the_smaller_of_max_tokens_and_the_memory_fraction(
     assert blocks(maxTokens=100) == 25
     assert blocks(maxTokens=100, freeGpuMemoryFraction=0.5) == 25
     assert blocks(maxTokens=4 * (half + 1), freeGpuMemoryFraction=0.5) == half
+    free = 2**33
+    assert blocks() == most, "what every slot could fill, however much memory there is"
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 5])

@@ -106,6 +106,16 @@ def test_a_configuration_that_is_not_served_is_refused_by_its_field(
     assert "adapter_" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_configuration_may_have_so_many_bytes_and_no_more(adapter: Path, model: Model) -> None:
+    file = adapter / "adapter_config.json"
+    text = file.read_text().ljust(2**20)
+    file.write_text(text)
+    read(adapter, model)
+    file.write_text(text + " ")
+    with pytest.raises(AdapterError, match="at most 1048576 bytes"):
+        read(adapter, model)
+
+
 def tensors_with(**changes: torch.Tensor | None) -> Callable[[dict[str, torch.Tensor]], None]:
     """Tensors added, replaced, or with None taken out; a name without a dot is A or B of layer 2's queries."""
 
