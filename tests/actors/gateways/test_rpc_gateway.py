@@ -305,6 +305,17 @@ async def test_stopping_ends_open_calls_and_removes_the_file(tmp_path: Path) -> 
             await trio.testing.wait_all_tasks_blocked()
 
 
+async def test_connections_that_have_ended_are_forgotten(tmp_path: Path) -> None:
+    async with served(tmp_path, "unix") as service:
+        assert isinstance(service.gateway, RPCGateway)
+        for _ in range(3):
+            async with connected(service) as socket:
+                assert (await socket.ask([0, 1, "stats", []]))[3]["steps"] == 7
+        with trio.fail_after(30):
+            while service.gateway._connections:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+
+
 async def test_too_many_connections_are_told_so(tmp_path: Path) -> None:
     async with served(tmp_path, "unix") as service, connected(service) as socket:
         assert isinstance(service.gateway, RPCGateway)

@@ -155,7 +155,7 @@ async def test_a_client_that_leaves_ends_its_request(path: str, body: dict[str, 
 async def test_a_streamed_response_opens_one_message_for_all_of_its_text() -> None:
     async with served_http(batcher=Talking()) as served:
         connection = await trio.open_tcp_stream("127.0.0.1", served.port)
-        content = json.dumps({"input": "hold", "stream": True}).encode()
+        content = json.dumps({"input": "hold", "stream": True, "metadata": {"topic": "x"}}).encode()
         head = f"POST {RESPONSES} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         await connection.send_all(head.encode() + content)
         held = await served.batcher.arrival("hold")
@@ -168,6 +168,7 @@ async def test_a_streamed_response_opens_one_message_for_all_of_its_text() -> No
     events = [json.loads(line[6:]) for line in seen.decode().splitlines() if line.startswith("data: ")]
     opened = [event["item"]["type"] for event in events if event["type"] == "response.output_item.added"]
     assert opened == ["message"]
+    assert events[0]["response"]["metadata"] == {"topic": "x"}, "it is the caller's, and comes back"
     assert [event["delta"] for event in events if event["type"] == "response.output_text.delta"] == ["one", "two"]
 
 

@@ -597,12 +597,20 @@ async def test_odd_headers_are_answered_and_no_fault_of_the_service(
 
 
 @pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/completions", b"invalid_request_error"), ("/v1/messages", b"timeout_error")]
+)
 async def test_who_begins_a_body_and_does_not_go_on_is_told_that_its_time_is_over(
-    monkeypatch: pytest.MonkeyPatch,
+    path: str, kind: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front, "BODY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(front, "MAX_UNWANTED_S", 0.05)
     async with served_http() as served, await trio.open_tcp_stream("127.0.0.1", served.port) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{{"
         await connection.send_all(head.encode())
-        assert (await connection.receive_some()).startswith(b"HTTP/1.1 408 ")
+        told = b""
+        while kind not in told:
+            part = await connection.receive_some()
+            assert part, told
+            told += part
+        assert told.startswith(b"HTTP/1.1 408 ")
