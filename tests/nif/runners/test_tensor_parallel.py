@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.context.tensor_parallel import (
+    _ALLOCATE,
     _COPY_BLOCKS,
+    _READ_BLOCKS,
+    _WRITE_BLOCKS,
     ShardRunner,
     TensorParallelRunner,
     head_ranges,
@@ -114,12 +117,21 @@ def test_shards_add_up_to_the_model_on_every_rank(tiny_model_dir: Callable[[str]
 
 
 class Words:
-    """What rank 0 tells, kept until another rank hears it."""
+    """What rank 0 tells, kept until another rank hears it; and the bytes that go to and fro."""
 
     rank, size = 0, 1
 
     def __init__(self) -> None:
         self.told: list[tuple[int, torch.Tensor, int]] = []
+        self.from_zero = torch.empty(0, dtype=torch.uint8)
+        self.to_zero: list[torch.Tensor] = []
+
+    def bytes_from_zero(self, parts: None, size: int) -> torch.Tensor:
+        assert self.from_zero.shape == (size,)
+        return self.from_zero
+
+    def bytes_to_zero(self, content: torch.Tensor, sizes: tuple[()]) -> None:
+        self.to_zero.append(content)
 
     def tell(self, what: int, payload: torch.Tensor, argument: int) -> None:
         self.told.append((what, payload, argument))
@@ -148,6 +160,24 @@ def test_a_rank_that_does_what_it_is_told_holds_what_rank_0_holds(tiny_model_dir
     blocks = range(10)
     assert first.read_blocks(0, blocks).any()
     assert torch.equal(other.read_blocks(0, blocks), first.read_blocks(0, blocks))
+
+
+def test_a_rank_keeps_and_gives_back_the_blocks_it_is_told_to(tiny_model_dir: Callable[[str], Any]) -> None:
+    place, words = Threads(1).rank(0), Words()
+    model = load_model(str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0)
+    runner = ShardRunner(shard_model(model, place), place)
+    content = torch.randint(256, (2, runner.bytes_per_block(0, 4)), dtype=torch.uint8)
+    words.from_zero = content.flatten()
+    words.told = [
+        (_ALLOCATE, torch.tensor([4]), 4),
+        (_WRITE_BLOCKS, torch.tensor([0, 1, 3]), 0),  # of group 0 the blocks 1 and 3
+        (_READ_BLOCKS, torch.tensor([0, 3, 2, 1]), 0),
+    ]
+    with pytest.raises(EOFError):
+        serve_rank(runner, words)  # type: ignore[arg-type]
+    [given] = words.to_zero
+    there, untouched, here = given.view(3, -1)
+    assert torch.equal(torch.stack([here, there]), content) and not untouched.any()
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 64))
