@@ -81,9 +81,7 @@ class MessageSplitter:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes  # may be raised between two messages, up to MAX_TRANSPORT_BYTES
-        self._walker = msgpack.Unpacker(
-            read_size=WALKER_BYTES, max_buffer_size=max(max_bytes, MAX_TRANSPORT_BYTES) + MAX_FEED_BYTES
-        )
+        self._walker = self._new_walker()
         self._held = bytearray()  # of the message that is arriving
         self._end_of_last = 0  # in all that ever arrived
 
@@ -108,10 +106,18 @@ class MessageSplitter:
             self._end_of_last += size
             message = bytes(memoryview(self._held)[:size])
             del self._held[:size]
+            if size > MAX_FEED_BYTES:  # the walker has a copy, and would keep its room for as long as it lives
+                self._walker = self._new_walker()
+                self._walker.feed(self._held)
+                self._end_of_last = 0
             yield message
         if len(self._held) > self.max_bytes:
             reason = f"{len(self._held)} bytes and more in one message, {self.max_bytes} can be passed over"
             raise StreamBroken(self._head(), FrameTooLarge(reason))
+
+    def _new_walker(self) -> msgpack.Unpacker:
+        most = max(self.max_bytes, MAX_TRANSPORT_BYTES) + MAX_FEED_BYTES
+        return msgpack.Unpacker(read_size=WALKER_BYTES, max_buffer_size=most)
 
     def _walk(self) -> bool:
         """Whether another message has arrived entirely."""

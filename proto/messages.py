@@ -2,6 +2,7 @@
 model is served, and how the service is.
 """
 
+import sys
 from typing import Any, Literal
 
 import msgspec
@@ -309,17 +310,41 @@ def check_type(value: object, wanted: Any) -> Any:
         raise InvalidRequest(None, "is nested too deeply") from None
 
 
+# What an integer or a float takes, and a short map with its names that became a type.
+NUMBER_BYTES, MAP_BYTES = 32, 320
+
+
 def held_bytes(value: object) -> int:
-    """About what a message or a part of it takes: characters, and eight bytes for each element of a list or map."""
+    """What a message, or a part of it, takes of a gateway's memory from its decoding to its answer, at most.
+
+    A text is there once, and unless it is ASCII once more in UTF-8: CPython keeps what was made to send it. Lists and
+    maps are there as plain data and as their type, with the same elements.
+    """
+    if isinstance(value, str):
+        return sys.getsizeof(value) + (0 if value.isascii() else len(value.encode(errors="surrogatepass")))
+    if isinstance(value, msgspec.Struct):
+        fields = sum(held_bytes(getattr(value, name)) for name in value.__struct_fields__)
+        return MAP_BYTES + sys.getsizeof(value) + fields
+    if isinstance(value, list | tuple):
+        # Of numbers there may be hundreds of thousands.
+        of_numbers = set(map(type, value)) <= {int, float}
+        elements = NUMBER_BYTES * len(value) if of_numbers else sum(map(held_bytes, value))
+        return 2 * sys.getsizeof(value) + elements
+    if isinstance(value, dict):
+        return 2 * sys.getsizeof(value) + sum(map(held_bytes, value)) + sum(map(held_bytes, value.values()))
+    return NUMBER_BYTES if isinstance(value, float) or type(value) is int else 0
+
+
+def num_characters(value: object) -> int:
+    """How much text there is in a message or a part of it, with eight for each element of a list or map."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, msgspec.Struct):
-        return sum(held_bytes(getattr(value, name)) for name in value.__struct_fields__)
+        return sum(num_characters(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, list | tuple):
-        # Of numbers there may be hundreds of thousands.
-        return 8 * len(value) + (0 if set(map(type, value)) <= {int, float} else sum(map(held_bytes, value)))
+        return 8 * len(value) + (0 if set(map(type, value)) <= {int, float} else sum(map(num_characters, value)))
     if isinstance(value, dict):
-        return 8 * len(value) + sum(map(held_bytes, value)) + sum(map(held_bytes, value.values()))
+        return 8 * len(value) + sum(map(num_characters, value)) + sum(map(num_characters, value.values()))
     return 0
 
 

@@ -36,7 +36,7 @@ from genbatch.proto.messages import (
     NamedTool,
     TokenizeRequest,
     Tool,
-    held_bytes,
+    num_characters,
 )
 from genbatch.proto.validation import (
     Grammar,
@@ -203,7 +203,7 @@ class Intake:
             return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
         if wanted.messages is None:
             return len(wanted.prompt or "")
-        size = held_bytes(wanted.messages) + held_bytes(wanted.tools) + held_bytes(wanted.chat_template_kwargs)
+        size = num_characters((wanted.messages, wanted.tools, wanted.chat_template_kwargs))
         if isinstance(wanted, GenerateRequest) and wanted.messages:
             first = wanted.messages[0]
             if (first.role, first.content) not in self._prefixes:

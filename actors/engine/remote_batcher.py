@@ -75,6 +75,9 @@ from genbatch.proto.validation import validate_embed, validate_request
 
 logger = logging.getLogger(__name__)
 
+# Requests that have waited for an engine are not copied all at once into one frame: each may have a megabyte.
+MESSAGES_A_FRAME = 16
+
 
 class EngineConnection:
     """One engine's link, from its start to its end.
@@ -133,12 +136,13 @@ class EngineConnection:
         while True:
             await self._news.wait()
             self._news = trio.Event()
-            frame = encode_frame(self._outbox)
-            self._outbox.clear()
-            try:
-                await self._stream.send(frame)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                return  # what the engine sent before its end is still read
+            while self._outbox:
+                frame = encode_frame(self._outbox[:MESSAGES_A_FRAME])
+                del self._outbox[:MESSAGES_A_FRAME]
+                try:
+                    await self._stream.send(frame)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    return  # what the engine sent before its end is still read
 
 
 @dataclass(frozen=True, slots=True)

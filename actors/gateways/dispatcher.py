@@ -69,7 +69,7 @@ Claimed = TypeVar("Claimed", GenerateRequest, EmbedRequest)
 RETRY_AFTER_RESTART_MS = 500
 # A mailbox is emptied between two steps.
 RETRY_AFTER_FULL_MS = 100
-# Texts that one client may have read at once, their bytes (a token id counts four), and those of all clients.
+# Texts that one client may have read at once, what they take of memory, and those of all clients.
 MAX_TEXT_CALLS = 32
 MAX_TEXT_BYTES = 2 * 2**20
 MAX_TEXTS_BYTES = 16 * 2**20
@@ -293,7 +293,7 @@ class Dispatcher:
 
     async def _detokenize(self, params: dict[Any, Any], caller: Caller) -> object:
         wanted: DetokenizeRequest = check_type(params, DetokenizeRequest)
-        with self._texts.taken(self._text_payer(caller), 4 * len(wanted.token_ids)):
+        with self._texts.taken(self._text_payer(caller), held_bytes(wanted)):
             return await self._batcher.call(Detokenize(wanted), timeout=None)
 
     def _text_payer(self, caller: Caller) -> str:

@@ -4,6 +4,7 @@ It remembers the accepted requests, so clients notice an engine's death by the e
 a connection's. Imports no torch.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -264,8 +265,22 @@ def _link_name(place: int) -> str:
     return "link" if place == 0 else f"link_{place}"
 
 
+# From so many bytes on a block of memory is the kernel's again as soon as it is freed.
+LARGE_BLOCK_BYTES = 2**18
+_M_MMAP_THRESHOLD = -3  # glibc's
+
+
+def return_large_blocks() -> None:
+    """Else glibc keeps what large messages were in: it takes the first that is freed for a sign that more will come,
+    and from then on puts them among small blocks, which outlive them. Other libraries have no such call."""
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is not None:
+        adjust(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
 def main() -> None:
     """Runs until the parent says so, or is gone."""
+    return_large_blocks()
     run_child(lambda channel: GatewayProcess(channel).serve())
 
 

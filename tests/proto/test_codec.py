@@ -98,6 +98,23 @@ def test_an_endless_message_holds_no_more_than_its_size_and_breaks_at_the_limit(
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("size", [1000, MAX_FEED_BYTES])
+def test_a_large_message_is_found_among_small_ones_and_leaves_nothing_behind(size: int) -> None:
+    packed = [msgpack.packb(text) for text in ("a", "x" * 2**20, "b", "y" * 2**20, "c" * 5000)]
+    whole = b"".join(packed)
+    tracemalloc.start()
+    try:
+        splitter = MessageSplitter(MAX_TRANSPORT_BYTES)
+        for start in range(0, len(whole), size):
+            for message in splitter.feed(whole[start : start + size]):
+                assert message == packed.pop(0)
+                del message
+        assert not packed and not splitter.is_inside_message
+        assert tracemalloc.get_traced_memory()[0] < len(whole) / 10
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_message_over_the_limit_that_came_at_once_breaks_the_stream_too() -> None:
     splitter = MessageSplitter(10)
     small, large = msgpack.packb("x"), msgpack.packb("x" * 20)

@@ -1,13 +1,16 @@
 """Which requests are taken: every range, at its edges, and the path of the fault."""
 
+import gc
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
 import pytest
 
+from genbatch.proto.codec import REQUEST_LIMITS, decode, encode
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, Message, Payer
+from genbatch.proto.messages import GenerateRequest, Message, Payer, check_type, held_bytes
 from genbatch.proto.validation import RequestLimits, validate_request
 
 LIMITS = RequestLimits()
@@ -132,3 +135,36 @@ def test_every_field_of_a_request_is_documented_and_has_a_default() -> None:
     for field in msgspec.structs.fields(GenerateRequest):
         assert f"        {field.name}: " in (GenerateRequest.__doc__ or ""), field.name
         assert not field.required
+
+
+SCHEMA = {"type": "object", "properties": {f"name{i}": {"type": "string", "enum": ["ab", "cd"]} for i in range(40)}}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"prompt": "x" * 2**19},
+        {"prompt": "é" * 2**18},
+        {"prompt": "世" * 2**17},
+        {"prompt": "😀" + "x" * 2**19},
+        {"token_ids": list(range(40_000, 140_000))},
+        {"prompt": "x", "logit_bias": {number: 0.5 * number for number in range(300, 1300)}},
+        {"messages": [{"role": "user", "content": f"Number {number}"} for number in range(1000)]},
+        {"messages": [], "tools": [{"name": f"tool{number}", "parameters": SCHEMA} for number in range(40)]},
+    ],
+    ids=["ASCII", "Latin", "Chinese", "one emoji", "token ids", "bias", "messages", "tools"],
+)
+def test_what_a_request_holds_is_counted_in_full(params: dict[str, Any]) -> None:
+    """As the gateway holds it: as plain data and as a request, after it was sent to the engine."""
+    message = encode(params)
+    tracemalloc.start()
+    try:
+        plain = decode(message, REQUEST_LIMITS)
+        request = check_type(plain, GenerateRequest)
+        counted = held_bytes(request)
+        encode(request)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held <= counted + 4096 and counted < 3 * held

@@ -657,6 +657,25 @@ async def test_a_gateway_that_reads_nothing_does_not_hold_up_a_step(
 
 
 @pytest.mark.trio
+async def test_what_has_waited_for_an_engine_is_sent_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is a copy of all that it tells."""
+    monkeypatch.setattr("genbatch.actors.engine.remote_batcher.MESSAGES_A_FRAME", 2)
+    sent: list[int] = []
+
+    def count(messages: list[Any]) -> bytes:
+        sent.append(len(messages))
+        return encode_frame(messages)
+
+    monkeypatch.setattr("genbatch.actors.engine.remote_batcher.encode_frame", count)
+    for prompt in "abc":
+        bench.ask(prompt)
+    await until(lambda: len(bench.link.accepted) == 3)
+    await bench.engine_comes()
+    await bench.working("a", "b", "c")
+    assert sent == [2, 1]
+
+
+@pytest.mark.trio
 async def test_a_link_that_is_closed_between_two_that_live_is_made_anew(bench: Bench, mock_clock: MockClock) -> None:
     await bench.engine_comes()
     bench.ask("go")

@@ -153,8 +153,8 @@ async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all
             return NOREPLY
 
     dispatcher = Dispatcher(await start(nursery, Slow()))
-    text = "x" * (MAX_TEXT_BYTES // 2)
-    ids = [1] * (MAX_TEXT_BYTES // 4)
+    text = "x" * (MAX_TEXT_BYTES // 2 - 600)  # with what a request takes besides
+    ids = [1] * (MAX_TEXT_BYTES // 48)
 
     async def read(client: str, method: str = "tokenize", **params: object) -> None:
         await dispatcher.call(method, params or {"prompt": text}, client=client, on_token=None)
@@ -178,7 +178,7 @@ async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all
         with pytest.raises(QueueFull, match="32 texts"):
             await read("few", prompt="y")
         with pytest.raises(QueueFull, match=r"^texts of"):
-            await read("another")
+            await read("another", prompt=2 * text)
         callers.start_soon(read, "")  # the program's own
         await trio.testing.wait_all_tasks_blocked()
         callers.cancel_scope.cancel()
@@ -198,7 +198,7 @@ class StandsStill(GenServer):
         return NOREPLY
 
 
-LONG = "x" * 3000
+LONG = "x" * 30_000
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ LONG = "x" * 3000
         {"response_format": {"type": "json_schema", "schema": {"const": LONG}}},
         {"chat_template_kwargs": {"names": [LONG]}},
         {"stop": [LONG]},
-        {"logit_bias": dict.fromkeys(range(375), 1.0)},
+        {"logit_bias": dict.fromkeys(range(300), 1.0)},
         {
             "messages": [
                 {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": LONG}]}
@@ -218,21 +218,21 @@ LONG = "x" * 3000
         },
         {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]},
         {"prompt": LONG},
-        {"token_ids": [5] * 375},
+        {"token_ids": [5] * 750},
         {"messages": [{"role": "user", "content": LONG}]},
         {"grammar": LONG},
         {"regex": LONG},
         {"tenant": LONG},
         {"model": LONG},
         {"input": [LONG, "short"]},
-        {"input": [[5] * 375]},
+        {"input": [[5] * 750]},
     ],
     ids=lambda long: next(iter(long)),
 )
 async def test_all_that_is_long_in_a_request_is_counted(
     nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, long: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 2999)
+    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 29_999)
     dispatcher = Dispatcher(await start(nursery, StandsStill()))
     method, rest = ("embed", {}) if "input" in long else ("generate", {"messages": [{"role": "user", "content": "a"}]})
 
@@ -249,7 +249,7 @@ async def test_all_that_is_long_in_a_request_is_counted(
             callers.start_soon(ask)
             await trio.testing.wait_all_tasks_blocked()
         [told] = refusals
-        assert re.match(r"1 texts of 30\d\d bytes are being answered for this client", told)
+        assert re.match(r"1 texts of 3\d{4} bytes are being answered for this client", told)
         callers.cancel_scope.cancel()
 
 
@@ -274,7 +274,7 @@ async def test_no_method_holds_what_is_long_without_a_bound(
     nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MAX_REQUEST_BYTES", "MAX_TEXT_BYTES"):
-        monkeypatch.setattr(f"genbatch.actors.gateways.dispatcher.{name}", 2999)
+        monkeypatch.setattr(f"genbatch.actors.gateways.dispatcher.{name}", 29_999)
     engine = StandsStill()
     dispatcher = Dispatcher(await start(nursery, engine))
     assert set(dispatcher.methods) == set(BOUNDED), "a method needs a bound, and a line here"
@@ -328,14 +328,14 @@ async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
     nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that stands still gives nothing back: what its gateway keeps for it must have an end."""
-    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 3000)
-    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUESTS_BYTES", 5000)
+    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUEST_BYTES", 30_000)
+    monkeypatch.setattr("genbatch.actors.gateways.dispatcher.MAX_REQUESTS_BYTES", 50_000)
     dispatcher = Dispatcher(await start(nursery, StandsStill()))
 
     async def ask(client: str, **params: object) -> None:
         await dispatcher.call("generate", params, client=client, on_token=None)
 
-    long = "x" * 2000
+    long = "x" * 20_000
     async with trio.open_nursery() as callers:
         leaving = trio.CancelScope()
 
@@ -345,12 +345,12 @@ async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
 
         callers.start_soon(leave)
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(QueueFull, match=r"1 texts of 20\d\d bytes are being answered for this client") as refused:
+        with pytest.raises(QueueFull, match=r"1 texts of 2\d{4} bytes are being answered for this client") as refused:
             await ask("a", messages=[{"role": "user", "content": long}])
         assert refused.value.retry_after_ms
-        callers.start_soon(lambda: ask("b", token_ids=[5] * 250))
+        callers.start_soon(lambda: ask("b", token_ids=[5] * 416))
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(QueueFull, match=r"^texts of 40\d\d bytes"):
+        with pytest.raises(QueueFull, match=r"^texts of 4\d{4} bytes"):
             await ask("c", prompt=long)
         callers.start_soon(lambda: ask("c", prompt="short"))  # there is room for that
         leaving.cancel()  # who leaves gives all back
