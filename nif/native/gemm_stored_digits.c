@@ -31,38 +31,54 @@ bool digits_pay(void)
 #endif
 }
 
+/* A word's inputs times R rows, into `s`: three sums of two vectors of columns a row. `of_digit` goes on with the rows. */
+ALWAYS_INLINE void multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *high,
+                                 const int8_t **of_digit, int64_t pitch, vi s[DIGIT_ROWS][DIGITS][2])
+{
+    const vi w0 = vi_load(words->low + word * WORDS), w1 = vi_load(words->low + word * WORDS + 4 * VL);
+    UNROLL for (int half = 0; half < inputs_of_word(form) / 4; half++) {
+        const vi c0 = four_codes(form, w0, high[0], 2 * word + half), c1 = four_codes(form, w1, high[1], 2 * word + half);
+        UNROLL for (int d = 0; d < DIGITS; d++) {
+            UNROLL for (int r = 0; r < R; r++) {
+                int32_t four;
+                memcpy(&four, of_digit[d] + 4 * r, 4);
+                s[r][d][0] = vi_dot_bytes(s[r][d][0], c0, vi_set1(four));
+                s[r][d][1] = vi_dot_bytes(s[r][d][1], c1, vi_set1(four));
+            }
+            of_digit[d] += 4 * DIGITS * pitch;
+        }
+    }
+}
+
 /* `x`: [inputs / 4][DIGITS][pitch][4] from the tile's first row on; `factors`: [groups][pitch]. */
-ALWAYS_INLINE void tile(const int R, const bool nibbles, const bool minima, int zero_shift, const plain *w, const int8_t *x,
+ALWAYS_INLINE void tile(const int R, const code_form form, const bool minima, int zero_shift, const plain *w, const int8_t *x,
                         const digit_factors *factors, int64_t pitch, int size, int64_t num_groups, int column,
                         float *sums)
 {
     const int8_t *of_digit[DIGITS];
     UNROLL for (int d = 0; d < DIGITS; d++) of_digit[d] = x + 4 * d * pitch;
     for (int64_t g = 0; g < num_groups; g++, factors += pitch) {
-        const uint8_t *words = words_of_group(nibbles, w, g, size) + 4 * column;
-        vi s[DIGIT_ROWS][DIGITS][2];
+        const group_words words = words_of_group(form, w, g, size, column);
+        vi s[DIGIT_ROWS][DIGITS][2], high[2] = {{0}, {0}};
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int d = 0; d < DIGITS; d++) {
             s[r][d][0] = minima ? (vi){0} : vi_set1(factors[r].minus_digits[d]) << zero_shift;
             s[r][d][1] = s[r][d][0];
         }
-        for (int k = 0; k < size; k += inputs_of_word(nibbles), words += WORDS) {
-            fetch_ahead(nibbles, w, g * size + k);
-            vi w0 = vi_load(words), w1 = vi_load(words + 4 * VL);
-            UNROLL for (int half = 0; half < inputs_of_word(nibbles) / 4; half++) {
-                vi c0 = bytes_of_word(nibbles, w0, half), c1 = bytes_of_word(nibbles, w1, half);
-                UNROLL for (int d = 0; d < DIGITS; d++) {
-                    UNROLL for (int r = 0; r < R; r++) {
-                        int32_t four;
-                        memcpy(&four, of_digit[d] + 4 * r, 4);
-                        s[r][d][0] = vi_dot_bytes(s[r][d][0], c0, vi_set1(four));
-                        s[r][d][1] = vi_dot_bytes(s[r][d][1], c1, vi_set1(four));
-                    }
-                    of_digit[d] += 4 * DIGITS * pitch;
-                }
+        if (form == SIXES) {
+            high[0] = vi_load(words.high), high[1] = vi_load(words.high + 4 * VL);
+            UNROLL for (int word = 0; word < 2; word++) {
+                fetch_ahead(form, w, g * 16 + word * 8);
+                multiply_word(R, form, word, &words, high, of_digit, pitch, s);
+            }
+        } else {
+            for (int word = 0; word < size / inputs_of_word(form); word++) {
+                fetch_ahead(form, w, g * size + word * inputs_of_word(form));
+                multiply_word(R, form, word, &words, high, of_digit, pitch, s);
             }
         }
         UNROLL for (int v = 0; v < 2; v++) {
-            vf scale = vf_load(w->scales[g] + column + v * VL), minus = vf_load(w->minus[g] + column + v * VL);
+            const vf scale = vf_load(w->scales[g] + column + v * VL);
+            const vf minus = minima ? vf_load(w->minus[g] + column + v * VL) : (vf){0};
             UNROLL for (int r = 0; r < R; r++) {
                 float *out = sums + r * COLUMNS + column + v * VL;
                 vf high = vf_from_int(s[r][2][v]), lower = vf_from_int((s[r][1][v] << 8) + s[r][0][v]);
@@ -85,12 +101,13 @@ void gemm_stored_digits_block(int kind, const uint8_t *weights, int64_t k, int s
                               int64_t count, float *sums)
 {
     const int zero_shift = zero_shift_of(kind);
-    const bool nibbles = has_nibbles(stored_type_of(kind));
+    const bool once = a->count <= DIGIT_ROWS;
+    const code_form form = form_of(stored_type_of(kind), once);
     plain made;
     memset(sums, 0, sizeof(float) * COLUMNS * (size_t)count);
     for (int64_t from = 0; from < k; from += DEPTH) {
         const int64_t depth = smaller(k - from, DEPTH);
-#define CALL(HOW, KIND) lay_out(KIND, weights, from, depth, CELL / size, &made)
+#define CALL(HOW, KIND) lay_out(KIND, once, weights, from, depth, CELL / size, &made)
         FOR_BLOCK_KINDS(kind, CALL)
 #undef CALL
         tile_place at;
@@ -103,17 +120,19 @@ void gemm_stored_digits_block(int kind, const uint8_t *weights, int64_t k, int s
                 end = at.size * (part + 1) / parts;
                 float *out = sums + (r - first + row) * COLUMNS;
                 for (int c = 0; c < COLUMNS; c += 2 * VL)
-#define TILE(R, NIBBLES, MINIMA)                                                                               \
-    tile(R, NIBBLES, MINIMA, zero_shift, &made, x + 4 * row, factors + row, at.size, size, depth / size, c, out)
+#define TILE(R, FORM, MINIMA)                                                                                  \
+    tile(R, FORM, MINIMA, zero_shift, &made, x + 4 * row, factors + row, at.size, size, depth / size, c, out)
 #define CALL(R)                                                                                                \
-    if (nibbles && zero_shift < 0)                                                                             \
-        TILE(R, true, true);                                                                                   \
-    else if (nibbles)                                                                                          \
-        TILE(R, true, false);                                                                                  \
+    if (form == NIBBLES && zero_shift < 0)                                                                     \
+        TILE(R, NIBBLES, true);                                                                                \
+    else if (form == NIBBLES)                                                                                  \
+        TILE(R, NIBBLES, false);                                                                               \
+    else if (form == SIXES)                                                                                    \
+        TILE(R, SIXES, false);                                                                                 \
     else if (zero_shift < 0)                                                                                   \
-        TILE(R, false, true);                                                                                  \
+        TILE(R, BYTES, true);                                                                                  \
     else                                                                                                       \
-        TILE(R, false, false)
+        TILE(R, BYTES, false)
                     switch (end - row) {
                     case 1: CALL(1); break;
                     case 2: CALL(2); break;

@@ -9,35 +9,52 @@
 #include "stored_plain.h"
 #include "tiles.h"
 
-ALWAYS_INLINE void tile(const int R, const bool nibbles, const plain *w, const int8_t *x, const group_factors *factors, int size,
+/* A word's inputs times R rows, into `s`: two vectors of columns a row. Returns where the rows go on. */
+ALWAYS_INLINE const int8_t *multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *high,
+                                          const int8_t *x, vi s[MAX_ROWS][2])
+{
+    const vi w0 = vi_load(words->low + word * WORDS), w1 = vi_load(words->low + word * WORDS + 4 * VL);
+    UNROLL for (int half = 0; half < inputs_of_word(form) / 4; half++, x += 4 * R) {
+        const vi c0 = four_codes(form, w0, high[0], 2 * word + half), c1 = four_codes(form, w1, high[1], 2 * word + half);
+        UNROLL for (int r = 0; r < R; r++) {
+            int32_t four;
+            memcpy(&four, x + 4 * r, 4);
+            s[r][0] = vi_dot_bytes(s[r][0], c0, vi_set1(four));
+            s[r][1] = vi_dot_bytes(s[r][1], c1, vi_set1(four));
+        }
+    }
+    return x;
+}
+
+ALWAYS_INLINE void tile(const int R, const code_form form, const plain *w, const int8_t *x, const group_factors *factors, int size,
                         int64_t num_groups, bool first, int column, float *sums)
 {
     for (int64_t g = 0; g < num_groups; g++, factors += R) {
-        const uint8_t *words = words_of_group(nibbles, w, g, size) + 4 * column;
-        vi s[MAX_ROWS][2];
+        const group_words words = words_of_group(form, w, g, size, column);
+        vi s[MAX_ROWS][2], high[2] = {{0}, {0}};
         UNROLL for (int r = 0; r < R; r++) s[r][0] = s[r][1] = vi_set1(INTEGER_ZERO_BITS);
-        for (int k = 0; k < size; k += inputs_of_word(nibbles), words += WORDS) {
-            fetch_ahead(nibbles, w, g * size + k);
-            vi w0 = vi_load(words), w1 = vi_load(words + 4 * VL);
-            UNROLL for (int half = 0; half < inputs_of_word(nibbles) / 4; half++, x += 4 * R) {
-                vi c0 = bytes_of_word(nibbles, w0, half), c1 = bytes_of_word(nibbles, w1, half);
-                UNROLL for (int r = 0; r < R; r++) {
-                    int32_t four;
-                    memcpy(&four, x + 4 * r, 4);
-                    s[r][0] = vi_dot_bytes(s[r][0], c0, vi_set1(four));
-                    s[r][1] = vi_dot_bytes(s[r][1], c1, vi_set1(four));
-                }
+        if (form == SIXES) {
+            high[0] = vi_load(words.high), high[1] = vi_load(words.high + 4 * VL);
+            UNROLL for (int word = 0; word < 2; word++) {
+                fetch_ahead(form, w, g * 16 + word * 8);
+                x = multiply_word(R, form, word, &words, high, x, s);
+            }
+        } else {
+            for (int word = 0; word < size / inputs_of_word(form); word++) {
+                fetch_ahead(form, w, g * size + word * inputs_of_word(form));
+                x = multiply_word(R, form, word, &words, high, x, s);
             }
         }
-        vf scale0 = vf_load(w->scales[g] + column), scale1 = vf_load(w->scales[g] + column + VL);
-        vf minus0 = -vf_load(w->minus[g] + column), minus1 = -vf_load(w->minus[g] + column + VL);
         const bool fresh = first && g == 0;
-        UNROLL for (int r = 0; r < R; r++) {
-            float *out = sums + r * COLUMNS + column;
-            vf old0 = fresh ? (vf){0} : vf_load(out), old1 = fresh ? (vf){0} : vf_load(out + VL);
-            vf scale = vf_set1(factors[r].scale), zero = vf_set1(factors[r].minus), total = vf_set1(factors[r].total);
-            vf_store(out, vf_fma(vf_fma((vf)s[r][0], scale, zero), scale0, vf_fma(total, minus0, old0)));
-            vf_store(out + VL, vf_fma(vf_fma((vf)s[r][1], scale, zero), scale1, vf_fma(total, minus1, old1)));
+        UNROLL for (int v = 0; v < 2; v++) {
+            const vf scale = vf_load(w->scales[g] + column + v * VL);
+            const vf minus = -vf_load(w->minus[g] + column + v * VL);
+            UNROLL for (int r = 0; r < R; r++) {
+                float *out = sums + r * COLUMNS + column + v * VL;
+                const vf old = fresh ? (vf){0} : vf_load(out);
+                const vf product = vf_fma((vf)s[r][v], vf_set1(factors[r].scale), vf_set1(factors[r].minus));
+                vf_store(out, vf_fma(product, scale, vf_fma(vf_set1(factors[r].total), minus, old)));
+            }
         }
     }
 }
@@ -45,11 +62,12 @@ ALWAYS_INLINE void tile(const int R, const bool nibbles, const plain *w, const i
 void gemm_stored_int8_block(int kind, const uint8_t *weights, int64_t k, int size, const rows *a, int64_t first,
                             int64_t count, float *sums)
 {
-    const bool nibbles = has_nibbles(stored_type_of(kind));
+    const bool once = tiles_for(a->count) == 1;
+    const code_form form = form_of(stored_type_of(kind), once);
     plain made;
     for (int64_t from = 0; from < k; from += DEPTH) {
         const int64_t depth = smaller(k - from, DEPTH);
-#define CALL(HOW, KIND) lay_out(KIND, weights, from, depth, CELL / size, &made)
+#define CALL(HOW, KIND) lay_out(KIND, once, weights, from, depth, CELL / size, &made)
         FOR_BLOCK_KINDS(kind, CALL)
 #undef CALL
         tile_place at;
@@ -59,12 +77,14 @@ void gemm_stored_int8_block(int kind, const uint8_t *weights, int64_t k, int siz
             const group_factors *factors = (const group_factors *)a->factors + at.start * a->groups + from / size * at.size;
             for (int c = 0; c < COLUMNS; c += 2 * VL) {
                 float *out = sums + (r - first) * COLUMNS;
-#define TILE(R, NIBBLES) tile(R, NIBBLES, &made, x, factors, size, depth / size, from == 0, c, out)
+#define TILE(R, FORM) tile(R, FORM, &made, x, factors, size, depth / size, from == 0, c, out)
 #define CALL(R)                                                                                                \
-    if (nibbles)                                                                                               \
-        TILE(R, true);                                                                                         \
+    if (form == NIBBLES)                                                                                       \
+        TILE(R, NIBBLES);                                                                                      \
+    else if (form == SIXES)                                                                                    \
+        TILE(R, SIXES);                                                                                        \
     else                                                                                                       \
-        TILE(R, false)
+        TILE(R, BYTES)
                 FOR_ROWS(at.size, CALL)
 #undef CALL
 #undef TILE

@@ -1,6 +1,7 @@
 /* A stretch of a block of stored.h as integer dot products read it: its codes, and the factors of each group.
  *
- * Codes of 8 and of 4 bits are read where they lie, others are laid out a byte a code. */
+ * Codes of 8 and of 4 bits are read where they lie, those of 6 bits too where the stretch is walked over but once. Others
+ * are laid out a byte a code. */
 #ifndef GENBATCH_STORED_PLAIN_H
 #define GENBATCH_STORED_PLAIN_H
 
@@ -25,30 +26,50 @@ typedef struct {
     int64_t stride; /* bytes of it for every 4 inputs */
 } plain;
 
-/* Whether a word of the codes holds 8 inputs, half a byte each, and not 4. */
-ALWAYS_INLINE bool has_nibbles(const stored_type t) { return t.bits == 4 && !t.levels; }
+/* What a word of the codes holds. */
+typedef enum {
+    BYTES, /* 4 inputs */
+    NIBBLES, /* 8 inputs, half a byte each */
+    SIXES, /* the same, and 16 inputs share a word with two more bits of each; groups have 16 */
+} code_form;
 
-ALWAYS_INLINE int inputs_of_word(const bool nibbles) { return nibbles ? 8 : 4; }
-
-/* Four of a word's inputs, a byte each. */
-ALWAYS_INLINE vi bytes_of_word(const bool nibbles, vi word, int half)
+/* `once`: the stretch is walked over once, so that laying it out would take longer than it saves. */
+ALWAYS_INLINE code_form form_of(const stored_type t, const bool once)
 {
-    return nibbles ? (word >> (4 * half)) & 0x0f0f0f0f : word;
+    if (t.bits == 6 && once) return SIXES;
+    return t.bits == 4 && !t.levels ? NIBBLES : BYTES;
 }
 
-/* Asks for what a word's inputs will be replaced by. All at once would be more than a core can wait for. */
-ALWAYS_INLINE void fetch_ahead(const bool nibbles, const plain *p, int64_t input)
+ALWAYS_INLINE int inputs_of_word(const code_form form) { return form == BYTES ? 4 : 8; }
+
+/* Asks for what a word's inputs will be replaced by. All at once would be more than a core can wait for. To L2 more lines
+ * can be under way than to L1: a step of one sequence is 1.3 times as fast. */
+ALWAYS_INLINE void fetch_ahead(const code_form form, const plain *p, int64_t input)
 {
     const uint8_t *at = p->ahead + input / 4 * p->stride;
-    __builtin_prefetch(at);
-    __builtin_prefetch(at + 64);
-    if (nibbles) __builtin_prefetch(at + 128);
+    const int lines = form == BYTES ? 2 : form == NIBBLES ? 3 : 4;
+    UNROLL for (int line = 0; line < lines; line++) __builtin_prefetch(at + 64 * line, 0, 2);
 }
 
-/* The words of a group of `size` inputs. */
-ALWAYS_INLINE const uint8_t *words_of_group(const bool nibbles, const plain *p, int64_t group, int size)
+/* The words of a group of `size` inputs, from a column on. */
+typedef struct {
+    const uint8_t *low, *high;
+} group_words;
+
+ALWAYS_INLINE group_words words_of_group(const code_form form, const plain *p, int64_t group, int size, int column)
 {
-    return p->cells[group * size / CELL] + group * size % CELL / inputs_of_word(nibbles) * WORDS;
+    const uint8_t *cell = p->cells[group * size / CELL] + 4 * column;
+    const int64_t input = group * size % CELL;
+    return (group_words){cell + input / inputs_of_word(form) * WORDS, cell + (4 + input / 16) * WORDS};
+}
+
+/* The inputs 4 * four to 4 * four + 3 of a group, a byte each, from the word of `low` that holds them. */
+ALWAYS_INLINE vi four_codes(const code_form form, vi low, vi high, int four)
+{
+    if (form == BYTES) return low;
+    const vi nibbles = (low >> (4 * (four % 2))) & 0x0f0f0f0f;
+    if (form == NIBBLES) return nibbles;
+    return nibbles | ((four < 2 ? high << (4 - 2 * four) : high >> (2 * four - 4)) & 0x30303030);
 }
 
 /* The table's byte for the low 4 bits of each byte; the high bits are 0. */
@@ -80,8 +101,8 @@ ALWAYS_INLINE vi codes_of(const stored_type t, const words w, int half)
     return low;
 }
 
-ALWAYS_INLINE void lay_out_cell(const int kind, const uint8_t *head, const uint8_t *cell, int groups, int64_t input,
-                                plain *out)
+ALWAYS_INLINE void lay_out_cell(const int kind, const bool once, const uint8_t *head, const uint8_t *cell, int groups,
+                                int64_t input, plain *out)
 {
     const stored_type t = stored_type_of(kind);
     const uint8_t *codes = cell + scale_bytes(t);
@@ -93,7 +114,7 @@ ALWAYS_INLINE void lay_out_cell(const int kind, const uint8_t *head, const uint8
             vf_store(out->scales[at] + v * VL, g.scale);
             vf_store(out->minus[at] + v * VL, t.levels ? g.scale * RAISED_ZERO : g.minus);
         }
-    const bool as_it_is = t.bits == 8 || has_nibbles(t);
+    const bool as_it_is = t.bits == 8 || form_of(t, once) != BYTES;
     out->cells[input / CELL] = as_it_is ? codes : to;
     if (as_it_is) return;
     UNROLL for (int j = 0; j < 4; j++) UNROLL for (int v = 0; v < VECTORS; v++) {
@@ -103,7 +124,8 @@ ALWAYS_INLINE void lay_out_cell(const int kind, const uint8_t *head, const uint8
     }
 }
 
-ALWAYS_INLINE void lay_out(const int kind, const uint8_t *weights, int64_t from, int64_t count, int groups, plain *out)
+ALWAYS_INLINE void lay_out(const int kind, const bool once, const uint8_t *weights, int64_t from, int64_t count, int groups,
+                           plain *out)
 {
     const stored_type t = stored_type_of(kind);
     const int64_t cell_size = scale_bytes(t) + code_bytes(t), cells = t.unit / CELL;
@@ -112,7 +134,7 @@ ALWAYS_INLINE void lay_out(const int kind, const uint8_t *weights, int64_t from,
     out->stride = size / (DEPTH / 4);
     for (int64_t k = 0; k < count; k += CELL) {
         const uint8_t *head = weights + (from + k) / t.unit * unit_bytes(t);
-        lay_out_cell(kind, head, head + head_bytes(t) + (from + k) / CELL % cells * cell_size, groups, k, out);
+        lay_out_cell(kind, once, head, head + head_bytes(t) + (from + k) / CELL % cells * cell_size, groups, k, out);
     }
 }
 
