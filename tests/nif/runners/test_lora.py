@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from genbatch.nif.context import Context
-from genbatch.nif.errors import BatchError
-from genbatch.nif.models.lora import AdapterLimits, Adapters, read_lora
+from genbatch.nif.errors import AdapterError, BatchError
+from genbatch.nif.models.lora import AdapterLimits, Adapters, LoraAdapter, read_lora
 from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Entry, Logits, Runner
@@ -139,6 +139,21 @@ def test_native_chunks_and_threads_change_no_bit(threads: int, model: Model, ada
     assert torch.equal(torch.cat(got), expected)
     whole.close()
     parts.close()
+
+
+def test_an_adapter_whose_name_was_taken_meanwhile_leaves_no_weights(
+    model: Model, adapter_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = native_runner(model)
+    ctx = open_context(model, runner, adapter_dirs)
+    dropped: list[LoraAdapter] = []
+    monkeypatch.setattr(runner, "drop_adapter", dropped.append)
+    second = read_lora("qv", adapter_dirs["qv"], model, AdapterLimits())
+    ctx.prepare_adapter(second)
+    with pytest.raises(AdapterError):
+        ctx.add_adapter(second)
+    assert dropped == [second]
+    ctx.close()
 
 
 def test_an_adapter_that_is_dropped_is_named_by_nobody(model: Model, adapter_dirs: dict[str, Path]) -> None:
