@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,3 +261,12 @@ def test_two_looks_at_one_time_give_no_rate() -> None:
     history.add({"generation_tokens": 5, "tenants": {}}, 1.0)
     history.add({"generation_tokens": 9, "tenants": {}}, 3.0)
     assert list(history.rates) == [2.0]
+
+
+@pytest.mark.parametrize(("keys", "screen"), [(True, True), (True, False), (False, True)])
+def test_a_screen_needs_a_terminal_for_its_keys_and_for_itself(
+    keys: bool, screen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: keys))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: screen))
+    assert stats_commands._is_terminal() is (keys and screen)

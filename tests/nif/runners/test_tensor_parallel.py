@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from genbatch.nif.context.tensor_parallel import (
     _WRITE_BLOCKS,
     ShardRunner,
     TensorParallelRunner,
+    _end_ranks,
     head_ranges,
     pack_batch,
     serve_rank,
@@ -160,6 +163,17 @@ def test_a_rank_that_does_what_it_is_told_holds_what_rank_0_holds(tiny_model_dir
     blocks = range(10)
     assert first.read_blocks(0, blocks).any()
     assert torch.equal(other.read_blocks(0, blocks), first.read_blocks(0, blocks))
+
+
+def test_of_ranks_that_were_ended_nothing_is_left() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(2)]
+    directory = tempfile.TemporaryDirectory()
+    _end_ranks(processes, directory)
+    for process in processes:
+        assert process.returncode == -signal.SIGKILL
+        assert process.stdin is not None and process.stdin.closed
+    assert not Path(directory.name).exists()
 
 
 def test_a_rank_keeps_and_gives_back_the_blocks_it_is_told_to(tiny_model_dir: Callable[[str], Any]) -> None:
