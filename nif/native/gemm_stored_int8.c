@@ -45,16 +45,15 @@ ALWAYS_INLINE void tile(const int R, const code_form form, const plain *w, const
                 x = multiply_word(R, form, word, &words, high, x, s);
             }
         }
+        vf scale0 = vf_load(w->scales[g] + column), scale1 = vf_load(w->scales[g] + column + VL);
+        vf minus0 = -vf_load(w->minus[g] + column), minus1 = -vf_load(w->minus[g] + column + VL);
         const bool fresh = first && g == 0;
-        UNROLL for (int v = 0; v < 2; v++) {
-            const vf scale = vf_load(w->scales[g] + column + v * VL);
-            const vf minus = -vf_load(w->minus[g] + column + v * VL);
-            UNROLL for (int r = 0; r < R; r++) {
-                float *out = sums + r * COLUMNS + column + v * VL;
-                const vf old = fresh ? (vf){0} : vf_load(out);
-                const vf product = vf_fma((vf)s[r][v], vf_set1(factors[r].scale), vf_set1(factors[r].minus));
-                vf_store(out, vf_fma(product, scale, vf_fma(vf_set1(factors[r].total), minus, old)));
-            }
+        UNROLL for (int r = 0; r < R; r++) {
+            float *out = sums + r * COLUMNS + column;
+            vf old0 = fresh ? (vf){0} : vf_load(out), old1 = fresh ? (vf){0} : vf_load(out + VL);
+            vf scale = vf_set1(factors[r].scale), zero = vf_set1(factors[r].minus), total = vf_set1(factors[r].total);
+            vf_store(out, vf_fma(vf_fma((vf)s[r][0], scale, zero), scale0, vf_fma(total, minus0, old0)));
+            vf_store(out + VL, vf_fma(vf_fma((vf)s[r][1], scale, zero), scale1, vf_fma(total, minus1, old1)));
         }
     }
 }
