@@ -270,3 +270,18 @@ def test_a_screen_needs_a_terminal_for_its_keys_and_for_itself(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: keys))
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: screen))
     assert stats_commands._is_terminal() is (keys and screen)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"),
+        (1234, "1,234"),
+        (0.5, "0.500"),
+        ({"stop": 2, "length": 1}, "stop 2, length 1"),
+        ({}, "-"),
+        ("x", "x"),
+    ],
+)
+def test_a_counter_is_shown_as_a_person_reads_it(value: object, shown: str) -> None:
+    assert stats_commands._plain(value) == shown

@@ -3,13 +3,15 @@
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet, plan_table, run_fleet, smallest
+from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet, plan_table, plot_plan, run_fleet, smallest
 from genbatch.clients.plan.step_time import StepTime
 from genbatch.clients.plan.traces import MADE, Trace, TraceError, TraceOptions, TraceRequest
 from tests.clients.plan.measured import MACHINE
@@ -197,3 +199,16 @@ def test_the_table_has_a_row_for_each_size_and_marks_the_smallest_that_meets_the
     ]
     assert ["1;32m" in line for line in shown] == [row is smallest(rows, 0.9) for row in rows]
     assert ("cost/Mtok" in console.file.getvalue()) == with_cost  # type: ignore[attr-defined]
+
+
+def test_a_plot_names_each_of_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _: drawn.append(figure))
+    runs = [run_fleet(trace(asked(0.0, 10, 10)), SIMPLE, fleet(replicas)) for replicas in (1, 2)]
+    rows = [PlanRow.of(run, {"ttft": 1.0, "tpot": 1.0}, 1.0) for run in runs]
+    plot_plan(rows, tmp_path / "plan.png", title="agents", target_share=0.99)
+    legends = [axes.get_legend() for axes in drawn[0].axes]
+    assert [[text.get_text() for text in legend.get_texts()] for legend in legends] == [
+        ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"],
+        ["requests within the target", "prompt tokens from the cache", "replicas' time used"],
+    ]
