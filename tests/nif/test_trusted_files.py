@@ -50,6 +50,16 @@ def test_what_is_anothers_is_not_believed(home: Path, place: str) -> None:
         check_ours(home / "native" / "library.so")
 
 
+@needs_root
+@pytest.mark.parametrize(("group", "is_believed"), [(0, True), (1, False), (NOBODY, False)])
+def test_what_a_group_may_write_to_is_believed_if_nobody_else_is_in_it(
+    group: int, is_believed: bool, home: Path
+) -> None:
+    os.chown(home / "native", 0, group)
+    (home / "native").chmod(0o775)
+    assert is_ours(home / "native" / "library.so") is is_believed
+
+
 def test_a_folder_of_ours_is_closed_and_what_others_left_in_it_is_told(home: Path) -> None:
     (home / "native").chmod(0o777)
     (home / "native" / "theirs.so").write_bytes(b"theirs")
