@@ -6,15 +6,18 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import outcome
 import pytest
 import torch
 import trio
 import trio.testing
 
 from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.grammars import MAX_REST_S, Grammars
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
@@ -341,6 +344,26 @@ async def test_one_client_s_grammars_do_not_hold_up_another_s(
             await trio.testing.wait_all_tasks_blocked()
             queued.set()
     assert order == ["m0", "m1", "a", "m2"]
+
+
+@pytest.mark.parametrize(("took_s", "rests_s"), [(0.004, 0.004), (2.0, MAX_REST_S)])
+def test_between_two_grammars_their_thread_rests(took_s: float, rests_s: float) -> None:
+    """Else a client that sends one after another has all slots filled in every step."""
+    now, jobs, sent = [0.0], list[Any](), list[Any]()
+    worker: Any = SimpleNamespace(now=lambda: now[0], submit=lambda job, *args, on_done: jobs.append((args, on_done)))
+    grammars = Grammars(None, 1.0, sent.append, lambda _: worker)  # type: ignore[arg-type]
+    first, second = (SimpleNamespace(account="a", replied=False) for _ in range(2))
+    grammars.compile(first)  # type: ignore[arg-type]
+    grammars.compile(second)  # type: ignore[arg-type]
+    [(args, on_done)] = jobs
+    assert args == (first,)
+    now[0] += took_s
+    on_done(outcome.Value([]))
+    assert [message.request for message in sent] == [first]  # it does not wait for that
+    (args, on_done) = jobs[-1]
+    assert args == (pytest.approx(rests_s),) and len(jobs) == 2
+    on_done(outcome.Value(None))
+    assert jobs[-1][0] == (second,)
 
 
 @pytest.mark.trio
