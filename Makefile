@@ -86,7 +86,7 @@ soak: $(VENV)/.test
 
 # A steady stream beside clients that mean harm, one after another: make hostile MINUTES=8
 hostile: $(VENV)/.test
-	$(BIN)/python -m tests.hostile --minutes $(MINUTES)
+	$(BIN)/python -m tests.hostile --minutes $(MINUTES) $(ARGS)
 
 # Takes each guard out of a copy of the source, and shows that a test turns red: make mutations ARGS=--jobs=2
 mutations: $(VENV)/.test

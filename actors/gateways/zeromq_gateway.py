@@ -105,6 +105,8 @@ class ZeroMQPeer:
 
 # Messages taken before other tasks run.
 MESSAGES_PER_TURN = 64
+# And no more of them once they have so many bytes: reading a megabyte takes milliseconds, 64 of them hold up everybody.
+BYTES_PER_TURN = 2**17
 # Seconds. How often silence is looked for and live calls are confirmed; how long a client may be silent at most.
 SWEEP_S = 1.0
 DEFAULT_LEASE_S, MAX_LEASE_S = 3.0, 60.0
@@ -207,11 +209,11 @@ class ZeroMQGateway:
             nursery.start_soon(self._guard.run, self._part_from)
             task_status.started(self.address)
             while True:
-                messages = await self._socket.recv_many_signed(MESSAGES_PER_TURN)
+                messages = await self._socket.recv_many_signed(MESSAGES_PER_TURN, BYTES_PER_TURN)
                 self._part_from(self._guard.connections.ended())
                 for message in messages:
                     self._receive(message)
-                if len(messages) < MESSAGES_PER_TURN:
+                if not self._socket.has_messages():
                     self._guard.connections.emptied()
                 await trio.lowlevel.checkpoint()
 

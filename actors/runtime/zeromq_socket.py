@@ -10,7 +10,7 @@ So one task per socket waits for it, and the socket's events are read again afte
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -104,9 +104,14 @@ class ZeroMQSocket:
         """Waits for a message and takes those behind it too, `max_messages` at most; raises as `recv` does."""
         return await self._operate(partial(_take, self._recv_now, max_messages), self._receivers, zmq.POLLIN)
 
-    async def recv_many_signed(self, max_messages: int) -> list["Signed"]:
-        """As `recv_many`, with who sent each message; for sockets that others connect to."""
-        return await self._operate(partial(_take, self._recv_signed_now, max_messages), self._receivers, zmq.POLLIN)
+    async def recv_many_signed(self, max_messages: int, max_bytes: int) -> list["Signed"]:
+        """As `recv_many`, with who sent each message; for sockets that others connect to.
+
+        Args:
+            max_bytes: nothing more is taken once they have so many.
+        """
+        take = partial(self._recv_many_signed_now, max_messages, max_bytes)
+        return await self._operate(take, self._receivers, zmq.POLLIN)
 
     def try_recv_many(self, max_messages: int) -> list[Frames]:
         """The messages that are there now, `max_messages` at most; none once the socket was closed."""
@@ -234,6 +239,14 @@ class ZeroMQSocket:
             parts.append(self._socket.recv(zmq.NOBLOCK))
         user_id = str(first.get("User-Id")) if self._has_user_ids else ""
         return Signed(user_id, int(first.get(zmq.SRCFD)), parts)
+
+    def _recv_many_signed_now(self, max_messages: int, max_bytes: int) -> list["Signed"]:
+        messages = [self._recv_signed_now()]
+        with suppress(zmq.Again):
+            while len(messages) < max_messages and max_bytes > (size := sum(map(len, messages[-1].parts))):
+                max_bytes -= size
+                messages.append(self._recv_signed_now())
+        return messages
 
     def _send_now(self, parts: Sequence[bytes]) -> None:
         self._socket.send_multipart(parts, zmq.NOBLOCK)

@@ -13,6 +13,7 @@ whether its gaps are at most three times those of the quiet service is told, as 
 import argparse
 import ast
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ MOST_TIMES = 3.0
 # What a hostile client may hear: its fault, or that there is too much of it.
 FAIR = {
     "result", "closed", "queue_full", "invalid_request", "prompt_too_long", "unauthenticated", "malformed_message",
-    "frame_too_large", "BrokenResourceError", "ConnectionResetError",
+    "frame_too_large", "BrokenResourceError", "ConnectionResetError", "http 400", "http 401", "http 413",
 }  # fmt: skip
 
 
@@ -71,7 +72,8 @@ def measure(mine: Place, theirs: Place, kind: str | None, seconds: float) -> tup
     """The gaps beside a kind of hostile client, what that one was answered, and whether all of it is fair."""
     if kind is None:
         return trio.run(gaps_of_streams, mine, seconds), "", True
-    command = ["nice", "-n", "19", sys.executable, "-m", "tests.hostile.clients", kind, theirs.path, theirs.token]
+    command = ["nice", "-n", "19", sys.executable, "-m", "tests.hostile.clients", kind]
+    command += [theirs.path, theirs.token, theirs.zeromq, theirs.http]
     with tempfile.TemporaryFile("w+") as log:
         client = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -91,6 +93,12 @@ def measure(mine: Place, theirs: Place, kind: str | None, seconds: float) -> tup
     return gaps, text or "nothing yet", ended is None and set(answers) <= FAIR
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nobody has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,8 +114,9 @@ def main() -> int:
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         path, store = f"{directory}/rpc.sock", KeyStore(Path(directory) / "keys")
-        mine, theirs = (Place(path, store.new_token(name)) for name in ("innocent", "hostile"))
-        flags = ("--rpc-bind", f"unix://{path}", "--tokens", str(store.tokens))
+        zeromq, http = f"ipc://{directory}/zeromq.sock", str(free_port())
+        mine, theirs = (Place(path, store.new_token(name), zeromq, http) for name in ("innocent", "hostile"))
+        flags = ("--rpc-bind", f"unix://{path}", "--tokens", str(store.tokens), "--http", f":{http}")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         with RunningService(Path(chosen.model), Path(directory), *flags):
             trio.run(gaps_of_streams, mine, 2.0)  # warm

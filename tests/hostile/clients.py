@@ -1,22 +1,27 @@
-"""Clients that mean harm, each in one way, over plain msgpack-RPC: nothing of ours holds them back.
+"""Clients that mean harm, each in one way, over plain sockets: nothing of ours holds them back.
 
-python -m tests.hostile.clients KIND SOCKET TOKEN
+python -m tests.hostile.clients KIND SOCKET TOKEN ZEROMQ HTTP
 
 All but those that have no token say hello with one first. What each was answered is counted; what it is not answered
 within a minute is a fault of the service.
 """
 
+import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
 import trio
 import trio.lowlevel
+import zmq
+
+from genbatch.actors.runtime.zeromq_socket import open_socket
 
 Answers = Counter[str]  # by the answer's kind: "result", or an error's code
 
@@ -37,10 +42,14 @@ class Place:
     Args:
         path: of its socket.
         token: with which it lets one in.
+        zeromq: its address there.
+        http: its port of this machine there.
     """
 
     path: str
     token: str
+    zeromq: str = ""
+    http: str = ""
 
 
 class Line:
@@ -181,6 +190,77 @@ async def sessions(place: Place, answers: Answers) -> None:
         answers["closed"] += 1
 
 
+# Over ZeroMQ
+
+
+async def zeromq_messages(place: Place, answers: Answers) -> None:
+    """Megabytes that can never fit and messages that are none, as fast as they are taken."""
+    params = {"prompt": BIG_PROMPT, "max_tokens": 1}
+    async with open_socket(zmq.DEALER) as dealer:
+        dealer.connect(place.zeromq)
+        with trio.fail_after(ANSWER_S):
+            for number in range(FLOOD):
+                await dealer.send([msgpack.packb([0, number, "generate", [params]]) if number % 2 else b"\xc1"])
+            for _ in range(FLOOD):
+                [message] = await dealer.recv()
+                answers[msgpack.unpackb(message)[2]["code"]] += 1
+
+
+async def zeromq_connections(place: Place, answers: Answers) -> None:
+    """Connections that say nothing, or what is no message, and end."""
+    async with AsyncExitStack() as stack:
+        for number in range(CONNECTIONS):
+            dealer = await stack.enter_async_context(open_socket(zmq.DEALER))
+            dealer.connect(place.zeromq)
+            if number % 2:
+                await dealer.send([b"\x94\x00"])
+    answers["closed"] += CONNECTIONS
+
+
+# Over HTTP
+
+
+async def ask(place: Place, answers: Answers, request: bytes, *, drips: bool = False) -> None:
+    """Sends a request, a byte at a time if it drips, and counts the answer by its status."""
+    stream = await trio.open_tcp_stream("127.0.0.1", int(place.http))
+    async with stream:
+        with trio.fail_after(ANSWER_S), suppress(trio.BrokenResourceError):
+            for start in range(0, len(request), 1 if drips else len(request)):
+                await stream.send_all(request[start : start + (1 if drips else len(request))])
+                await trio.lowlevel.checkpoint()
+        head = await stream.receive_some(2**16)
+        answers[f"http {head[9:12].decode()}" if head else "closed"] += 1
+
+
+async def slow_headers(place: Place, answers: Answers) -> None:
+    """Some connections send a long header, a byte at a time, and have no token."""
+    request = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"x" * HELLO_BYTES + b"\r\n\r\n"
+    async with trio.open_nursery() as nursery:
+        for _ in range(SLOW):
+            nursery.start_soon(partial(ask, place, answers, request, drips=True))
+
+
+async def big_bodies(place: Place, answers: Answers) -> None:
+    """Prompts that can never fit, in bodies of a megabyte and less than that; each on a connection of its own."""
+    for size in (900_000, 1_200_000) * 2:
+        body = json.dumps({"prompt": ("word " * 240_000)[:size], "max_tokens": 1}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {place.token}\r\n"
+        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await ask(place, answers, (head + length).encode() + body)
+
+
+async def http_connections(place: Place, answers: Answers) -> None:
+    """Connections that say nothing, or half a line, and end."""
+    async with AsyncExitStack() as stack:
+        for number in range(CONNECTIONS):
+            with suppress(OSError):
+                stream = await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", int(place.http)))
+                if number % 2:
+                    with suppress(trio.BrokenResourceError):
+                        await stream.send_all(b"GET /v1")
+    answers["closed"] += CONNECTIONS
+
+
 Kind = Callable[[Place, Answers], Awaitable[None]]
 KINDS: dict[str, Kind] = {
     one.__name__: one
@@ -192,6 +272,11 @@ KINDS: dict[str, Kind] = {
         grammar_flood,
         connection_flood,
         sessions,
+        zeromq_messages,
+        zeromq_connections,
+        slow_headers,
+        big_bodies,
+        http_connections,
     )
 }
 
@@ -209,4 +294,4 @@ async def again_and_again(kind: Kind, place: Place) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(again_and_again, KINDS[sys.argv[1]], Place(sys.argv[2], sys.argv[3]))
+    trio.run(again_and_again, KINDS[sys.argv[1]], Place(*sys.argv[2:]))

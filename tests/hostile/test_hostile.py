@@ -31,6 +31,11 @@ HEARD = {
     "grammar_flood": {"result", "invalid_request", "queue_full"},
     "connection_flood": {"closed": CONNECTIONS},
     "sessions": {"closed": 16},
+    "zeromq_messages": {"malformed_message": FLOOD // 2, "prompt_too_long": FLOOD // 2},
+    "zeromq_connections": {"closed": CONNECTIONS},
+    "slow_headers": {"http 401": SLOW},
+    "big_bodies": {"http 400": 2, "http 413": 2},
+    "http_connections": {"closed": CONNECTIONS},
 }
 
 
@@ -73,18 +78,20 @@ async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_t
 
     monkeypatch.setattr(Journal, "stepped", count)
     store = KeyStore(tmp_path / "keys")
-    mine, theirs = (Place(f"{tmp_path}/rpc.sock", store.new_token(name)) for name in ("innocent", "hostile"))
+    mine = Place(f"{tmp_path}/rpc.sock", store.new_token("innocent"))
+    token, zeromq = store.new_token("hostile"), f"ipc://{tmp_path}/zeromq.sock"
     engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
     options = BatcherOptions(batch_timeout=1.0, n_parallel=4)
-    service = ServiceOptions(rpc_bind=f"unix://{mine.path}", tokens=str(store.tokens))
+    service = ServiceOptions(bind=zeromq, rpc_bind=f"unix://{mine.path}", http=":0", tokens=str(store.tokens))
     answers: Counter[str] = Counter()
     async with (
-        open_service(engine, options, service),
+        open_service(engine, options, service) as opened,
         RPCClient(f"unix://{mine.path}", token=mine.token) as client,
         trio.open_nursery() as nursery,
     ):
         alone = await client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)
         is_over = False
+        theirs = Place(mine.path, token, zeromq, opened.addresses[-1].rpartition(":")[2])
 
         async def do_harm() -> None:
             nonlocal is_over

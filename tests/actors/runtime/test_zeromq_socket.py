@@ -10,7 +10,7 @@ import trio
 import trio.testing
 import zmq
 
-from genbatch.actors.runtime.zeromq_socket import HIGH_WATER_MARK, ZeroMQSocket, open_socket
+from genbatch.actors.runtime.zeromq_socket import HIGH_WATER_MARK, Signed, ZeroMQSocket, open_socket
 
 pytestmark = pytest.mark.trio
 
@@ -100,6 +100,25 @@ async def test_a_sender_waits_for_room_and_loses_nothing_when_cancelled() -> Non
             assert await pull.recv() == [b"%d" % expected, payload]
         await push.send([b"room"])
         assert await pull.recv() == [b"room"]
+
+
+async def test_no_more_is_taken_at_once_than_so_many_messages_or_so_many_bytes() -> None:
+    class Full(ZeroMQSocket):
+        def __init__(self, sizes: list[int]) -> None:
+            self.sizes = sizes
+
+        def _recv_signed_now(self) -> Signed:
+            if not self.sizes:
+                raise zmq.Again
+            return Signed("", 9, [b"", b"x" * self.sizes.pop(0)])
+
+    full = Full([10, 60, 50, 10, 10, 10, 200, 10])
+    batches = []
+    while full.sizes:
+        batches.append([len(one.parts[1]) for one in full._recv_many_signed_now(3, 100)])
+    assert batches == [[10, 60, 50], [10, 10, 10], [200], [10]]
+    with pytest.raises(zmq.Again):
+        full._recv_many_signed_now(3, 100)
 
 
 async def test_two_tasks_that_send_and_receive_on_one_socket_wake_each_other() -> None:
