@@ -36,12 +36,12 @@ ALWAYS_INLINE void tile(const int R, const code_form form, const plain *w, const
         if (form == SIXES) {
             high[0] = vi_load(words.high), high[1] = vi_load(words.high + 4 * VL);
             UNROLL for (int word = 0; word < 2; word++) {
-                fetch_ahead(form, w, g * 16 + word * 8);
+                fetch_ahead(form, R <= 4, w, g * 16 + word * 8);
                 x = multiply_word(R, form, word, &words, high, x, s);
             }
         } else {
             for (int word = 0; word < size / inputs_of_word(form); word++) {
-                fetch_ahead(form, w, g * size + word * inputs_of_word(form));
+                fetch_ahead(form, R <= 4, w, g * size + word * inputs_of_word(form));
                 x = multiply_word(R, form, word, &words, high, x, s);
             }
         }

@@ -42,13 +42,18 @@ ALWAYS_INLINE code_form form_of(const stored_type t, const bool once)
 
 ALWAYS_INLINE int inputs_of_word(const code_form form) { return form == BYTES ? 4 : 8; }
 
-/* Asks for what a word's inputs will be replaced by. All at once would be more than a core can wait for. To L2 more lines
- * can be under way than to L1: a step of one sequence is 1.3 times as fast. */
-ALWAYS_INLINE void fetch_ahead(const code_form form, const plain *p, int64_t input)
+/* Asks for what a word's inputs will be replaced by. All at once would be more than a core can wait for. With few rows
+ * memory is what is waited for: to L2 more lines can be under way than to L1. With more rows L1 saves loads their time. */
+ALWAYS_INLINE void fetch_ahead(const code_form form, const bool few_rows, const plain *p, int64_t input)
 {
     const uint8_t *at = p->ahead + input / 4 * p->stride;
     const int lines = form == BYTES ? 2 : form == NIBBLES ? 3 : 4;
-    UNROLL for (int line = 0; line < lines; line++) __builtin_prefetch(at + 64 * line, 0, 2);
+    UNROLL for (int line = 0; line < lines; line++) {
+        if (few_rows)
+            __builtin_prefetch(at + 64 * line, 0, 2);
+        else
+            __builtin_prefetch(at + 64 * line);
+    }
 }
 
 /* The words of a group of `size` inputs, from a column on. */
