@@ -47,7 +47,7 @@ ALWAYS_INLINE int inputs_of_word(const code_form form) { return form == BYTES ? 
 ALWAYS_INLINE void fetch_ahead(const code_form form, const bool few_rows, const plain *p, int64_t input)
 {
     const uint8_t *at = p->ahead + input / 4 * p->stride;
-    const int lines = form == BYTES ? 2 : form == NIBBLES ? 3 : 4;
+    const int lines = form == SIXES ? 4 : 3; /* of 4 inputs in 8 bits and their scale the last bytes can begin a third */
     UNROLL for (int line = 0; line < lines; line++) {
         if (few_rows)
             __builtin_prefetch(at + 64 * line, 0, 2);
