@@ -21,6 +21,8 @@
 #define DIGIT_ROWS 2
 #endif
 
+#define FEW_ROWS 2 /* up to these a step waits for memory */
+
 /* Only where one instruction multiplies four bytes is this faster than float products. */
 bool digits_pay(void)
 {
@@ -32,12 +34,12 @@ bool digits_pay(void)
 }
 
 /* A word's inputs times R rows, into `s`: three sums of two vectors of columns a row. `of_digit` goes on with the rows. */
-ALWAYS_INLINE void multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *high,
+ALWAYS_INLINE void multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *plane,
                                  const int8_t **of_digit, int64_t pitch, vi s[DIGIT_ROWS][DIGITS][2])
 {
     const vi w0 = vi_load(words->low + word * WORDS), w1 = vi_load(words->low + word * WORDS + 4 * VL);
     UNROLL for (int half = 0; half < inputs_of_word(form) / 4; half++) {
-        const vi c0 = four_codes(form, w0, high[0], 2 * word + half), c1 = four_codes(form, w1, high[1], 2 * word + half);
+        const vi c0 = four_codes(form, w0, plane[0], 2 * word + half), c1 = four_codes(form, w1, plane[1], 2 * word + half);
         UNROLL for (int d = 0; d < DIGITS; d++) {
             UNROLL for (int r = 0; r < R; r++) {
                 int32_t four;
@@ -59,21 +61,21 @@ ALWAYS_INLINE void tile(const int R, const code_form form, const bool minima, in
     UNROLL for (int d = 0; d < DIGITS; d++) of_digit[d] = x + 4 * d * pitch;
     for (int64_t g = 0; g < num_groups; g++, factors += pitch) {
         const group_words words = words_of_group(form, w, g, size, column);
-        vi s[DIGIT_ROWS][DIGITS][2], high[2] = {{0}, {0}};
+        vi s[DIGIT_ROWS][DIGITS][2], plane[2] = {{0}, {0}};
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int d = 0; d < DIGITS; d++) {
             s[r][d][0] = minima ? (vi){0} : vi_set1(factors[r].minus_digits[d]) << zero_shift;
             s[r][d][1] = s[r][d][0];
         }
         if (form == SIXES) {
-            high[0] = vi_load(words.high), high[1] = vi_load(words.high + 4 * VL);
+            plane[0] = vi_load(words.high), plane[1] = vi_load(words.high + 4 * VL);
             UNROLL for (int word = 0; word < 2; word++) {
-                fetch_ahead(form, R <= 2, w, g * 16 + word * 8);
-                multiply_word(R, form, word, &words, high, of_digit, pitch, s);
+                fetch_ahead(form, R <= FEW_ROWS, w, g * 16 + word * 8);
+                multiply_word(R, form, word, &words, plane, of_digit, pitch, s);
             }
         } else {
             for (int word = 0; word < size / inputs_of_word(form); word++) {
-                fetch_ahead(form, R <= 2, w, g * size + word * inputs_of_word(form));
-                multiply_word(R, form, word, &words, high, of_digit, pitch, s);
+                fetch_ahead(form, R <= FEW_ROWS, w, g * size + word * inputs_of_word(form));
+                multiply_word(R, form, word, &words, plane, of_digit, pitch, s);
             }
         }
         UNROLL for (int v = 0; v < 2; v++) {
@@ -101,13 +103,12 @@ void gemm_stored_digits_block(int kind, const uint8_t *weights, int64_t k, int s
                               int64_t count, float *sums)
 {
     const int zero_shift = zero_shift_of(kind);
-    const bool once = a->count <= DIGIT_ROWS;
-    const code_form form = form_of(stored_type_of(kind), once);
+    const code_form form = form_of(stored_type_of(kind), a->count <= DIGIT_ROWS);
     plain made;
     memset(sums, 0, sizeof(float) * COLUMNS * (size_t)count);
     for (int64_t from = 0; from < k; from += DEPTH) {
         const int64_t depth = smaller(k - from, DEPTH);
-#define CALL(HOW, KIND) lay_out(KIND, once, weights, from, depth, CELL / size, &made)
+#define CALL(HOW, KIND) lay_out(KIND, form, weights, from, depth, CELL / size, &made)
         FOR_BLOCK_KINDS(kind, CALL)
 #undef CALL
         tile_place at;

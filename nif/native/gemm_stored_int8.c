@@ -1,7 +1,6 @@
 /* int8 rows x weights in the blocks of a GGUF file (stored.h): integer dot products, a float scale for every group.
  *
- * The factors of DEPTH inputs of a block, and codes that are no bytes or halves of them, are laid out once (stored_plain.h);
- * the tiles then walk over all rows. The integers are exact, and
+ * DEPTH inputs of a block are made ready once (stored_plain.h); the tiles then walk over all rows. The integers are exact, and
  *     sum w a = scale * (sum code a) - minus * (sum a).
  * A row's groups have 32 inputs, or 16 where some part of the linear has scales for 16. */
 #include "genbatch.h"
@@ -9,13 +8,15 @@
 #include "stored_plain.h"
 #include "tiles.h"
 
+#define FEW_ROWS 4 /* up to these a step waits for memory */
+
 /* A word's inputs times R rows, into `s`: two vectors of columns a row. Returns where the rows go on. */
-ALWAYS_INLINE const int8_t *multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *high,
+ALWAYS_INLINE const int8_t *multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *plane,
                                           const int8_t *x, vi s[MAX_ROWS][2])
 {
     const vi w0 = vi_load(words->low + word * WORDS), w1 = vi_load(words->low + word * WORDS + 4 * VL);
     UNROLL for (int half = 0; half < inputs_of_word(form) / 4; half++, x += 4 * R) {
-        const vi c0 = four_codes(form, w0, high[0], 2 * word + half), c1 = four_codes(form, w1, high[1], 2 * word + half);
+        const vi c0 = four_codes(form, w0, plane[0], 2 * word + half), c1 = four_codes(form, w1, plane[1], 2 * word + half);
         UNROLL for (int r = 0; r < R; r++) {
             int32_t four;
             memcpy(&four, x + 4 * r, 4);
@@ -31,18 +32,18 @@ ALWAYS_INLINE void tile(const int R, const code_form form, const plain *w, const
 {
     for (int64_t g = 0; g < num_groups; g++, factors += R) {
         const group_words words = words_of_group(form, w, g, size, column);
-        vi s[MAX_ROWS][2], high[2] = {{0}, {0}};
+        vi s[MAX_ROWS][2], plane[2] = {{0}, {0}};
         UNROLL for (int r = 0; r < R; r++) s[r][0] = s[r][1] = vi_set1(INTEGER_ZERO_BITS);
         if (form == SIXES) {
-            high[0] = vi_load(words.high), high[1] = vi_load(words.high + 4 * VL);
+            plane[0] = vi_load(words.high), plane[1] = vi_load(words.high + 4 * VL);
             UNROLL for (int word = 0; word < 2; word++) {
-                fetch_ahead(form, R <= 4, w, g * 16 + word * 8);
-                x = multiply_word(R, form, word, &words, high, x, s);
+                fetch_ahead(form, R <= FEW_ROWS, w, g * 16 + word * 8);
+                x = multiply_word(R, form, word, &words, plane, x, s);
             }
         } else {
             for (int word = 0; word < size / inputs_of_word(form); word++) {
-                fetch_ahead(form, R <= 4, w, g * size + word * inputs_of_word(form));
-                x = multiply_word(R, form, word, &words, high, x, s);
+                fetch_ahead(form, R <= FEW_ROWS, w, g * size + word * inputs_of_word(form));
+                x = multiply_word(R, form, word, &words, plane, x, s);
             }
         }
         vf scale0 = vf_load(w->scales[g] + column), scale1 = vf_load(w->scales[g] + column + VL);
@@ -61,12 +62,11 @@ ALWAYS_INLINE void tile(const int R, const code_form form, const plain *w, const
 void gemm_stored_int8_block(int kind, const uint8_t *weights, int64_t k, int size, const rows *a, int64_t first,
                             int64_t count, float *sums)
 {
-    const bool once = tiles_for(a->count) == 1;
-    const code_form form = form_of(stored_type_of(kind), once);
+    const code_form form = form_of(stored_type_of(kind), tiles_for(a->count) == 1);
     plain made;
     for (int64_t from = 0; from < k; from += DEPTH) {
         const int64_t depth = smaller(k - from, DEPTH);
-#define CALL(HOW, KIND) lay_out(KIND, once, weights, from, depth, CELL / size, &made)
+#define CALL(HOW, KIND) lay_out(KIND, form, weights, from, depth, CELL / size, &made)
         FOR_BLOCK_KINDS(kind, CALL)
 #undef CALL
         tile_place at;

@@ -106,7 +106,7 @@ ALWAYS_INLINE vi codes_of(const stored_type t, const words w, int half)
     return low;
 }
 
-ALWAYS_INLINE void lay_out_cell(const int kind, const bool once, const uint8_t *head, const uint8_t *cell, int groups,
+ALWAYS_INLINE void lay_out_cell(const int kind, const code_form form, const uint8_t *head, const uint8_t *cell, int groups,
                                 int64_t input, plain *out)
 {
     const stored_type t = stored_type_of(kind);
@@ -119,7 +119,7 @@ ALWAYS_INLINE void lay_out_cell(const int kind, const bool once, const uint8_t *
             vf_store(out->scales[at] + v * VL, g.scale);
             vf_store(out->minus[at] + v * VL, t.levels ? g.scale * RAISED_ZERO : g.minus);
         }
-    const bool as_it_is = t.bits == 8 || form_of(t, once) != BYTES;
+    const bool as_it_is = t.bits == 8 || form != BYTES;
     out->cells[input / CELL] = as_it_is ? codes : to;
     if (as_it_is) return;
     UNROLL for (int j = 0; j < 4; j++) UNROLL for (int v = 0; v < VECTORS; v++) {
@@ -129,8 +129,8 @@ ALWAYS_INLINE void lay_out_cell(const int kind, const bool once, const uint8_t *
     }
 }
 
-ALWAYS_INLINE void lay_out(const int kind, const bool once, const uint8_t *weights, int64_t from, int64_t count, int groups,
-                           plain *out)
+ALWAYS_INLINE void lay_out(const int kind, const code_form form, const uint8_t *weights, int64_t from, int64_t count,
+                           int groups, plain *out)
 {
     const stored_type t = stored_type_of(kind);
     const int64_t cell_size = scale_bytes(t) + code_bytes(t), cells = t.unit / CELL;
@@ -139,7 +139,7 @@ ALWAYS_INLINE void lay_out(const int kind, const bool once, const uint8_t *weigh
     out->stride = size / (DEPTH / 4);
     for (int64_t k = 0; k < count; k += CELL) {
         const uint8_t *head = weights + (from + k) / t.unit * unit_bytes(t);
-        lay_out_cell(kind, once, head, head + head_bytes(t) + (from + k) / CELL % cells * cell_size, groups, k, out);
+        lay_out_cell(kind, form, head, head + head_bytes(t) + (from + k) / CELL % cells * cell_size, groups, k, out);
     }
 }
 
