@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from genbatch.actors.scheduling.fair_share import ahead_in_turn, most_waiting
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import DEFAULT_MAX_PAUSES, PauseOrder, RequestScheduler, SchedulerPolicy
 from genbatch.actors.scheduling.spec import STEP_ORDERS, SchedulerOptions
 from genbatch.nif.errors import OptionError
-from genbatch.proto.errors import DeadlineExceeded, QueueFull
+from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from genbatch.proto.validation import RequestLimits
 
 # What a refused caller is told to wait, per sequence ahead of it, until a pace has been measured.
@@ -40,29 +41,36 @@ class Admission:
     Args:
         n_parallel: slots.
         max_queue: most sequences that wait.
-        max_client_queue_share: share of the queue that one client may take while others are there.
+        max_client_queue_share: share of the places in the queue that one client may fill, of those that others leave.
         max_client_open: sequences that one client may have open while others are there, per slot.
+        in_turn: whether clients take turns; else all wait in one line.
     """
 
     n_parallel: int
     max_queue: int
     max_client_queue_share: float
     max_client_open: float
+    in_turn: bool = True
 
     def check(self, *, wanted: int, client: str, deadline_s: float | None, load: Load) -> None:
         """Lets `wanted` more sequences of `client` in.
 
         Raises:
+            InvalidRequest: so many sequences fit never, not even into an empty queue.
             QueueFull: the queue, or this client's share of it, is full; with retry_after_ms.
             DeadlineExceeded: it would expire before its turn.
         """
+        if wanted > self.max_queue + self.n_parallel:
+            places = f"{self.n_parallel} slots and {self.max_queue} places in the queue"
+            raise InvalidRequest("n", f"{wanted} answers never fit: this service has {places}")
         retry_ms = self._retry_ms(load)
         if load.waiting + wanted > self.max_queue + load.free_slots:
             raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
-        # The program that runs the Batcher has no name here: it needs no share of its own queue.
-        if client and any(other != client for other in load.open_of):
+        # A client's only request needs a place and no share. The program that runs the Batcher has no name here: it
+        # needs no share of its own queue.
+        if client and load.open_of.get(client):
             self._check_share(wanted, client, load, retry_ms)
-        expected_s = self._expected_wait_s(load)
+        expected_s = self._expected_wait_s(wanted, client, load)
         if deadline_s is not None and expected_s is not None and expected_s > deadline_s:
             raise DeadlineExceeded(
                 f"the wait is about {expected_s:.1f} s, the deadline {deadline_s:.1f} s", retry_after_ms=retry_ms
@@ -70,13 +78,15 @@ class Admission:
 
     def _check_share(self, wanted: int, client: str, load: Load, retry_ms: int) -> None:
         mine = load.waiting_of.get(client, 0)
-        most = self.max_client_queue_share * self.max_queue
+        most = most_waiting(self.max_queue, load.waiting - mine, self.max_client_queue_share)
         if mine + wanted > most + load.free_slots:
             raise QueueFull(
-                f"{mine} of this client's requests are waiting, {most:g} may while others are served",
+                f"{mine} of this client's requests are waiting, {most:g} may: the other places are for other clients",
                 retry_after_ms=retry_ms,
             )
-        held = load.open_of.get(client, 0)
+        if load.open_of.keys() <= {client}:
+            return
+        held = load.open_of[client]
         most = self.max_client_open * self.n_parallel
         if held + wanted > most:
             raise QueueFull(
@@ -84,11 +94,16 @@ class Admission:
                 retry_after_ms=retry_ms,
             )
 
-    def _expected_wait_s(self, load: Load) -> float | None:
-        """How long the last in the queue waits, at the recent pace; None where nothing is known."""
+    def _expected_wait_s(self, wanted: int, client: str, load: Load) -> float | None:
+        """How long this client's last one waits, at the recent pace; None where nothing is known."""
         if load.free_slots > load.waiting:
             return 0.0
-        return None if load.service_s is None else load.service_s * (load.waiting + 1) / self.n_parallel
+        if load.service_s is None:
+            return None
+        ahead = load.waiting
+        if self.in_turn and client:
+            ahead = min(ahead, ahead_in_turn(load.waiting_of, client, wanted))
+        return load.service_s * (ahead + 1) / self.n_parallel
 
     def _retry_ms(self, load: Load) -> int:
         """When a place for one more should be free."""
@@ -117,7 +132,9 @@ class BatcherOptions:
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
         max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. If not given: 4 a
             slot for clients, 1024 for the program that runs the Batcher.
-        max_client_queue_share: share of the queue that one client may take while others are there.
+        max_client_queue_share: share of the places in the queue that one client may fill, of those that others leave.
+            At 0.5 one client may fill half of the queue, two may fill a third each, and there is room for one more.
+            A client with nothing open needs a place and no share.
         max_client_open: sequences that one client may have open while others are there, per slot.
         fair_share: clients take turns by what each has had; else all wait in one line.
         priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not name one.
@@ -187,6 +204,8 @@ class BatcherOptions:
             raise OptionError("n_parallel", f"must be at least 1, not {self.n_parallel}")
         if self.max_queue is not None and self.max_queue < 0:
             raise OptionError("max_queue", f"{self.max_queue} is less than 0")
+        if self.max_client_queue_share > 1:
+            raise OptionError("max_client_queue_share", f"{self.max_client_queue_share} is more than all of the queue")
         for name in NOT_NEGATIVE:
             if not getattr(self, name) >= 0:  # also refuses NaN
                 raise OptionError(name, f"{getattr(self, name)} is less than 0")
@@ -226,4 +245,5 @@ class BatcherOptions:
             max_queue=max_queue,
             max_client_queue_share=self.max_client_queue_share,
             max_client_open=self.max_client_open,
+            in_turn=self.fair_share,
         )

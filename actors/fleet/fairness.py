@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import trio
 
-from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare
+from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, most_waiting
 from genbatch.proto.errors import QueueFull
 
 # Clients whose counts are kept; those unheard of for longest are forgotten, and begin anew.
 MAX_ACCOUNTS = 4096
-# Share of the line that one client may have while others wait in it.
+# Share of the places in the line that one client may fill, of those that others leave.
 MAX_SHARE = 0.5
 
 
@@ -157,9 +157,12 @@ class Line:
         count = len(self._waiting)
         if count >= self.limit:
             raise QueueFull("no replica is there, and enough requests wait for one", retry_after_ms=self.retry_ms)
-        if mine < count and mine >= MAX_SHARE * self.limit:
+        most = most_waiting(self.limit, count - mine, MAX_SHARE)
+        if mine and mine + 1 > most:  # a client's only request needs a place and no share
             raise QueueFull(
-                f"no replica is there, and {mine} requests of this client wait for one", retry_after_ms=self.retry_ms
+                f"no replica is there, {mine} requests of this client wait for one, and {most:g} may: the other places "
+                "are for other clients",
+                retry_after_ms=self.retry_ms,
             )
 
 

@@ -5,6 +5,9 @@
     fair.charge("a", prompt_tokens=30)
     fair.leave("a", output_tokens=100)
 
+A queue has room for newcomers as long as each client fills a share of the places that the others leave (most_waiting,
+the dynamic thresholds of shared-memory switches): one may fill half of it, two a third each, and so on.
+
 In a fleet an account is served in several places. What it had elsewhere is booked here, too (`owe`), so that each
 replica's order is by what the account had of all of them.
 """
@@ -107,3 +110,21 @@ class FairShare:
             away.sort(key=self.served)
             for client in away[:MAX_AWAY]:
                 del self._served[client]
+
+
+def most_waiting(size: int, others: int, share: float) -> float:
+    """How many of one client may wait in a queue.
+
+    Args:
+        size: places of the queue.
+        others: how many of other clients wait in it.
+        share: of the places that others leave.
+    """
+    return share * max(0, size - others)
+
+
+def ahead_in_turn(waiting_of: Mapping[str, int], client: str, wanted: int) -> int:
+    """How many have their turn before the last of `wanted` more of a client, if the clients take turns one by one."""
+    mine = waiting_of.get(client, 0)
+    others = sum([min(count, mine + wanted) for other, count in waiting_of.items() if other != client])
+    return mine + wanted - 1 + others

@@ -45,7 +45,7 @@ OVERLOAD_GUARDS = (
         ADMISSION,
         "if mine + wanted > most + load.free_slots:",
         "if False:",
-        ("actors/batcher/test_admission.py::test_beside_others_a_client_gets_half_the_queue",),
+        ("actors/batcher/test_admission.py::test_whatever_greedy_clients_ask_there_is_room_for_a_newcomer",),
         "one client fills the queue for all",
     ),
     Mutation(

@@ -1,11 +1,13 @@
-"""Admission: bounded queues, shares for clients that are not alone, hopeless deadlines refused at once."""
+"""Admission: bounded queues with room for newcomers, shares, hopeless deadlines refused at once."""
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from genbatch.actors.batcher.options import Admission, Load
-from genbatch.proto.errors import DeadlineExceeded, QueueFull
+from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 
 ADMISSION = Admission(n_parallel=4, max_queue=16, max_client_queue_share=0.5, max_client_open=2.0)
 
@@ -33,15 +35,56 @@ def test_a_refusal_tells_when_to_come_again_at_the_measured_pace() -> None:
     assert refused.value.retry_after_ms == 2000 * 16 // 4
 
 
-def test_a_client_alone_may_fill_the_queue() -> None:
-    check(waiting=15, waiting_of={"a": 15}, open_of={"a": 19})
+def test_a_client_alone_may_fill_half_the_queue() -> None:
+    check(waiting=7, waiting_of={"a": 7}, open_of={"a": 11})
+    with pytest.raises(QueueFull, match="8 of this client's requests are waiting, 8 may"):
+        check(waiting=8, waiting_of={"a": 8}, open_of={"a": 12})
 
 
-def test_beside_others_a_client_gets_half_the_queue() -> None:
-    others = {"open_of": {"a": 7, "b": 1}, "waiting": 8}
-    check(waiting_of={"a": 7}, **others)
-    with pytest.raises(QueueFull, match="of this client's requests"):
-        check(waiting_of={"a": 8}, **others)
+def test_what_free_slots_take_at_once_is_no_share_of_the_queue() -> None:
+    alone: dict[str, Any] = {"free_slots": 4, "waiting": 11, "waiting_of": {"a": 11}, "open_of": {"a": 11}}
+    check(**alone)
+    with pytest.raises(QueueFull, match="this client"):
+        check(wanted=2, **alone)
+
+
+def test_a_client_may_fill_a_share_of_the_places_that_others_leave() -> None:
+    others: dict[str, Any] = {"open_of": {"a": 5, "b": 6}}
+    check(waiting=10, waiting_of={"a": 4, "b": 6}, **others)
+    with pytest.raises(QueueFull, match="5 of this client's requests are waiting, 5 may"):
+        check(waiting=11, waiting_of={"a": 5, "b": 6}, **others)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
+@pytest.mark.parametrize("num_greedy", [1, 2, 3, 7])
+def test_whatever_greedy_clients_ask_there_is_room_for_a_newcomer(num_greedy: int, share: float) -> None:
+    admission = Admission(n_parallel=4, max_queue=32, max_client_queue_share=share, max_client_open=99.0)
+    waiting = dict.fromkeys(map(str, range(num_greedy)), 0)
+    for _ in range(64):
+        for name in waiting:
+            with suppress(QueueFull):
+                there = load(waiting=sum(waiting.values()), waiting_of=waiting, open_of=waiting)
+                admission.check(wanted=1, client=name, deadline_s=None, load=there)
+                waiting[name] += 1
+    there = load(waiting=sum(waiting.values()), waiting_of=waiting, open_of=waiting)
+    admission.check(wanted=1, client="newcomer", deadline_s=None, load=there)
+    most, fewest = max(waiting.values()), min(waiting.values())
+    assert most <= max(1, share * 32) and most - fewest <= 1
+
+
+def test_a_client_with_nothing_open_needs_a_place_and_no_share() -> None:
+    full: dict[str, Any] = {"waiting": 15, "waiting_of": {"b": 15}, "open_of": {"b": 19}}
+    check(**full)
+    check(wanted=8, waiting=8, waiting_of={"b": 8}, open_of={"b": 12})
+    with pytest.raises(QueueFull):
+        check(wanted=2, **full)
+
+
+def test_more_answers_than_ever_fit_are_refused_for_good() -> None:
+    check(wanted=20, free_slots=4)
+    with pytest.raises(InvalidRequest, match="21 answers never fit") as refused:
+        check(wanted=21, free_slots=4)
+    assert refused.value.field == "n"
 
 
 def test_beside_others_a_client_has_two_sequences_a_slot_open() -> None:
@@ -56,11 +99,23 @@ def test_the_program_that_runs_the_batcher_has_no_share_only_the_queue() -> None
         check(client="", waiting=16)
 
 
-def test_a_deadline_before_its_turn_is_refused_at_once() -> None:
-    check(waiting=7, service_s=1.0, deadline_s=2.0)
+@pytest.mark.parametrize("client", ["a", ""])
+def test_a_deadline_before_its_turn_is_refused_at_once(client: str) -> None:
+    there: dict[str, Any] = {"client": client, "service_s": 1.0, "deadline_s": 2.0}
+    check(waiting=7, waiting_of={"a": 7}, **there)
     with pytest.raises(DeadlineExceeded) as refused:
-        check(waiting=8, service_s=1.0, deadline_s=2.0)
+        check(waiting=8, waiting_of={"a": 8}, **there)
     assert refused.value.retry_after_ms == 2000
+
+
+def test_a_deadline_is_measured_by_this_clients_turn_and_not_by_all_that_wait() -> None:
+    there = load(waiting=12, waiting_of={"b": 10, "c": 2}, service_s=1.0)
+    for wanted in (1, 2):  # as many of each of the two others go before it
+        ADMISSION.check(wanted=wanted, client="a", deadline_s=1.5, load=there)
+    with pytest.raises(DeadlineExceeded, match=r"about 2\.0 s"):
+        ADMISSION.check(wanted=3, client="a", deadline_s=1.5, load=there)
+    with pytest.raises(DeadlineExceeded, match=r"about 3\.2 s"):
+        replace(ADMISSION, in_turn=False).check(wanted=1, client="a", deadline_s=1.5, load=there)
 
 
 def test_with_a_free_slot_or_no_measure_no_deadline_is_hopeless() -> None:

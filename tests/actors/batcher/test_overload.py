@@ -67,7 +67,8 @@ async def ask_all(served: Served, asked: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.trio
 async def test_a_client_with_one_request_does_not_wait_behind_anothers_four(served: Callable[..., Any]) -> None:
     asked = [{"name": f"a{number}", "client": "a"} for number in range(4)] + [{"name": "b0", "client": "b"}]
-    options: dict[str, Any] = {"max_client_open": 9, "batch_size": len(asked)}  # nobody is served before all have asked
+    # Nobody is served before all have asked.
+    options: dict[str, Any] = {"max_queue": 9, "max_client_open": 9, "batch_size": len(asked)}
     assert await ask_all(await served(**options), asked) == ["a0", "b0", "a1", "a2", "a3"]
     assert await ask_all(await served(**options, fair_share=False), asked) == ["a0", "a1", "a2", "a3", "b0"]
 
@@ -115,8 +116,9 @@ async def test_without_ageing_a_priority_is_refused(served: Callable[..., Any]) 
 @pytest.mark.trio
 async def test_the_queue_of_clients_is_four_a_slot_and_the_programs_own_longer(served: Callable[..., Any]) -> None:
     bench = await served()
-    with pytest.raises(QueueFull):
-        await bench.ask("n", client="a", n=6)  # one slot, four places
+    with pytest.raises(InvalidRequest, match="1 slots and 4 places") as refused:
+        await bench.ask("n", client="a", n=6)
+    assert refused.value.field == "n"
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: bench.ask("n", n=6))
         await wait_all_tasks_blocked()
@@ -172,7 +174,7 @@ async def test_a_hopeless_deadline_is_refused_before_anything_is_spent(served: C
 @pytest.mark.trio
 async def test_a_clients_share_of_the_queue_counts_all_its_waiting_sequences(served: Callable[..., Any]) -> None:
     """Those of one request are as many as its answers, and what another client has waiting is not counted."""
-    bench = await served(max_queue=20, max_client_queue_share=0.5, max_client_open=99)
+    bench = await served(max_queue=24, max_client_queue_share=0.5, max_client_open=99)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: bench.ask("other", client="b", n=4))
         nursery.start_soon(lambda: bench.ask("mine", client="a", n=8))

@@ -159,7 +159,12 @@ async def test_while_there_is_no_replica_clients_take_turns_and_nobody_overtakes
 
 
 @pytest.mark.trio
-async def test_one_client_gets_half_of_the_line_while_others_wait_in_it() -> None:
+@pytest.mark.parametrize(
+    ("accounts", "waiting"), [("aaaa", "aa"), ("aaabb", "aab"), ("baaa", "ba"), ("aabcda", "aabc")]
+)
+async def test_one_client_may_fill_half_of_the_places_in_the_line_that_others_leave(
+    accounts: str, waiting: str
+) -> None:
     line = Line(limit=4, retry_ms=7)
     refused: list[GenbatchError] = []
 
@@ -170,18 +175,13 @@ async def test_one_client_gets_half_of_the_line_while_others_wait_in_it() -> Non
             refused.append(error)
 
     async with trio.open_nursery() as nursery:
-        for account in "aaabb":
+        for account in accounts:
             nursery.start_soon(wait, account, len(line))
             await wait_all_tasks_blocked()
-        assert len(line) == 4 and len(refused) == 1 and refused[0].retry_after_ms == 7
+        assert "".join(one.account for one in line._waiting) == waiting
+        assert len(refused) == len(accounts) - len(waiting) and all(one.retry_after_ms == 7 for one in refused)
         nursery.cancel_scope.cancel()
     assert len(line) == 0
-    async with trio.open_nursery() as nursery:
-        for account in "baaa":
-            nursery.start_soon(wait, account, len(line))
-            await wait_all_tasks_blocked()
-        assert len(line) == 3 and len(refused) == 2
-        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.trio

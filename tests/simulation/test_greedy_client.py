@@ -1,0 +1,102 @@
+"""One client that always has 64 requests open, and polite ones that come again when they are told to."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import trio
+
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.nif.models.model import Model
+from genbatch.proto.errors import GenbatchError
+from genbatch.proto.messages import GenerateRequest
+from tests.simulation.history_runner import FIRST_PLAIN, VOCAB
+from tests.simulation.sim_service import SimCall, SimCaller, SimService, run_simulated
+
+TinyModel = Callable[[str], Model]
+SLOTS, GREEDY_OPEN, SECONDS = 8, 64, 40.0
+# A greedy client asks again at once; in simulated time, which stands still meanwhile, that is as soon as this.
+AT_ONCE_S = 0.25
+
+
+@dataclass
+class Client:
+    """What became of one client's requests."""
+
+    name: str
+    max_tokens: int
+    waits: list[float] = field(default_factory=list)  # seconds until the first token of those served
+    refused: int = 0
+
+    def draw(self, rng: random.Random, **fields: object) -> GenerateRequest:
+        prompt = [rng.randrange(FIRST_PLAIN, VOCAB) for _ in range(8)]
+        return GenerateRequest(token_ids=prompt, max_tokens=self.max_tokens, ignore_eos=True, **fields)
+
+    def book(self, call: SimCall) -> None:
+        if isinstance(call.end, GenbatchError):
+            self.refused += 1
+        else:
+            self.waits.append(call.token_times[0] - call.asked_at)
+
+
+async def take_all(caller: SimCaller, client: Client, rng: random.Random) -> None:
+    """Keeps so many requests open, whatever it is told."""
+
+    async def ask_on() -> None:
+        while True:
+            call = await caller.ask(client.draw(rng))
+            await call.ended.wait()
+            client.book(call)
+            if isinstance(call.end, GenbatchError):
+                await trio.sleep(AT_ONCE_S)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(GREEDY_OPEN):
+            nursery.start_soon(ask_on)
+
+
+async def ask_politely(caller: SimCaller, client: Client, rng: random.Random) -> None:
+    """One request after another, each as often as it must and not before it is told to."""
+    while True:
+        call = await caller.ask(client.draw(rng))
+        await call.ended.wait()
+        client.book(call)
+        if isinstance(call.end, GenbatchError):
+            assert call.end.retry_after_ms is not None, call.end
+            await trio.sleep(call.end.retry_after_ms / 1000)
+
+
+def live_together(model: Model, greedy: list[Client], polite: list[Client], **options: object) -> None:
+    """A minute of all of them."""
+
+    async def story(service: SimService) -> None:
+        with trio.move_on_after(SECONDS):
+            async with trio.open_nursery() as nursery:
+                for number, client in enumerate(greedy):
+                    nursery.start_soon(take_all, service.connect(client.name), client, random.Random(number))
+                await trio.sleep(5.0)  # they have taken what they get
+                for number, client in enumerate(polite):
+                    caller, rng = service.connect(client.name), random.Random(100 + number)
+                    nursery.start_soon(ask_politely, caller, client, rng)
+        service.nursery.cancel_scope.cancel()
+
+    run_simulated(story, model, BatcherOptions(n_parallel=SLOTS, **options), num_blocks=2000)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def model(tiny_model: TinyModel) -> Model:
+    torch.set_num_threads(1)
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize("num_greedy", [1, 3])
+def test_polite_clients_are_served_beside_greedy_ones(model: Model, num_greedy: int) -> None:
+    greedy = [Client(f"greedy {number}", 16) for number in range(num_greedy)]
+    polite = [Client(f"polite {number}", 16) for number in range(3)]
+    live_together(model, greedy, polite)
+    assert all(client.refused > 0 for client in greedy)
+    assert all(client.refused == 0 for client in polite)
+    # A request takes two seconds alone, and at most as long until a slot is free.
+    assert all(len(client.waits) >= 8 for client in polite), [len(client.waits) for client in polite]
