@@ -26,7 +26,7 @@ from genbatch.actors.batcher.intake import Intake, Prompt
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
-from genbatch.actors.batcher.requests import HeldPrompt, Request, account_of
+from genbatch.actors.batcher.requests import HeldPrompt, Request, TimeLimits, account_of
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.actors.runtime.worker import Worker
@@ -160,13 +160,13 @@ class Arrivals:
         adapter = self._intake.adapter(wanted.model)
         self._intake.check_beams(message.beam_width, wanted)
         grammar = self._intake.grammar(wanted)
-        deadline_s = self._admit(wanted, message.client, embeds=False)
-        request = self._request(message, from_, wanted, deadline_s)
+        limits = self._admit(wanted, message.client, embeds=False)
+        request = self._request(message, from_, wanted, limits)
         request.on_token, request.on_begin = message.on_token, message.on_begin
         request.tag, request.beam_width, request.keep = message.tag, message.beam_width, message.keep
         request.grammar, request.adapter = grammar, adapter
         self._add(request)
-        self._flight.arrived(request, message, deadline_s)
+        self._flight.arrived(request, message)
         return request
 
     def _embedding(self, message: Embed, from_: "From[Any]") -> Request:
@@ -174,17 +174,16 @@ class Arrivals:
             raise InvalidRequest("model", "an adapter changes what is generated; embeddings are the model's own")
         embedding = self._intake.embeddings.begin(message.request)
         wanted = books(embedding)
-        deadline_s = self._admit(wanted, message.client, embeds=True)
-        request = self._request(message, from_, wanted, deadline_s)
+        limits = self._admit(wanted, message.client, embeds=True)
+        request = self._request(message, from_, wanted, limits)
         request.embedding = embedding
         self._add(request)
         self._flight.close("embeddings were asked for, and a record has none")
         return request
 
     def _request(
-        self, message: Generate | Embed, from_: "From[Any]", wanted: GenerateRequest, deadline_s: float | None
+        self, message: Generate | Embed, from_: "From[Any]", wanted: GenerateRequest, limits: TimeLimits
     ) -> Request:
-        now = self._flight.now()
         return Request(
             number=next(self._numbers),
             wanted=wanted,
@@ -192,8 +191,8 @@ class Arrivals:
             monitor=self._owner.monitor(from_),
             client=message.client,
             request_id=self._journal.request_id(message),
-            accepted_at=now,
-            expires_at=None if deadline_s is None else now + deadline_s,
+            accepted_at=self._flight.now(),
+            limits=limits,
         )
 
     def _add(self, request: Request) -> None:
@@ -217,12 +216,18 @@ class Arrivals:
         self._num_away -= message.request.wanted.n
         return self._finish(message.request, message.prompt) if message.request in self._requests else None
 
-    def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> float | None:
-        """Lets a request wait, or raises; returns its deadline in seconds from now."""
+    def _limits(self, wanted: GenerateRequest, client: str) -> TimeLimits:
+        """What bounds a request's time; the operator's bounds are for clients only."""
         options = self._options
-        deadline_s = wanted.deadline_s
-        if deadline_s is None and client and options.default_deadline_s:
-            deadline_s = options.default_deadline_s
+        return TimeLimits(
+            deadline_s=wanted.deadline_s,
+            wait_s=(options.default_deadline_s or None) if client else None,
+            answer_s=(options.max_answer_s or None) if client else None,
+        )
+
+    def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> TimeLimits:
+        """Lets a request wait, or raises."""
+        limits = self._limits(wanted, client)
         account = account_of(wanted.tenant or client, embeds=embeds)
         load = Load(
             free_slots=len(self._slots.seq_pool),
@@ -232,11 +237,11 @@ class Arrivals:
             open_of=self._requests.open_of() if account else {},
             service_s=self._journal.stats.median_service(),
         )
-        admission = options.admission(client)
+        admission = self._options.admission(client)
         if embeds and self._intake.generates:
             admission = replace(admission, max_queue=int(QUEUE_SHARE * admission.max_queue))
-        admission.check(wanted=wanted.n, client=account, deadline_s=deadline_s, load=load)
-        return deadline_s
+        admission.check(wanted=wanted.n, client=account, patience_s=limits.patience_s, load=load)
+        return limits
 
     def _encode(self, request: Request) -> Request | None:
         """Tokenizes the prompt, a long one off the event loop."""

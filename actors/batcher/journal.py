@@ -50,10 +50,14 @@ class Journal:
         stats: where everything is counted.
         telemetry: who listens.
         model: the model's name.
+        now: the time that decides.
     """
 
-    def __init__(self, stats: BatcherStats, telemetry: Telemetry, model: str) -> None:
+    def __init__(
+        self, stats: BatcherStats, telemetry: Telemetry, model: str, now: Callable[[], float] = trio.current_time
+    ) -> None:
         self.stats = stats
+        self._deciding_time = now
         self._telemetry = telemetry
         self._model = model
         self._inter_token = stats.histograms["inter_token_latency_seconds"]  # has a value for each token
@@ -110,8 +114,9 @@ class Journal:
         request = sequence.request
         if request.started_at is not None:
             return
-        request.started_at = trio.current_time()
-        queue_s = request.started_at - request.accepted_at
+        now = self._deciding_time()
+        request.begin(now)
+        queue_s = now - request.accepted_at
         self.stats.histograms["request_queue_time_seconds"].observe(queue_s)
         if self._telemetry.attached:
             measurements = {"queue_s": queue_s, "cached_tokens": request.cached_tokens}
@@ -217,8 +222,8 @@ class Flight:
         """The time that decides: seconds on the event loop's clock."""
         return trio.current_time()
 
-    def arrived(self, request: Request, message: Generate, deadline_s: float | None) -> None:
-        """A request was accepted, with so many seconds to its deadline."""
+    def arrived(self, request: Request, message: Generate) -> None:
+        """A request was accepted."""
 
     def encoded(self, request: Request, prompt: "outcome.Outcome[Prompt]") -> None:
         """Its prompt was tokenized."""

@@ -99,7 +99,7 @@ class OpenRequests:
         now = self._now()
         for request in self:
             if request.abandoned is None and request.expires_at is not None and now >= request.expires_at:
-                request.abandoned = "deadline"
+                request.abandoned = request.expiry
             if request.abandoned is not None:
                 self._abandon(request, request.abandoned)
 
@@ -179,6 +179,9 @@ class OpenRequests:
 
     def _abandon(self, request: Request, reason: FinishReason) -> None:
         """Ends a request early: to a caller that is still there with what was generated so far."""
+        if reason == "deadline" and request.limits.deadline_s is None:  # only a wait is bounded without one
+            self._fail(request, self._waited_in_vain(request))
+            return
         for sequence in request.sequences:
             if sequence.phase is not Phase.FINISHED:
                 self._slots.release(sequence)
@@ -191,6 +194,13 @@ class OpenRequests:
             early = "the first step" if request.embedding is None else "all embeddings were there"
             error = Cancelled("cancelled") if left else DeadlineExceeded(f"the deadline passed before {early}")
         self.end(request, error)
+
+    def _waited_in_vain(self, request: Request) -> DeadlineExceeded:
+        waited_s, service_s = request.limits.wait_s or 0.0, self._journal.stats.median_service()
+        return DeadlineExceeded(
+            f"no slot was free for {waited_s:g} s, and this service lets no request wait longer for one",
+            retry_after_ms=max(1, round(1000 * (waited_s if service_s is None else service_s))),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,8 @@ class Admission:
     max_client_open: float
     in_turn: bool = True
 
-    def check(self, *, wanted: int, client: str, deadline_s: float | None, load: Load) -> None:
-        """Lets `wanted` more sequences of `client` in.
+    def check(self, *, wanted: int, client: str, patience_s: float | None, load: Load) -> None:
+        """Lets `wanted` more sequences of `client` in, which may wait for `patience_s` seconds.
 
         Raises:
             InvalidRequest: so many sequences fit never, not even into an empty queue.
@@ -71,9 +71,9 @@ class Admission:
         if client and load.open_of.get(client):
             self._check_share(wanted, client, load, retry_ms)
         expected_s = self._expected_wait_s(wanted, client, load)
-        if deadline_s is not None and expected_s is not None and expected_s > deadline_s:
+        if patience_s is not None and expected_s is not None and expected_s > patience_s:
             raise DeadlineExceeded(
-                f"the wait is about {expected_s:.1f} s, the deadline {deadline_s:.1f} s", retry_after_ms=retry_ms
+                f"the wait is about {expected_s:.1f} s, and {patience_s:.1f} s are allowed", retry_after_ms=retry_ms
             )
 
     def _check_share(self, wanted: int, client: str, load: Load, retry_ms: int) -> None:
@@ -117,7 +117,7 @@ QUEUE_PER_SLOT = 4
 OWN_QUEUE = 1024
 NOT_NEGATIVE = (
     *("batch_size", "batch_timeout", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
-    *("default_deadline_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
+    *("default_deadline_s", "max_answer_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
 )
 
 
@@ -138,7 +138,10 @@ class BatcherOptions:
         max_client_open: sequences that one client may have open while others are there, per slot.
         fair_share: clients take turns by what each has had; else all wait in one line.
         priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not name one.
-        default_deadline_s: deadline of clients' requests that name none; 0: none. The program's own have none.
+        default_deadline_s: seconds that a client's request without a deadline of its own may wait for a slot; 0: no
+            bound. Once it has a slot it takes as long as it takes. The program's own requests have no bound.
+        max_answer_s: seconds from its first slot after which a client's answer ends with what it has, finish reason
+            "length"; 0: no bound.
         scheduler: "fifo", "prefill_first" or "module:Class", or two with a comma between them, which are the capacity
             half and the micro-batch half; in a program also a RequestScheduler.
         scheduler_policy: how memory is promised: MAX_UTILIZATION (to what fits now; requests are paused when the pool
@@ -180,6 +183,7 @@ class BatcherOptions:
     fair_share: bool = True
     priority_ageing_s: float = 0.0
     default_deadline_s: float = 60.0
+    max_answer_s: float = 0.0
     scheduler: str | RequestScheduler = "fifo"
     scheduler_policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION
     batching_type: BatchingType = BatchingType.INFLIGHT_FUSED_BATCHING

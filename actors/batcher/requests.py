@@ -449,6 +449,26 @@ class Embedding:
         return Embedded(vectors=self._vectors, prompt_tokens=self.num_tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimits:
+    """What bounds a request's time, in seconds; None is no bound.
+
+    Args:
+        deadline_s: the caller's own deadline, from arrival. The request then ends with what it has.
+        wait_s: the operator's bound on waiting for the first slot, from arrival. The request then fails.
+        answer_s: the operator's bound on an answer, from the first slot. The answer then ends as its length ends it.
+    """
+
+    deadline_s: float | None = None
+    wait_s: float | None = None
+    answer_s: float | None = None
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long the request may wait for its first slot."""
+        return self.wait_s if self.deadline_s is None else self.deadline_s
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A caller's request from its acceptance to its single reply.
@@ -464,7 +484,8 @@ class Request:
         number: which one it is of those that this Batcher accepted, from 1.
         grammar: what its answers must match.
         adapter: the one that it names.
-        accepted_at, started_at, first_token_at, expires_at: seconds on the event loop's clock.
+        limits: what bounds its time.
+        accepted_at, started_at, first_token_at: seconds on the event loop's clock.
     """
 
     wanted: GenerateRequest
@@ -484,7 +505,9 @@ class Request:
     prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
     first_message: list[int] = field(default_factory=list)  # see Prompt
     echo: str = ""  # see Prompt
-    expires_at: float | None = None
+    limits: TimeLimits = TimeLimits()
+    expires_at: float | None = None  # when the next of its limits ends it
+    expiry: FinishReason = "deadline"  # how that limit ends it
     request_id: str = ""
     number: int = 0
     started_at: float | None = None
@@ -496,6 +519,20 @@ class Request:
     choices: dict[int, Choice] = field(default_factory=dict)
     abandoned: FinishReason | None = None  # why nobody waits any more; acted on at the next tick
     replied: bool = False
+
+    def __post_init__(self) -> None:
+        patience_s = self.limits.patience_s
+        self.expires_at = None if patience_s is None else self.accepted_at + patience_s
+
+    def begin(self, now: float) -> None:
+        """It has its first slot: the operator's bound on waiting is over, and the one on its answer begins."""
+        self.started_at = now
+        if self.limits.deadline_s is None:
+            self.expires_at = None
+        if self.limits.answer_s is not None and self.embedding is None:
+            answer_ends = now + self.limits.answer_s
+            if self.expires_at is None or answer_ends < self.expires_at:
+                self.expires_at, self.expiry = answer_ends, "length"
 
     @property
     def account(self) -> str:

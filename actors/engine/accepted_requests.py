@@ -61,6 +61,7 @@ class AcceptedRequest:
         caller: whoever drives this keeps here whom to answer.
         expires_at: when its deadline passes; None is never.
         is_streamed: whether its tokens are delivered as they come.
+        wait_s: seconds that it may wait for an engine each time it waits, where it has no deadline; None is for ever.
     """
 
     id: int
@@ -68,6 +69,8 @@ class AcceptedRequest:
     caller: Any
     expires_at: float | None
     is_streamed: bool
+    wait_s: float | None = None
+    give_up_at: float | None = None  # if it still waits then
     phase: Stage = Stage.WAITING
     deaths: int = 0  # of engines that had it
     next_index: dict[int, int] = field(default_factory=dict)  # by choice
@@ -76,6 +79,18 @@ class AcceptedRequest:
     def num_delivered(self) -> int:
         """Tokens that its caller has."""
         return sum(self.next_index.values()) if self.is_streamed else 0
+
+    def wait(self, now: float) -> None:
+        """From now on it waits for an engine."""
+        self.phase = Stage.WAITING
+        self.give_up_at = None if self.wait_s is None else now + self.wait_s
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether its deadline has passed, or it has waited too long for an engine."""
+        waits = self.phase is Stage.WAITING
+        if waits and self.give_up_at is not None and now >= self.give_up_at:
+            return True
+        return self.expires_at is not None and now >= self.expires_at + (0.0 if waits else DEADLINE_GRACE_S)
 
 
 class AcceptedRequests:
@@ -107,8 +122,16 @@ class AcceptedRequests:
 
     # Requests
 
-    def accept(self, request: Wanted, now: float, *, caller: Any = None, is_streamed: bool = False) -> AcceptedRequest:
-        """Takes a request; it is due.
+    def accept(
+        self,
+        request: Wanted,
+        now: float,
+        *,
+        caller: Any = None,
+        is_streamed: bool = False,
+        wait_s: float | None = None,
+    ) -> AcceptedRequest:
+        """Takes a request; it is due. `wait_s` counts where it has no deadline of its own.
 
         Raises:
             Unavailable: no engine is there, and enough wait for one.
@@ -119,7 +142,9 @@ class AcceptedRequests:
         self._check_poison(request, now)
         self._last_id += 1
         expires_at = None if request.deadline_s is None else now + request.deadline_s
-        entry = AcceptedRequest(self._last_id, request, caller, expires_at, is_streamed)
+        wait_s = wait_s if expires_at is None else None
+        entry = AcceptedRequest(self._last_id, request, caller, expires_at, is_streamed, wait_s)
+        entry.wait(now)
         self._entries[entry.id] = entry
         self._due[entry.id] = entry
         self.counts["accepted"] += 1
@@ -148,12 +173,7 @@ class AcceptedRequests:
 
     def expired(self, now: float) -> list[AcceptedRequest]:
         """Those whose deadline has passed without the engine having ended them; `drop` them and tell their callers."""
-        return [
-            entry
-            for entry in self._entries.values()
-            if entry.expires_at is not None
-            and now >= entry.expires_at + (0.0 if entry.phase is Stage.WAITING else DEADLINE_GRACE_S)
-        ]
+        return [entry for entry in self._entries.values() if entry.is_overdue(now)]
 
     # The engine
 
@@ -224,7 +244,7 @@ class AcceptedRequests:
                 del self._entries[entry.id]
                 ended.append((entry, error))
                 continue
-            entry.phase = Stage.WAITING
+            entry.wait(now)
             entry.next_index.clear()
             self._suspects[entry.id] = entry
             self.counts["replayed"] += 1

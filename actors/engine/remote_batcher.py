@@ -410,10 +410,10 @@ class RemoteBatcher(GenServer):
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(None, f"cannot be sent: {error}") from error
         wanted = message.request
-        if wanted.deadline_s is None and message.client and self.options.default_deadline_s:
-            wanted = msgspec.structs.replace(wanted, deadline_s=self.options.default_deadline_s)
         is_streamed = isinstance(message, Generate) and message.on_token is not None
-        entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed)
+        # The engine bounds the wait for a slot itself, from when it has the request.
+        wait_s = (self.options.default_deadline_s or None) if message.client else None
+        entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed, wait_s=wait_s)
         entry.caller = WaitingCaller(from_, self.monitor(from_), message)
         self._callers[entry.caller.monitor] = entry
         self._send_due()
@@ -530,7 +530,10 @@ class RemoteBatcher(GenServer):
         self._watch.was_deaf(max(0.0, now - self._last_tick - TICK_S))
         self._last_tick = now
         for entry in self.accepted.expired(now):
-            self._end(entry, DeadlineExceeded("the deadline passed before the engine had answered"))
+            reason = "the deadline passed before the engine had answered"
+            if entry.wait_s is not None:
+                reason = f"no engine was there for {entry.wait_s:g} s, and no request waits longer for one"
+            self._end(entry, DeadlineExceeded(reason))
         if not len(self.accepted):
             self.accepted.check_integrity()
         if self._connection is not None and not self._watch.is_given_up and self._watch.is_stuck(now):

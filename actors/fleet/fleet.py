@@ -130,7 +130,8 @@ class FleetLimits:
 
     Args:
         max_waiting: requests that may wait while no replica is there.
-        default_deadline_s: of clients' requests that name none; 0: none.
+        default_deadline_s: seconds that a client's request without a deadline of its own may wait for a replica; 0: no
+            bound.
         limits: caps on what one request may ask.
     """
 
@@ -291,8 +292,6 @@ class Fleet:
             raise InvalidRequest(None, "logits are kept, and beams searched, by an engine in the caller's process only")
         request = message.request
         validate_request(request, self.limits.limits)
-        if request.deadline_s is None and message.client and self.limits.default_deadline_s:
-            request = msgspec.structs.replace(request, deadline_s=self.limits.default_deadline_s)
         seen = content_blocks(request, request.tenant)
         with self._opened() as scope, scope:
             return await self._generate(message, request, seen)
@@ -302,10 +301,8 @@ class Fleet:
         self._check_draining()
         request = message.request
         validate_embed(request, self.limits.limits)
-        if request.deadline_s is None and message.client and self.limits.default_deadline_s:
-            request = msgspec.structs.replace(request, deadline_s=self.limits.default_deadline_s)
         with self._opened() as scope, scope:
-            return await self._embed(request, request.tenant or message.client)
+            return await self._embed(message, request)
         raise Cancelled("the service has stopped")
 
     def _check_draining(self) -> None:
@@ -327,13 +324,14 @@ class Fleet:
             self._ended.set()
             self._ended = trio.Event()
 
-    async def _embed(self, request: EmbedRequest, account: str) -> Embedded:
+    async def _embed(self, message: Embed, request: EmbedRequest) -> Embedded:
         """By a replica, and by another one where that is lost."""
+        account = request.tenant or message.client
         expires_at = math.inf if request.deadline_s is None else trio.current_time() + request.deadline_s
         size = sum(len(text) // CHARS_PER_TOKEN if isinstance(text, str) else len(text) for text in request.texts)
         seen = RouteRequest(0, prompt_tokens=max(1, size))
         for num_try in range(1, MAX_TRIES + 1):
-            replica = await self._place(seen, account, 0, expires_at)
+            replica = await self._place(seen, account, 0, self._give_up_at(message, expires_at))
             if request.deadline_s is not None:
                 left_s = max(0.001, expires_at - trio.current_time())
                 request = msgspec.structs.replace(request, deadline_s=left_s)
@@ -355,7 +353,7 @@ class Fleet:
         expires_at = math.inf if request.deadline_s is None else now + request.deadline_s
         account, client = request.tenant or message.client, f"{self.name}/{message.client}"[-MAX_PAYER_LENGTH:]
         for num_try in range(1, MAX_TRIES + 1):
-            replica = await self._place(seen, account, request.priority, expires_at)
+            replica = await self._place(seen, account, request.priority, self._give_up_at(message, expires_at))
             if request.deadline_s is not None:
                 left_s = expires_at - trio.current_time()
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, left_s))
@@ -397,7 +395,13 @@ class Fleet:
                 self.counts["replayed"] += 1
         raise AssertionError("the last try returns or raises")
 
-    async def _place(self, seen: RouteRequest, account: str, priority: int, expires_at: float) -> Replica:
+    def _give_up_at(self, message: Generate | Embed, expires_at: float) -> float:
+        """Until when a request waits for a replica; the replica then bounds the wait for its own slots."""
+        if math.isfinite(expires_at) or not (message.client and self.limits.default_deadline_s):
+            return expires_at
+        return trio.current_time() + self.limits.default_deadline_s
+
+    async def _place(self, seen: RouteRequest, account: str, priority: int, give_up_at: float) -> Replica:
         """The replica to send a request to; waits for one where none is there.
 
         Raises:
@@ -408,8 +412,8 @@ class Fleet:
         one: Waiter | None = None
         while not len(self._roster) or (one is None and len(self._line)):
             one = one or Waiter(account, seen.prompt_tokens, (priority, self._number))
-            if not await self._line.wait(one, expires_at):
-                raise DeadlineExceeded("the deadline passed before a replica was there")
+            if not await self._line.wait(one, give_up_at):
+                raise DeadlineExceeded("no replica was there in time")
         numbered = RouteRequest(self._number, seen.blocks, seen.prompt_tokens, seen.block_tokens)
         view = self.router.route(numbered, self._roster)
         self.router.learn(view.name, seen.blocks)
@@ -419,12 +423,12 @@ class Fleet:
         """The replica that a question goes to.
 
         Raises:
-            Unavailable: none came within the default deadline.
+            Unavailable: none came in the time that a request may wait.
         """
         if not len(self._roster):
-            expires_at = trio.current_time() + (self.limits.default_deadline_s or math.inf)
+            give_up_at = trio.current_time() + (self.limits.default_deadline_s or math.inf)
             try:
-                return await self._place(RouteRequest(0), "", 0, expires_at)
+                return await self._place(RouteRequest(0), "", 0, give_up_at)
             except (QueueFull, DeadlineExceeded) as error:
                 raise Unavailable("no replica is there", retry_after_ms=RETRY_MS) from error
         return self._replicas[self._roster[0].name]

@@ -115,14 +115,12 @@ class FlightRecorder(Flight):
     def now(self) -> float:
         return self._now
 
-    def arrived(self, request: Request, message: Generate, deadline_s: float | None) -> None:
+    def arrived(self, request: Request, message: Generate) -> None:
         self._write(
             records.Arrived(
                 time=self._now,
                 request=request.number,
-                wanted=msgspec.structs.replace(
-                    message.request, prompt=None, messages=None, token_ids=None, deadline_s=deadline_s
-                ),
+                wanted=msgspec.structs.replace(message.request, prompt=None, messages=None, token_ids=None),
                 client=request.client,
                 request_id=request.request_id,
                 beam_width=request.beam_width,

@@ -40,6 +40,9 @@ class RecordedOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_pauses: int
     cpu_offload_space: float
     max_held_prompts: int
+    # Records of before have the deadline that counted in each request.
+    default_deadline_s: float = 0.0
+    max_answer_s: float = 0.0
 
     def options(self, system_prompts: Sequence[str], **others: Any) -> BatcherOptions:
         """As they were; `others` are changed."""
@@ -78,7 +81,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
-    """A request was accepted; `wanted` is without its prompt, and has the deadline that counts.
+    """A request was accepted; `wanted` is without its prompt.
 
     `adapter` is the digest of the one it names.
     """

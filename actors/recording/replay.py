@@ -38,7 +38,7 @@ from genbatch.actors.batcher.journal import Flight
 from genbatch.actors.batcher.messages import Drain, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import Planned
-from genbatch.actors.batcher.requests import Keep, Output, OutputRules, Request, Sequence
+from genbatch.actors.batcher.requests import Keep, Output, OutputRules, Request, Sequence, TimeLimits
 from genbatch.actors.batcher.slots import SwapFault, run_copies
 from genbatch.actors.batcher.stepper import EngineFault, Evaluated
 from genbatch.actors.recording import records
@@ -241,9 +241,9 @@ class RecordedDraw(Sampled):
 class ReplayedArrivals(Arrivals):
     """Lets in what was let in."""
 
-    def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> float | None:
+    def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> TimeLimits:
         """After a look at how long requests took."""
-        return wanted.deadline_s
+        return self._limits(wanted, client)
 
     def _encode(self, request: Request) -> Request | None:
         """Its tokens come later."""
@@ -436,8 +436,7 @@ class Player:
         header = self.report.header
         self._move_clock(header.time)
         places = [str(index) for index in range(len(header.system_prompts))]
-        # Nobody reads the service's limits any more, and it may have had more prompts than are allowed today.
-        options = header.options.options(places, **{"default_deadline_s": 0.0, **self._changes})
+        options = header.options.options(places, **self._changes)
         self._batcher = ReplayedBatcher(header, options, self._check, lambda _name: self._thread)
         try:
             async with trio.open_nursery() as self._nursery:

@@ -59,7 +59,7 @@ OVERLOAD_GUARDS = (
     Mutation(
         "hopeless deadline",
         ADMISSION,
-        "expected_s is not None and expected_s > deadline_s:",
+        "expected_s is not None and expected_s > patience_s:",
         "False:",
         ("actors/batcher/test_admission.py::test_a_deadline_before_its_turn_is_refused_at_once",),
         "work is begun for nobody",
@@ -67,18 +67,37 @@ OVERLOAD_GUARDS = (
     Mutation(
         "default deadline",
         ARRIVALS,
-        "            deadline_s = options.default_deadline_s",
-        "            deadline_s = None",
-        ("actors/batcher/test_overload.py::test_a_clients_request_without_a_deadline_has_the_default_one",),
+        "            wait_s=(options.default_deadline_s or None) if client else None,",
+        "            wait_s=None,",
+        (
+            "actors/batcher/test_overload.py::test_a_clients_request_without_a_deadline_waits_no_longer_than_the_default_one",
+        ),
         "a request without a deadline waits for ever",
+    ),
+    Mutation(
+        "default deadline, once it has a slot",
+        "actors/batcher/requests.py",
+        "        if self.limits.deadline_s is None:\n            self.expires_at = None\n",
+        "",
+        ("actors/batcher/test_overload.py::test_the_default_deadline_does_not_end_an_answer_that_is_being_generated",),
+        "a long answer is thrown away",
+    ),
+    Mutation(
+        "limit on an answer's time",
+        "actors/batcher/requests.py",
+        "        if self.limits.answer_s is not None and self.embedding is None:",
+        "        if False:",
+        ("actors/batcher/test_overload.py::test_the_operators_limit_on_an_answers_time_ends_it_as_its_length_does",),
+        "an answer takes longer than the operator allows",
     ),
     Mutation(
         "default deadline, at the link",
         "actors/engine/remote_batcher.py",
-        "wanted = msgspec.structs.replace(wanted, deadline_s=self.options.default_deadline_s)",
-        "pass",
+        "wait_s = (self.options.default_deadline_s or None) if message.client else None",
+        "wait_s = None",
         (
-            "actors/engine/test_remote_batcher.py::test_a_clients_request_has_the_default_deadline_without_an_engine_too",
+            "actors/engine/test_remote_batcher.py::"
+            "test_a_clients_request_waits_for_an_engine_no_longer_than_the_default_deadline",
         ),
         "while there is no engine a request waits for ever",
     ),

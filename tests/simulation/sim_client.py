@@ -1,6 +1,5 @@
 """SimClient: a caller drawn by seed, over the real wire protocol, that checks every message it gets."""
 
-import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -56,7 +55,7 @@ class Service(Protocol):
 
     @property
     def default_deadline_s(self) -> float:
-        """Of requests that name none."""
+        """How long requests without a deadline may wait; 0 is for ever."""
 
     @property
     def num_deaths(self) -> int:
@@ -255,6 +254,8 @@ class SimClient:
         if stalled or self.world.is_draining or trio.current_time() - call.asked_at >= 10.0:
             allowed |= {"cancelled"}
         assert call.end.code in allowed, f"{self.name}: {call.end!r} for {asked}"
+        if call.end.code == "deadline_exceeded" and asked.wanted.deadline_s is None:
+            assert self.world.default_deadline_s and not call.num_tokens, f"it did not wait for a slot: {call}"
         if call.end.code == "engine_lost" and call.stream:
             assert call.end.tokens_delivered == call.num_tokens, (asked, call)
 
@@ -270,8 +271,8 @@ class SimClient:
                 self._check_whole(asked, choice, number)
                 continue
             if choice.finish_reason == "deadline":
-                limit = asked.wanted.deadline_s or self.world.default_deadline_s or math.inf
-                assert trio.current_time() - call.asked_at >= limit, (asked, call)
+                assert asked.wanted.deadline_s is not None, f"the operator's default ended an answer: {call}"
+                assert trio.current_time() - call.asked_at >= asked.wanted.deadline_s, (asked, call)
             else:
                 assert choice.finish_reason == "cancelled" and self.world.is_draining, (asked, choice)
             tokens = asked.answers[number].token_ids if asked.answers else []

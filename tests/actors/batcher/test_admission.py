@@ -16,8 +16,8 @@ def load(**changes: Any) -> Load:
     return Load(**{"free_slots": 0, "waiting": 0, "waiting_of": {}, "open_of": {}, "service_s": None, **changes})
 
 
-def check(wanted: int = 1, client: str = "a", deadline_s: float | None = None, **changes: Any) -> None:
-    ADMISSION.check(wanted=wanted, client=client, deadline_s=deadline_s, load=load(**changes))
+def check(wanted: int = 1, client: str = "a", patience_s: float | None = None, **changes: Any) -> None:
+    ADMISSION.check(wanted=wanted, client=client, patience_s=patience_s, load=load(**changes))
 
 
 def test_the_queue_holds_max_queue_and_what_free_slots_take_at_once() -> None:
@@ -64,10 +64,10 @@ def test_whatever_greedy_clients_ask_there_is_room_for_a_newcomer(num_greedy: in
         for name in waiting:
             with suppress(QueueFull):
                 there = load(waiting=sum(waiting.values()), waiting_of=waiting, open_of=waiting)
-                admission.check(wanted=1, client=name, deadline_s=None, load=there)
+                admission.check(wanted=1, client=name, patience_s=None, load=there)
                 waiting[name] += 1
     there = load(waiting=sum(waiting.values()), waiting_of=waiting, open_of=waiting)
-    admission.check(wanted=1, client="newcomer", deadline_s=None, load=there)
+    admission.check(wanted=1, client="newcomer", patience_s=None, load=there)
     most, fewest = max(waiting.values()), min(waiting.values())
     assert most <= max(1, share * 32) and most - fewest <= 1
 
@@ -101,7 +101,7 @@ def test_the_program_that_runs_the_batcher_has_no_share_only_the_queue() -> None
 
 @pytest.mark.parametrize("client", ["a", ""])
 def test_a_deadline_before_its_turn_is_refused_at_once(client: str) -> None:
-    there: dict[str, Any] = {"client": client, "service_s": 1.0, "deadline_s": 2.0}
+    there: dict[str, Any] = {"client": client, "service_s": 1.0, "patience_s": 2.0}
     check(waiting=7, waiting_of={"a": 7}, **there)
     with pytest.raises(DeadlineExceeded) as refused:
         check(waiting=8, waiting_of={"a": 8}, **there)
@@ -111,13 +111,13 @@ def test_a_deadline_before_its_turn_is_refused_at_once(client: str) -> None:
 def test_a_deadline_is_measured_by_this_clients_turn_and_not_by_all_that_wait() -> None:
     there = load(waiting=12, waiting_of={"b": 10, "c": 2}, service_s=1.0)
     for wanted in (1, 2):  # as many of each of the two others go before it
-        ADMISSION.check(wanted=wanted, client="a", deadline_s=1.5, load=there)
+        ADMISSION.check(wanted=wanted, client="a", patience_s=1.5, load=there)
     with pytest.raises(DeadlineExceeded, match=r"about 2\.0 s"):
-        ADMISSION.check(wanted=3, client="a", deadline_s=1.5, load=there)
+        ADMISSION.check(wanted=3, client="a", patience_s=1.5, load=there)
     with pytest.raises(DeadlineExceeded, match=r"about 3\.2 s"):
-        replace(ADMISSION, in_turn=False).check(wanted=1, client="a", deadline_s=1.5, load=there)
+        replace(ADMISSION, in_turn=False).check(wanted=1, client="a", patience_s=1.5, load=there)
 
 
 def test_with_a_free_slot_or_no_measure_no_deadline_is_hopeless() -> None:
-    check(free_slots=1, service_s=100.0, deadline_s=0.5)
-    check(waiting=8, service_s=None, deadline_s=0.5)
+    check(free_slots=1, service_s=100.0, patience_s=0.5)
+    check(waiting=8, service_s=None, patience_s=0.5)

@@ -19,7 +19,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from genbatch.proto.messages import GenerateRequest, Payer, Result
+from genbatch.proto.messages import GenerateRequest, Payer, Result, Token
 
 TinyModel = Callable[[str], Model]
 
@@ -144,18 +144,66 @@ async def test_beside_others_a_client_has_no_more_than_its_share_open(served: Ca
 
 
 @pytest.mark.trio
-async def test_a_clients_request_without_a_deadline_has_the_default_one(
+async def test_a_clients_request_without_a_deadline_waits_no_longer_than_the_default_one(
     served: Callable[..., Any], mock_clock: MockClock
 ) -> None:
     bench = await served(default_deadline_s=7.0, batch_timeout=10_000.0)
+
+    async def ask_in_vain(**params: Any) -> None:
+        with pytest.raises(DeadlineExceeded, match=r"7 s.* wait") as ended:
+            await bench.ask("client", "a", **params)
+        assert ended.value.retry_after_ms
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(bench.ask, "client", "a")
+        nursery.start_soon(ask_in_vain)
         nursery.start_soon(bench.ask, "own")
+        nursery.start_soon(lambda: bench.ask("patient", "b", deadline_s=9.0))
         await wait_all_tasks_blocked()
         mock_clock.jump(10.0)
     await bench.ref.stop()
-    assert bench.results["client"].finish_reason == "deadline"
+    assert bench.results["patient"].finish_reason == "deadline", "a caller's own deadline keeps its meaning"
     assert bench.results["own"].finish_reason == "length"
+
+
+@pytest.mark.trio
+async def test_the_default_deadline_does_not_end_an_answer_that_is_being_generated(
+    served: Callable[..., Any], mock_clock: MockClock
+) -> None:
+    bench = await served(default_deadline_s=7.0, batch_size=1)
+
+    def late(token: Token) -> None:
+        mock_clock.jump(6.0)  # twelve tokens take more than a minute
+
+    long: dict[str, Any] = {"token_ids": [5, 6, 7], "max_tokens": 12, "ignore_eos": True}
+    request = Generate(GenerateRequest(**long), late, client="a")
+    result = await bench.ref.call(request, timeout=None)
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 12)
+    own = Generate(GenerateRequest(**long, deadline_s=7.0), late, client="a")
+    result = await bench.ref.call(own, timeout=None)
+    assert result.finish_reason == "deadline" and 2 <= len(result.token_ids) < 12
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("own", [{}, {"deadline_s": 1000.0}])
+@pytest.mark.parametrize("client", ["", "a"])
+async def test_the_operators_limit_on_an_answers_time_ends_it_as_its_length_does(
+    served: Callable[..., Any], mock_clock: MockClock, client: str, own: dict[str, Any]
+) -> None:
+    bench = await served(max_answer_s=20.0, batch_size=1)
+    mock_clock.jump(100.0)  # counts from its start and not from the service's
+    tokens: list[Token] = []
+
+    def late(token: Token) -> None:
+        tokens.append(token)
+        mock_clock.jump(6.0)
+
+    asked = GenerateRequest(token_ids=[5, 6, 7], max_tokens=12, ignore_eos=True, **own)
+    result = await bench.ref.call(Generate(asked, late, client=client), timeout=None)
+    assert result.finish_reason == "length"
+    assert 4 <= len(result.token_ids) < 12 if client else len(result.token_ids) == 12
+    assert result.text == "".join(token.text for token in tokens)
+    await bench.ref.stop()
 
 
 @pytest.mark.trio

@@ -134,6 +134,19 @@ def test_deadlines_are_kept_without_an_engine_and_with_one_that_is_silent() -> N
     accepted.check_integrity()
 
 
+def test_a_wait_for_an_engine_is_bounded_each_time_and_work_is_not() -> None:
+    accepted = AcceptedRequests(8)
+    entry = accepted.accept(ask(), 10.0, wait_s=5.0)
+    own = accepted.accept(ask(deadline_s=100.0), 10.0, wait_s=5.0)
+    assert own.wait_s is None, "a caller's own deadline counts in its place"
+    assert accepted.expired(14.9) == [] and accepted.expired(15.0) == [entry]
+    up(accepted)
+    accepted.due()
+    assert accepted.expired(90.0) == []
+    accepted.lose(90.0)
+    assert accepted.expired(94.9) == [] and accepted.expired(95.0) == [entry]
+
+
 def test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live() -> None:
     accepted = AcceptedRequests(8)
     begun, first, poison, last = (accepted.accept(ask(p), 0.0) for p in "abpc")

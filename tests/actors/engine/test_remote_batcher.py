@@ -265,9 +265,7 @@ async def test_a_stream_crosses_token_by_token_and_ends_with_its_result(bench: B
     await bench.engine_comes()
     bench.ask("go", streams=True, n=2, temperature=0.5, seed=2**64 - 1)
     [work] = await bench.working("go")
-    assert work.message.request == GenerateRequest(
-        prompt="go", n=2, temperature=0.5, seed=2**64 - 1, deadline_s=OPTIONS.default_deadline_s
-    )
+    assert work.message.request == GenerateRequest(prompt="go", n=2, temperature=0.5, seed=2**64 - 1)
     assert (work.message.client, work.message.request_id) == ("c", "r1")
     for text, choice in (("a", 0), ("b", 1), ("c", 0)):
         work.emit(text, choice)
@@ -423,8 +421,7 @@ async def test_embeddings_cross_and_are_asked_again_of_a_new_engine(bench: Bench
     await bench.engine_comes()
     await until(lambda: bench.engine.texts)
     call, from_ = bench.engine.texts[-1]
-    defaulted = msgspec.structs.replace(wanted.request, deadline_s=call.request.deadline_s)
-    assert (call.request, call.client, call.request_id) == (defaulted, "somebody", "r")
+    assert (call.request, call.client, call.request_id) == (wanted.request, "somebody", "r")
     reply(from_, Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2))
     await until(lambda: ends)
     assert ends == [Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2)]
@@ -544,13 +541,30 @@ async def test_a_deadline_is_kept_while_there_is_no_engine(bench: Bench, mock_cl
 
 
 @pytest.mark.trio
-async def test_a_clients_request_has_the_default_deadline_without_an_engine_too(
+async def test_a_clients_request_waits_for_an_engine_no_longer_than_the_default_deadline(
     bench: Bench, mock_clock: MockClock
 ) -> None:
     bench.ask("go")
     await until(lambda: len(bench.link.accepted) == 1)
     mock_clock.jump(OPTIONS.default_deadline_s + TICK_S)
     assert isinstance(await bench.end_of("go"), DeadlineExceeded)
+
+
+@pytest.mark.trio
+async def test_the_default_deadline_ends_nothing_that_an_engine_works_on(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go")
+    [work] = await bench.working("go")
+    assert work.message.request.deadline_s is None
+    for _ in range(4 * int(OPTIONS.default_deadline_s / TICK_S)):  # the engine's signs of life come between
+        mock_clock.jump(TICK_S)
+        await settle()
+    assert len(bench.link.accepted) == 1
+    # After the engine's death it waits anew: what it had of the dead one is not counted.
+    await bench.engine_dies()
+    mock_clock.jump(OPTIONS.default_deadline_s - 1.0)
+    await bench.engine_comes()
+    assert len(await bench.working("go")) == 1
 
 
 # The engine hangs

@@ -29,14 +29,14 @@ from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import Model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.proto.errors import GenbatchError
+from genbatch.proto.errors import DeadlineExceeded, GenbatchError
 from genbatch.proto.messages import GenerateRequest, Message, Token
 from tests.simulation.sim_worker import SimWorker
 
 TinyModel = Callable[[str], Model]
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"cpu_offload_space": 0.001},
+    {"cpu_offload_space": 0.001, "default_deadline_s": 0.1, "max_answer_s": 0.4},
     {"scheduler_policy": SchedulerPolicy.GUARANTEED_NO_EVICT, "batching_type": BatchingType.INFLIGHT_BATCHING},
 ]
 
@@ -68,6 +68,8 @@ class Load:
     record: Path
     options: dict[str, Any] = field(default_factory=dict)
     num_requests: int = 24
+    num_cut: int = 0  # answers that the operator's limit on their time has ended
+    num_waited: int = 0  # requests that waited for a slot in vain
 
     def run(self) -> Batcher:
         self.rng = random.Random(self.seed)
@@ -128,7 +130,14 @@ class Load:
         await trio.sleep(rng.random() * within_s)
         with trio.move_on_after(rng.choice((0.3, 60.0, 60.0))):  # its caller leaves
             with suppress(GenbatchError):
-                await ref.call(self._generate(rng), timeout=None)
+                asked = self._generate(rng)
+                try:
+                    result = await ref.call(asked, timeout=None)
+                except DeadlineExceeded as error:
+                    self.num_waited += "no slot was free" in str(error)
+                    raise
+                num_most = max(len(choice.token_ids) for choice in (result.choices or (result,)))
+                self.num_cut += result.finish_reason == "length" and num_most < (asked.request.max_tokens or 0)
 
     def _generate(self, rng: random.Random) -> Generate:
         width = rng.choice((1, 1, 1, 1, 3))
@@ -181,7 +190,8 @@ def test_recorded_loads_replay_to_the_same_ticks(tiny_model: TinyModel, tmp_path
     met: set[str | None] = set()
     for seed in range(5):
         path = tmp_path / f"{seed}.flight"
-        batcher = Load(tiny_model("llama"), seed, path, OPTIONS[seed % 3]).run()
+        load = Load(tiny_model("llama"), seed, path, OPTIONS[seed % 3])
+        batcher = load.run()
         report, shown = played(path)
         assert report.difference is None, f"seed {seed}: {report}"
         assert report.fault is None and report.end is not None
@@ -198,8 +208,10 @@ def test_recorded_loads_replay_to_the_same_ticks(tiny_model: TinyModel, tmp_path
         met |= {"held" for tick in ticks for group in tick.groups for part in group if part.request == 0}
         met |= {"paused"} if batcher.stats.preemptions else set()
         met |= {"swapped"} if batcher.stats.swaps else set()
+        met |= {"answer cut"} if load.num_cut else set()
+        met |= {"waited in vain"} if load.num_waited else set()
     wanted = {"cancelled", "deadline", "error", "stop", "length", "fault", "Left", "DrainOverRecord", "n 2", "beams 3"}
-    assert wanted | {"held", "paused", "swapped", records.RAISED} <= met, met
+    assert wanted | {"held", "paused", "swapped", "answer cut", "waited in vain", records.RAISED} <= met, met
 
 
 def test_a_function_that_raises_at_the_last_token_of_one_choice_replays(tiny_model: TinyModel, tmp_path: Path) -> None:
