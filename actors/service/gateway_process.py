@@ -120,7 +120,7 @@ class Listeners:
 
         assert self._options.http is not None
         address = parse_http_address(self._options.http)
-        self._http = HTTPGateway(self._dispatcher(), address, self._security)
+        self._http = HTTPGateway(self._dispatcher(), address, self._security, strict=self._options.http_strict)
         return self._http.run
 
     def _new_metrics(self) -> Task:

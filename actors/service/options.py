@@ -29,6 +29,8 @@ class ServiceOptions:
         tls_key: PEM file of its private key.
         http_insecure: whether `http` may be an address on a network without tokens and TLS: for a container, or behind
             a proxy, where something else keeps strangers out.
+        http_strict: whether HTTP refuses a field that no API has published, so that a misspelt one is told. Otherwise
+            the field is ignored, and the header x-ignored-fields of the response names it.
         allowed_hosts: names by which HTTP clients may call the service (their Host header), and then no others but
             localhost; () is every name, on a loopback address localhost alone.
         allowed_origins: origins whose web pages may use it over HTTP, such as https://chat.example.
@@ -52,6 +54,7 @@ class ServiceOptions:
     tls_cert: str | None = None
     tls_key: str | None = None
     http_insecure: bool = False
+    http_strict: bool = False
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     engine: EngineKind = "thread"
@@ -74,7 +77,7 @@ class ServiceOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_cert" if self.tls_cert is None else "tls_key"
             raise OptionError(missing, "a certificate and its private key go together")
-        for name in ("allowed_hosts", "allowed_origins"):
+        for name in ("allowed_hosts", "allowed_origins", "http_strict"):
             if self.http is None and getattr(self, name):
                 raise OptionError(name, "goes with http, which is not given")
         for origin in self.allowed_origins:

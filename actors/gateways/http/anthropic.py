@@ -8,14 +8,21 @@ from typing import Any
 import msgspec
 
 from genbatch.actors.gateways.http.bodies import MESSAGES_PATH, describe, to_json
+from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, OpenAIRequest
 from genbatch.proto.errors import GenbatchError, InvalidRequest
-from genbatch.proto.messages import Result, Token, Usage, check_type
+from genbatch.proto.messages import Result, Token, Usage
 
-# They file or bill a request; no text is another for them.
-_WITHOUT_MEANING = frozenset(("metadata", "service_tier", "cache_control", "container", "betas"))
+# Claude Code writes a header for billing in front of its system prompt, another one with each request. It is no text
+# for the model, and with it no prompt would begin as the one before did.
+_BILLING = "x-anthropic-billing-header:"
 # No chat template has a place for it.
 _ERROR = "Error: "
+_BLOCK_FIELDS = {
+    "tool_use": ("type", "id", "name", "input"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error"),
+    "thinking": ("type", "thinking"),
+}
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
@@ -32,6 +39,12 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     format: OutputFormat | None = None
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model thinks: not with "disabled"."""
+
+    type: str
+
+
 class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What /v1/messages/count_tokens takes."""
 
@@ -40,7 +53,7 @@ class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
 
@@ -55,14 +68,18 @@ class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_field
     top_k: int | None = None
 
 
-def read_message(body: dict[str, Any]) -> OpenAIRequest:
+def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
     """The request in a body for /v1/messages.
+
+    Args:
+        reader: remembers which fields are ignored.
 
     Raises:
         InvalidRequest: with the path of the first fault.
     """
-    fields: MessageFields = check_type(_meant(body), MessageFields)
-    params, names = _conversation(fields)
+    reader = reader or Fields()
+    fields = reader.read(body, MessageFields)
+    params, names = _conversation(fields, reader)
     params |= {"max_tokens": fields.max_tokens, "reasoning": True}
     params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
     for theirs, ours in {"stop_sequences": "stop", "top_p": "top_p", "top_k": "top_k"}.items():
@@ -73,7 +90,8 @@ def read_message(body: dict[str, Any]) -> OpenAIRequest:
     last = params["messages"][-1] if params["messages"] else {}
     if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
         params["continue_final_message"] = True  # an answer that the caller has begun
-    choice = dict(fields.tool_choice or {"type": "auto"})
+    names_of_choice = ("type", "name", "disable_parallel_tool_use")
+    choice = reader.take(fields.tool_choice or {"type": "auto"}, names_of_choice, "tool_choice")
     if choice.pop("disable_parallel_tool_use", False):
         params["parallel_tool_calls"] = False
     kind = choice.get("type")
@@ -98,54 +116,69 @@ def read_message(body: dict[str, Any]) -> OpenAIRequest:
     )
 
 
-def read_count(body: dict[str, Any]) -> tuple[str | None, dict[str, Any], dict[str, str]]:
+def read_count(body: dict[str, Any], reader: Fields | None = None) -> tuple[str | None, dict[str, Any], dict[str, str]]:
     """What is in a body for /v1/messages/count_tokens; raises as `read_message`.
 
     Returns:
         The model, the parameters of `tokenize`, and the caller's names of these where they differ.
     """
-    fields: CountFields = check_type(_meant(body), CountFields)
-    return fields.model, *_conversation(fields)
+    reader = reader or Fields()
+    fields = reader.read(body, CountFields)
+    return fields.model, *_conversation(fields, reader)
 
 
-def _meant(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_MEANING}
-
-
-def _conversation(fields: CountFields) -> tuple[dict[str, Any], dict[str, str]]:
+def _conversation(fields: CountFields, reader: Fields) -> tuple[dict[str, Any], dict[str, str]]:
     """What the chat template gets, and by the names of its parts what the caller calls them."""
     turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    if fields.system:
-        turns.append({"role": "system", "content": _text(fields.system, "system")})
+    system = _system(fields.system or "", reader)
+    if system:
+        turns.append({"role": "system", "content": system})
         names["messages[0].content"] = "system"
     for index, message in enumerate(fields.messages):
-        for turn, theirs in _turns(message, f"messages[{index}]"):
+        for turn, theirs in _turns(message, f"messages[{index}]", reader):
             names |= {f"messages[{len(turns)}]{part}": place for part, place in theirs.items()}
             turns.append(turn)
     params: dict[str, Any] = {"messages": turns}
-    if fields.tools:
-        params["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+    offered: list[dict[str, Any]] = []
+    for index, tool in enumerate(fields.tools or ()):
+        kind = tool.get("type", "custom")
+        if isinstance(kind, str) and kind != "custom":
+            reader.ignore(f"tools[{index}].{kind}")  # it is only offered, and nobody here runs it
+            continue
+        names[f"tools[{len(offered)}]"] = f"tools[{index}]"
+        offered.append(_tool(tool, f"tools[{index}]", reader))
+    if offered:
+        params["tools"] = offered
     if fields.thinking is not None:
-        params["chat_template_kwargs"] = {"enable_thinking": fields.thinking.get("type") != "disabled"}
+        params["chat_template_kwargs"] = {"enable_thinking": fields.thinking.type != "disabled"}
     return params, names
 
 
-def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    if tool.get("type", "custom") not in ("custom", None):
-        raise InvalidRequest(f"{path}.type", f"{tool.get('type')!r:.40} is not run by this service")
-    made = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
-    if tool.get("strict"):
+def _system(system: str | list[dict[str, Any]], reader: Fields) -> str:
+    """The system prompt, without a header for billing."""
+    if isinstance(system, list) and _text(system[:1], "system", reader).startswith(_BILLING):
+        reader.ignore(f"system[0].{_BILLING.rstrip(':')}")
+        system = [{"type": "text", "text": ""}, *system[1:]]
+    return _text(system, "system", reader)
+
+
+def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
+    found = reader.take(tool, ("type", "name", "description", "input_schema", "strict"), path)
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    made = {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+    if found.get("strict"):
         made["strict"] = True
-    return {name: value for name, value in made.items() if value is not None}
+    return made
 
 
-def _turns(message: dict[str, Any], path: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
+def _turns(message: dict[str, Any], path: str, reader: Fields) -> list[tuple[dict[str, Any], dict[str, str]]]:
     """A message as turns: the results of tools are turns of their own, in front of what else is said.
 
     Each with the caller's names of it and of its parts, the longest first.
     """
-    role, content = message.get("role"), message.get("content")
+    turn = reader.take(message, ("role", "content"), path)
+    role, content = turn.get("role"), turn.get("content")
     if role not in ("user", "assistant", "system"):
         raise InvalidRequest(f"{path}.role", f'must be "user" or "assistant", not {role!r:.40}')
     if isinstance(content, str):
@@ -158,14 +191,16 @@ def _turns(message: dict[str, Any], path: str) -> list[tuple[dict[str, Any], dic
     for index, block in enumerate(content):
         place = f"{path}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind in _BLOCK_FIELDS:
+            reader.take(block, _BLOCK_FIELDS[kind], place)
         if kind == "text":
-            texts.append(_text([block], place))
+            texts.append(_block(block, place, reader))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             names |= {f".tool_calls[{len(calls)}].arguments": f"{place}.input", f".tool_calls[{len(calls)}]": place}
             calls.append({"id": block.get("id"), "name": block.get("name"), "arguments": arguments})
         elif kind == "tool_result" and role == "user":
-            said = _text(block.get("content") or "", f"{place}.content")
+            said = _text(block.get("content") or "", f"{place}.content", reader)
             if block.get("is_error"):
                 said = _ERROR + said
             result = {"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id")}
@@ -178,7 +213,7 @@ def _turns(message: dict[str, Any], path: str) -> list[tuple[dict[str, Any], dic
             )
     if not texts and not calls and results:
         return results
-    turn: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    turn = {"role": role, "content": "".join(texts)}
     if calls:
         turn["tool_calls"] = calls
     if thoughts:
@@ -186,16 +221,20 @@ def _turns(message: dict[str, Any], path: str) -> list[tuple[dict[str, Any], dic
     return [*results, (turn, names | {"": path})]
 
 
-def _text(content: object, path: str) -> str:
+def _text(content: object, path: str, reader: Fields) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for index, block in enumerate(content if isinstance(content, list) else [content]):
-        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{path}[{index}]", "only text is understood")
-        texts.append(text)
-    return "".join(texts)
+    blocks = content if isinstance(content, list) else [content]
+    return "".join(_block(block, f"{path}[{index}]", reader) for index, block in enumerate(blocks))
+
+
+def _block(block: object, path: str, reader: Fields) -> str:
+    """The text of a block of text."""
+    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+    if not isinstance(block, dict) or not isinstance(text, str):
+        raise InvalidRequest(path, "only text is understood")
+    reader.take(block, ("type", "text"), path)
+    return text
 
 
 class MessageAnswer:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Literal
@@ -26,8 +27,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genbatch.actors.gateways.http.anthropic import CountFields, MessageFields, read_count, read_message
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
+from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.front import Front
-from genbatch.actors.gateways.http.generating import Generating, Messages, Responses, cancel_when_gone
+from genbatch.actors.gateways.http.generating import Generating, Messages, NewFields, Responses, cancel_when_gone
 from genbatch.actors.gateways.http.openai_request import (
     ChatFields,
     CompletionFields,
@@ -71,16 +73,19 @@ class EmbeddingEndpoint:
     Args:
         calls: who answers.
         open_calls: where running calls are kept.
+        new_fields: how the fields of a body are read.
     """
 
-    def __init__(self, calls: HTTPCalls, open_calls: OpenCalls) -> None:
+    def __init__(self, calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields = Fields) -> None:
         self._calls = calls
         self._open_calls = open_calls
+        self._new_fields = new_fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; a client that goes away cancels it."""
         caller: HTTPCaller = scope["state"]["caller"]
-        fields: EmbeddingFields = check_type(decode_json(scope["state"]["body"]), EmbeddingFields)
+        reader = self._new_fields()
+        fields = reader.read(decode_json(scope["state"]["body"]), EmbeddingFields)
         card = await self._calls.model(fields.model)
         if card.embedding_size is None:
             raise Refusal(404, "no_embeddings", NO_EMBEDDINGS.format(card.id))
@@ -90,7 +95,8 @@ class EmbeddingEndpoint:
         async with background() as nursery:
             nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             with self._open_calls.open():
-                response = JSON(_body(await self._calls.embed(params, caller), card.id))
+                body = _body(await self._calls.embed(params, caller), card.id)
+                response = JSON(body, headers=reader.headers)
         if response is not None:
             await response(scope, receive, send)
 
@@ -306,11 +312,13 @@ class ServiceRoutes:
     Args:
         calls: who answers.
         has_operators: whether those without a token are this machine's own users.
+        new_fields: how the fields of a body are read.
     """
 
-    def __init__(self, calls: HTTPCalls, *, has_operators: bool = False) -> None:
+    def __init__(self, calls: HTTPCalls, *, has_operators: bool = False, new_fields: NewFields = Fields) -> None:
         self._calls = calls
         self._has_operators = has_operators
+        self._new_fields = new_fields
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -346,13 +354,14 @@ class ServiceRoutes:
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a body of Anthropic's API is."""
-        model, params, names = read_count(decode_json(request.state.body))
+        reader = self._new_fields()
+        model, params, names = read_count(decode_json(request.state.body), reader)
         card = await self._calls.model(model)
         try:
             token_ids = await self._calls.tokenize({**params, "model": card.id}, request.state.caller)
         except GenbatchError as error:
             raise renamed(error, names) from None
-        return JSON({"input_tokens": len(token_ids)})
+        return JSON({"input_tokens": len(token_ids)}, headers=reader.headers)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
@@ -410,7 +419,13 @@ def make_metrics_app(calls: HTTPCalls) -> ASGIApp:
     return Front(_routed(routes), authenticate=None, only_loopback=False)
 
 
-def make_app(calls: HTTPCalls, open_calls: OpenCalls, security: Security, *, only_loopback: bool) -> ASGIApp:
+# The bodies of OpenAI's and Anthropic's endpoints.
+_BODIES = (ChatFields, CompletionFields, ResponseFields, MessageFields, EmbeddingFields)
+
+
+def make_app(
+    calls: HTTPCalls, open_calls: OpenCalls, security: Security, *, only_loopback: bool, strict: bool = False
+) -> ASGIApp:
     """The ASGI application.
 
     Args:
@@ -418,31 +433,36 @@ def make_app(calls: HTTPCalls, open_calls: OpenCalls, security: Security, *, onl
         open_calls: where running calls are kept.
         security: who is let in.
         only_loopback: see Front.
+        strict: whether a field that no API has published is refused.
     """
+    elsewhere = frozenset(name for body in _BODIES for name in body.__struct_fields__)
+    new_fields = partial(Fields, strict=strict, elsewhere=elsewhere)
     # At any other address whoever is let in need not be on this machine, though no token was asked for.
     others = security.http_insecure or security.allowed_hosts or security.allowed_origins
-    service = ServiceRoutes(calls, has_operators=only_loopback and not others)
+    service = ServiceRoutes(calls, has_operators=only_loopback and not others, new_fields=new_fields)
     endpoints = [
         Endpoint(
             "/v1/chat/completions",
-            Generating(read_chat, calls, open_calls),
+            Generating(read_chat, calls, open_calls, new_fields),
             "The next message of a conversation, whole or streamed, with tools. OpenAI's.",
             ChatFields,
         ),
         Endpoint(
             "/v1/completions",
-            Generating(read_completion, calls, open_calls),
+            Generating(read_completion, calls, open_calls, new_fields),
             "How a text, or several, go on. OpenAI's.",
             CompletionFields,
         ),
-        Endpoint("/v1/responses", Responses(calls, open_calls), "OpenAI's newer API.", ResponseFields),
-        Endpoint("/v1/messages", Messages(read_message, calls, open_calls), "Anthropic's API.", MessageFields),
+        Endpoint("/v1/responses", Responses(calls, open_calls, new_fields), "OpenAI's newer API.", ResponseFields),
+        Endpoint(
+            "/v1/messages", Messages(read_message, calls, open_calls, new_fields), "Anthropic's API.", MessageFields
+        ),
         Endpoint("/v1/messages/count_tokens", service.count_tokens, "How many tokens that would be.", CountFields),
         Endpoint("/v1/models", service.models, "The models that are served."),
         Endpoint("/v1/models/{name:path}", service.model, "One of them."),
         Endpoint(
             "/v1/embeddings",
-            EmbeddingEndpoint(calls, open_calls),
+            EmbeddingEndpoint(calls, open_calls, new_fields),
             "What texts mean, as vectors. OpenAI's.",
             EmbeddingFields,
         ),

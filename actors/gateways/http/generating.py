@@ -7,16 +7,18 @@ around what is in front of a gap and behind it; each mark is one token of theirs
 model has them.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import trio
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
 from genbatch.actors.gateways.http.bodies import JSON, decode_json, renamed
+from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import OpenAIRequest, read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response
@@ -24,6 +26,8 @@ from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, H
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Result, Token
+
+logger = logging.getLogger(__name__)
 
 CountTokens = Callable[[str, str], Awaitable[int]]
 
@@ -134,7 +138,8 @@ class TokenQueue:
         self._changed.set()
 
 
-ReadBody = Callable[[dict[str, Any]], OpenAIRequest]
+ReadBody = Callable[[dict[str, Any], Fields], OpenAIRequest]
+NewFields = Callable[[], Fields]
 
 # With more tokens than this waiting for the socket, those of a choice share an event.
 MAX_EVENTS = 16
@@ -164,10 +169,12 @@ class Generating:
         read: what a body asks for.
         calls: who generates.
         open_calls: where running calls are kept.
+        new_fields: how the fields of a body are read.
     """
 
-    def __init__(self, read: ReadBody, calls: HTTPCalls, open_calls: OpenCalls) -> None:
+    def __init__(self, read: ReadBody, calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields = Fields) -> None:
         self._read = read
+        self._new_fields = new_fields
         self._calls = calls
         self._open_calls = open_calls
         self._fill_in = FillIn(self._count_tokens)
@@ -176,12 +183,17 @@ class Generating:
         """Answers one request; errors before the first byte are raised."""
         state = scope["state"]
         caller: HTTPCaller = state["caller"]
-        request = self._asked(decode_json(state["body"]), caller)
+        fields = self._new_fields()
+        request = self._asked(decode_json(state["body"]), caller, fields)
         card = await self._calls.model(request.model)
         for params in request.params:
             params["model"] = card.id
         answer = self._answer(request, card.id, caller)
         caller = replace(caller, request_id=answer.id)
+        if fields.ignored:
+            logger.debug("request %s: these fields are ignored: %s", answer.id, ", ".join(fields.ignored))
+        # OpenAI's name of the id, Anthropic's, and the fields without effect.
+        send = _with_headers(send, {"x-request-id": answer.id, "request-id": answer.id, **fields.headers})
         if request.suffix:
             for params in request.params:
                 params["prompt"] = await self._fill_in.prompt(card.id, params["prompt"], request.suffix)
@@ -193,13 +205,12 @@ class Generating:
             nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             with self._open_calls.open():
                 results = await self._results(request, caller, None)
-                named = {"x-request-id": answer.id, "request-id": answer.id}  # OpenAI's name of it, Anthropic's
-                response = JSON(await answer.body(results), headers=named)
+                response = JSON(await answer.body(results))
         if response is not None:
             await response(scope, receive, send)
 
-    def _asked(self, body: dict[str, Any], caller: HTTPCaller) -> OpenAIRequest:
-        return self._read(body)
+    def _asked(self, body: dict[str, Any], caller: HTTPCaller, fields: Fields) -> OpenAIRequest:
+        return self._read(body, fields)
 
     async def _count_tokens(self, model: str, text: str) -> int:
         wanted = {"prompt": text, "add_special_tokens": False, "model": model}
@@ -273,12 +284,12 @@ class Messages(Generating):
 class Responses(Generating):
     """OpenAI's /v1/responses, with the conversations that may be gone on with."""
 
-    def __init__(self, calls: HTTPCalls, open_calls: OpenCalls) -> None:
+    def __init__(self, calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields = Fields) -> None:
         self._conversations = Conversations()
-        super().__init__(read_chat, calls, open_calls)
+        super().__init__(read_chat, calls, open_calls, new_fields)
 
-    def _asked(self, body: dict[str, Any], caller: HTTPCaller) -> OpenAIRequest:
-        return read_response(body, self._conversations, caller.owner)
+    def _asked(self, body: dict[str, Any], caller: HTTPCaller, fields: Fields) -> OpenAIRequest:
+        return read_response(body, self._conversations, caller.owner, fields)
 
     def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return ResponseAnswer(request, model, self._conversations, caller.owner)
@@ -289,9 +300,7 @@ async def _write(queue: TokenQueue, answer: HTTPAnswer, send: Send) -> None:
     taken = await queue.take()
     if not taken and queue.error is not None:
         raise queue.error
-    named = answer.id.encode()
-    headers = [*_STREAM_HEADERS, (b"x-request-id", named), (b"request-id", named)]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     try:
         while taken or not queue.has_ended:
             events = [await answer.events(choice, tokens) for choice, tokens in _grouped(taken)]
@@ -303,6 +312,18 @@ async def _write(queue: TokenQueue, answer: HTTPAnswer, send: Send) -> None:
     except GenbatchError as error:
         last = answer.failure(error)
     await send({"type": "http.response.body", "body": last})
+
+
+def _with_headers(send: Send, headers: dict[str, str]) -> Send:
+    """Adds these headers to the answer."""
+    more = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *more]}
+        await send(message)
+
+    return send_more
 
 
 async def _send(send: Send, events: bytes) -> None:

@@ -97,6 +97,7 @@ class HTTPGateway:
         address: where.
         security: who is let in, and the certificate; nothing of it is needed on a loopback interface.
         only_metrics: whether there is nothing but counters and health, for everybody who reaches the address.
+        strict: whether a field that no API has published is refused.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class HTTPGateway:
         security: Security | None = None,
         *,
         only_metrics: bool = False,
+        strict: bool = False,
     ) -> None:
         security = security or Security()
         if not only_metrics:
@@ -122,7 +124,8 @@ class HTTPGateway:
         if only_metrics:
             app = make_metrics_app(calls)
         else:
-            app = make_app(calls, self._open_calls, security, only_loopback=address.is_loopback)
+            only_loopback = address.is_loopback
+            app = make_app(calls, self._open_calls, security, only_loopback=only_loopback, strict=strict)
         self._app = ASGIWrapper(app)  # type: ignore[arg-type]  # Starlette types its messages more loosely
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:

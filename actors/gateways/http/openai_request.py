@@ -1,7 +1,6 @@
 """OpenAIRequest: what a body of OpenAI's API asks for, as requests of our own.
 
-A parameter of the two generating endpoints, vLLM's additions included, is taken, known and without meaning here, or
-refused by name. `null` is the same as not given.
+`fields.py` has what becomes of a parameter that is none of these.
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,28 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from genbatch.actors.gateways.http.fields import Fields
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import check_type
-
-# They name, file or bill a request, or hint at how to run it; no text is another for them.
-WITHOUT_MEANING = frozenset(
-    (
-        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "service_tier", "store", "user",
-    )
-)  # fmt: skip
-# What a request must not have, unless it is one of these values, with the reason.
-_NOTHING: tuple[object, ...] = ([], {}, "", "none", "auto", False)
-REFUSED = {
-    "functions": "is the old name of tools",
-    "function_call": "is the old name of tool_choice",
-    "audio": "only text can be generated",
-    "prediction": "predicted outputs are not supported",
-    "reasoning_effort": "the effort of reasoning cannot be set",
-    "verbosity": "how much is said cannot be set; ask for it in the prompt",
-    "web_search_options": "the web cannot be searched",
-    "use_beam_search": "beam search is not supported over HTTP",
-}
 
 
 class StreamExtras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,69 +115,13 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     best_of: int | None = None
 
 
-# Fields of other servers that ask for nothing at these values; at any other they are refused by name.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "best_of": (1,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "add_special_tokens": (True, False),
-    "echo": (False,),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "guided_decoding_backend": ("auto",),
-    "guided_whitespace_pattern": (),
-    "return_token_ids": (False,),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "cache_salt": ("",),
-    "ebnf": (),
-    "json_schema": (),
-    "lora_path": (),
-    "session_params": ({},),
-    "return_hidden_states": (False,),
-    "rid": (),
-    "data_parallel_rank": (),
-    "stop_regex": ([],),
-    "return_cached_tokens_details": (False,),
-    "return_routed_experts": (False,),
-    "stream_reasoning": (True, False),
-}
-
-
-def given(body: dict[str, Any]) -> dict[str, Any]:
-    """The parameters in `body` that say something.
-
-    Raises:
-        InvalidRequest: one of them is refused.
-    """
-    for name, reason in REFUSED.items():
-        value = body.get(name)
-        if value is not None and value not in _NOTHING:
-            raise InvalidRequest(name, reason)
-    if body.get("modalities") not in (None, ["text"]):
-        raise InvalidRequest("modalities", "only text can be generated")
-    passed_over = WITHOUT_MEANING | REFUSED.keys() | {"modalities"}
-    wanted = {name: value for name, value in body.items() if value is not None and name not in passed_over}
-    known = ChatFields.__struct_fields__ if "messages" in body else CompletionFields.__struct_fields__
-    for name, neutral in NEUTRAL.items():
-        if name in wanted and name not in known:
-            if wanted[name] not in neutral:
-                raise InvalidRequest(name, f"is not supported at this value: {wanted[name]!r:.60}")
-            del wanted[name]
-    return wanted
-
-
 Kind = Literal["chat", "completion", "response", "message"]
 
 # OpenAI's documented defaults, where they are not ours.
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16
+# What a function is described by.
+TOOL_FIELDS = ("name", "description", "parameters", "strict")
 # Prompts of one body; each is a request of its own.
 MAX_PROMPTS = 128
 # Who may speak. A template that knows more of them is reached by the other wires.
@@ -228,6 +151,7 @@ class OpenAIRequest:
         suffix: what stands behind the gap to be filled; "" is none.
         names: the caller's names of parameters, by ours, where they differ.
         body: what was asked, where the answer repeats it.
+        namespaces: of functions within a namespace, by our name: the namespace, and the function's name there.
     """
 
     kind: Kind
@@ -242,15 +166,20 @@ class OpenAIRequest:
     names: dict[str, str]
     suffix: str = ""
     body: dict[str, Any] = field(default_factory=dict)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def read_chat(body: dict[str, Any]) -> OpenAIRequest:
+def read_chat(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
     """The request in a body for /v1/chat/completions.
+
+    Args:
+        reader: remembers which fields are ignored.
 
     Raises:
         InvalidRequest: with the path of the first fault.
     """
-    fields: ChatFields = check_type(given(body), ChatFields)
+    reader = reader or Fields()
+    fields = reader.read(body, ChatFields)
     params = _shared(fields)
     names = {}
     if fields.max_completion_tokens is not None:
@@ -265,17 +194,21 @@ def read_chat(body: dict[str, Any]) -> OpenAIRequest:
         names["logprobs"] = "top_logprobs"
     elif fields.top_logprobs is not None:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
-    names |= {f"tools[{index}]": f"tools[{index}].function" for index in range(len(fields.tools or ()))}
-    params["messages"] = read_messages(fields.messages)
-    params |= _for_template(fields)
+    params["messages"] = read_messages(fields.messages, reader)
+    params |= _for_template(fields, reader, names)
     return _request("chat", fields, [params], num_top, names)
 
 
-def _for_template(fields: ChatFields) -> dict[str, Any]:
-    """What the chat template is told beside the messages."""
+def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> dict[str, Any]:
+    """What the chat template is told beside the messages; `names` gets the caller's names of the tools."""
     params: dict[str, Any] = {}
-    if fields.tools:
-        params["tools"] = [read_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+    offered: list[dict[str, Any]] = []
+    for index, tool in enumerate(fields.tools or ()):
+        if is_function(tool, f"tools[{index}]", reader):
+            names[f"tools[{len(offered)}]"] = f"tools[{index}].function"
+            offered.append(_tool(tool, f"tools[{index}]", reader))
+    if offered:
+        params["tools"] = offered
         if fields.parallel_tool_calls is not None:
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
@@ -293,14 +226,24 @@ def _for_template(fields: ChatFields) -> dict[str, Any]:
     return params
 
 
-def read_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+def is_function(tool: dict[str, Any], path: str, reader: Fields) -> bool:
+    """Whether a tool is a function, which the client calls. Others are only offered, so they are left out."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind != "function":
+        reader.ignore(f"{path}.{kind}")
+        return False
+    return True
+
+
+def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
     """A tool in OpenAI's shape as one of ours; raises as `read_chat`."""
     kind, function = tool.get("type"), tool.get("function")
     if kind != "function":
         raise InvalidRequest(f"{path}.type", f'must be "function", not {kind!r:.40}')
     if not isinstance(function, dict):
         raise InvalidRequest(f"{path}.function", "must be an object with a name")
-    return {name: value for name, value in function.items() if value is not None}
+    reader.take(tool, ("type", "function"), path)
+    return reader.take(function, TOOL_FIELDS, f"{path}.function")
 
 
 def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -312,9 +255,9 @@ def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
     return function
 
 
-def read_completion(body: dict[str, Any]) -> OpenAIRequest:
+def read_completion(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
     """The request in a body for /v1/completions; raises as `read_chat`."""
-    fields: CompletionFields = check_type(given(body), CompletionFields)
+    fields = (reader or Fields()).read(body, CompletionFields)
     params = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | _shared(fields)
     if fields.best_of not in (None, fields.n or 1):
         raise InvalidRequest("best_of", "all answers are returned: it must be the same as n")
@@ -436,14 +379,18 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
     return [{name: each} for each in prompt]
 
 
-def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_messages(messages: list[dict[str, Any]], reader: Fields | None = None) -> list[dict[str, Any]]:
     """The turns of a conversation; raises as `read_chat`."""
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    reader = reader or Fields()
+    return [_message(message, f"messages[{index}]", reader) for index, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name")
+
+
+def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
     """A turn. An answer may be sent back as it was received, with its empty fields and its calls."""
-    said = {name: value for name, value in message.items() if value is not None and value != []}
+    said = {name: value for name, value in reader.take(message, _MESSAGE_FIELDS, path).items() if value != []}
     role = said.pop("role", None)
     if role is None:
         raise InvalidRequest(f"{path}.role", "is missing")
@@ -458,22 +405,19 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
     # OpenAI's newer name for what templates call the system.
     turn: dict[str, Any] = {"role": "system" if role == "developer" else role}
     has_calls = "tool_calls" in said
-    turn["content"] = "" if has_calls and "content" not in said else _text(said.pop("content", None), path)
+    turn["content"] = "" if has_calls and "content" not in said else _text(said.get("content"), path, reader)
     if has_calls:
-        calls = said.pop("tool_calls")
+        calls = said["tool_calls"]
         if not isinstance(calls, list):
             raise InvalidRequest(f"{path}.tool_calls", "must be a list")
         turn["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
     for name in ("tool_call_id", "reasoning_content"):
         if name in said:
-            turn[name] = _string(said.pop(name), f"{path}.{name}")
-    speaker = said.pop("name", None)
-    if role == "tool" and speaker is not None:
-        turn["name"] = _string(speaker, f"{path}.name")
+            turn[name] = _string(said[name], f"{path}.{name}")
+    if role == "tool" and "name" in said:
+        turn["name"] = _string(said["name"], f"{path}.name")
     if role == "tool" and "tool_call_id" not in turn:
         raise InvalidRequest(f"{path}.tool_call_id", "is missing: which call does this answer?")
-    for name in said:
-        raise InvalidRequest(f"{path}.{name}", "is not supported: a message has a role, text and tool calls")
     return turn
 
 
@@ -495,7 +439,7 @@ def _string(value: object, path: str) -> str:
     return value
 
 
-def _text(content: object, path: str) -> str:
+def _text(content: object, path: str, reader: Fields) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -509,5 +453,6 @@ def _text(content: object, path: str) -> str:
             raise InvalidRequest(f"{place}.type", f'only parts of type "text" are understood, not {shown}')
         if not isinstance(part.get("text"), str):
             raise InvalidRequest(f"{place}.text", "must be a string")
+        reader.take(part, ("type", "text"), place)
         texts.append(part["text"])
     return "".join(texts)

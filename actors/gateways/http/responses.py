@@ -6,26 +6,28 @@ forgets them, and a client that cannot have that sends its history itself.
 
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
-from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, REFUSED, ROLES, OpenAIRequest
+from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.openai_request import (
+    DEFAULT_TEMPERATURE,
+    ROLES,
+    TOOL_FIELDS,
+    OpenAIRequest,
+    is_function,
+)
 from genbatch.proto.errors import GenbatchError, InvalidRequest
-from genbatch.proto.messages import Result, Token, check_type
+from genbatch.proto.messages import Result, Token
 
+# Characters of a tool's name.
+MAX_TOOL_NAME = 64
 # Conversations that are remembered, and their characters in all.
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 256, 16 * 2**20
-# They name, file or bill a request; no text is another for them.
-_WITHOUT_MEANING = frozenset(
-    (
-        *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        "stream_options",
-    )
-)
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,17 +41,13 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TextFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said of the text; `verbosity` is refused."""
+    """What is said of the text."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
 
 
 class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said of thinking; `effort` is refused, but for "none"."""
-
-    effort: str | None = None
-    summary: str | None = None
+    """What is said of thinking; all of it is a hint."""
 
 
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,19 +104,24 @@ class Conversations:
         return found[0]
 
 
-def read_response(body: dict[str, Any], conversations: Conversations, owner: str) -> OpenAIRequest:
+def read_response(
+    body: dict[str, Any], conversations: Conversations, owner: str, reader: Fields | None = None
+) -> OpenAIRequest:
     """The request in a body for /v1/responses.
 
     Args:
         owner: whose conversations may be gone on with.
+        reader: remembers which fields are ignored.
 
     Raises:
         InvalidRequest: with the path of the first fault.
         Refusal: the conversation to go on with is not remembered.
     """
-    wanted = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_MEANING}
-    fields: ResponseFields = check_type(wanted, ResponseFields)
+    reader = reader or Fields()
+    fields = reader.read(body, ResponseFields)
     _refuse(fields)
+    if fields.truncation not in (None, "disabled"):
+        reader.ignore("truncation")  # it asks for nothing where the conversation fits, and else there is an error
     before = conversations.find(owner, fields.previous_response_id) if fields.previous_response_id else []
     items: list[dict[str, Any]] = [{"role": "user", "content": fields.input}]
     if not isinstance(fields.input, str):
@@ -128,20 +131,21 @@ def read_response(body: dict[str, Any], conversations: Conversations, owner: str
     names |= {f"messages[{len(system) + turn}]": "previous_response_id" for turn in range(len(before))}
     if isinstance(fields.input, str):
         names[f"messages[{len(system) + len(before)}].content"] = "input"
-    asked = [*before, *read_items(items, names, len(system) + len(before))]
+    offered, namespaces = _read_tools(fields.tools or [], names, reader)
+    asked = [*before, *read_items(items, names, len(system) + len(before), reader, namespaces)]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
     params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
     same = {"max_output_tokens": "max_tokens", "top_p": "top_p", "seed": "seed"}
     for theirs, ours in (same | {"chat_template_kwargs": "chat_template_kwargs"}).items():
         if getattr(fields, theirs) is not None:
             params[ours] = getattr(fields, theirs)
-    if fields.tools:
-        params["tools"] = [_without_type(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+    if offered:
+        params["tools"] = offered
         if fields.parallel_tool_calls is not None:
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
         choice = fields.tool_choice
-        params["tool_choice"] = choice if isinstance(choice, str) else _without_type(choice, "tool_choice")
+        params["tool_choice"] = choice if isinstance(choice, str) else _without_type(choice, "tool_choice", reader)
     if fields.text is not None and fields.text.format is not None:
         shape: dict[str, Any] = {"type": fields.text.format.type}
         if fields.text.format.schema is not None:
@@ -159,58 +163,113 @@ def read_response(body: dict[str, Any], conversations: Conversations, owner: str
         echo=False,
         names=names | {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"},
         body=body | {"asked": asked},
+        namespaces=namespaces,
     )
 
 
 def _refuse(fields: ResponseFields) -> None:
     if fields.background:
         raise InvalidRequest("background", "responses are answered while their client waits")
-    if fields.truncation not in (None, "disabled"):
-        raise InvalidRequest("truncation", 'only "disabled" is possible: a conversation is never cut')
     if "message.output_text.logprobs" in (fields.include or ()):
         raise InvalidRequest("include", "log-probs are told by /v1/chat/completions")
-    if fields.text is not None and fields.text.verbosity is not None:
-        raise InvalidRequest("text.verbosity", REFUSED["verbosity"])
-    if fields.reasoning is not None and fields.reasoning.effort not in (None, "none"):
-        raise InvalidRequest("reasoning.effort", REFUSED["reasoning_effort"])
 
 
-def _without_type(function: dict[str, Any], path: str) -> dict[str, Any]:
+def _without_type(function: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
     if function.get("type") != "function":
         shown = f"{function.get('type')!r}"[:40]
         raise InvalidRequest(f"{path}.type", f'must be "function": {shown} is not run by this service')
-    return {name: value for name, value in function.items() if name != "type" and value is not None}
+    found = reader.take(function, ("type", *TOOL_FIELDS), path)
+    return {name: value for name, value in found.items() if name != "type"}
+
+
+# By our name of a function: its namespace, and its name there.
+Namespaces = dict[str, tuple[str, str]]
+
+
+def _read_tools(
+    tools: list[dict[str, Any]], names: dict[str, str], reader: Fields
+) -> tuple[list[dict[str, Any]], Namespaces]:
+    """The functions among the tools, and which of them are in a namespace.
+
+    A function keeps its name. Where several have the same one, the namespace's name is put in front of it.
+    `names` gets the caller's names of the functions, by ours.
+    """
+    found: list[tuple[str, dict[str, Any], str]] = []  # namespace, function, path
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if tool.get("type") != "namespace":
+            found.append(("", tool, path))
+            continue
+        space = reader.take(tool, ("type", "name", "description", "tools"), path)
+        inner = space.get("tools", [])
+        if not isinstance(inner, list) or not all(isinstance(function, dict) for function in inner):
+            raise InvalidRequest(f"{path}.tools", "must be a list of functions")
+        name = _string(space, "name", path)
+        found += [(name, function, f"{path}.tools[{number}]") for number, function in enumerate(inner)]
+    offered: list[dict[str, Any]] = []
+    namespaces: Namespaces = {}
+    same = Counter(str(function.get("name")) for _, function, _ in found)
+    for namespace, function, path in found:
+        if not is_function(function, path, reader):
+            continue
+        made = _without_type(function, path, reader)
+        if namespace:
+            name = _string(made, "name", path)
+            made["name"] = name if same[name] == 1 else f"{namespace}.{name}"[-MAX_TOOL_NAME:]
+            namespaces[made["name"]] = (namespace, name)
+        names[f"tools[{len(offered)}]"] = path
+        offered.append(made)
+    return offered, namespaces
+
+
+_ITEM_FIELDS = {
+    "message": ("type", "role", "content"),
+    "function_call": ("type", "call_id", "name", "namespace", "arguments"),
+    "function_call_output": ("type", "call_id", "output"),
+    "reasoning": ("type", "content"),
+}
 
 
 def read_items(
-    items: list[dict[str, Any]], names: dict[str, str] | None = None, first: int = 0
+    items: list[dict[str, Any]],
+    names: dict[str, str] | None = None,
+    first: int = 0,
+    reader: Fields | None = None,
+    namespaces: Namespaces | None = None,
 ) -> list[dict[str, Any]]:
     """The turns in a list of input items; raises as `read_response`.
 
     Args:
         names: gets the caller's names of the turns, by ours.
         first: the first turn's index among the messages.
+        reader: remembers which fields are ignored.
+        namespaces: the functions that have one, by our names of them.
     """
     turns: list[dict[str, Any]] = []
     names = {} if names is None else names
+    reader = reader or Fields()
+    ours_of = {theirs: ours for ours, theirs in (namespaces or {}).items()}
     thought: dict[str, str] = {}  # of the answer that follows
     for index, item in enumerate(items):
         path = f"input[{index}]"
         kind = item.get("type", "message")
+        if isinstance(kind, str) and kind in _ITEM_FIELDS:
+            reader.take(item, _ITEM_FIELDS[kind], path)
         if kind == "message":
             role = _string(item, "role", path)
             if role not in ROLES or role == "tool":
                 raise InvalidRequest(f"{path}.role", f"must be system, developer, user or assistant, not {role!r:.40}")
-            content = _content(item.get("content"), f"{path}.content")
+            content = _content(item.get("content"), f"{path}.content", reader)
             turns.append({"role": "system" if role == "developer" else role, "content": content})
             names[f"messages[{first + len(turns) - 1}]"] = path
             if role == "assistant":
                 turns[-1] |= thought
                 thought = {}
         elif kind == "function_call":
+            name = _string(item, "name", path)
             call = {
                 "id": _string(item, "call_id", path),
-                "name": _string(item, "name", path),
+                "name": ours_of.get((str(item.get("namespace")), name), name),
                 "arguments": _string(item, "arguments", path),
             }
             if not turns or turns[-1]["role"] != "assistant":
@@ -224,7 +283,7 @@ def read_items(
             names |= {f"{ours}.tool_calls[{len(calls)}]": path, ours: turn_name}
             calls.append(call)
         elif kind == "function_call_output":
-            content = _content(item.get("output"), f"{path}.output")
+            content = _content(item.get("output"), f"{path}.output", reader)
             turns.append({"role": "tool", "content": content, "tool_call_id": _string(item, "call_id", path)})
             ours = f"messages[{first + len(turns) - 1}]"
             names |= {f"{ours}.content": f"{path}.output", f"{ours}.tool_call_id": f"{path}.call_id", ours: path}
@@ -250,7 +309,7 @@ def _thinking(item: dict[str, Any], path: str) -> str:
     return "".join(_string(part, "text", path) for part in parts if isinstance(part, dict))
 
 
-def _content(content: object, path: str) -> str:
+def _content(content: object, path: str, reader: Fields) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -260,6 +319,7 @@ def _content(content: object, path: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
             raise InvalidRequest(f"{path}[{index}]", f"only text is understood, not {kind!r:.40}")
+        reader.take(part, ("type", "text"), f"{path}[{index}]")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -289,7 +349,7 @@ class ResponseAnswer:
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer at once."""
-        return self._whole(results[0], output_items(results[0]))
+        return self._whole(results[0], output_items(results[0], self._request.namespaces))
 
     def _whole(self, result: Result, items: list[dict[str, Any]]) -> dict[str, Any]:
         self._remember(items)
@@ -337,7 +397,7 @@ class ResponseAnswer:
         if self._request.body.get("store") is not False:
             # A call that was cut short could not be gone on with.
             kept = [item for item in items if (item["type"], item["status"]) != ("function_call", "incomplete")]
-            asked = [*self._request.body["asked"], *read_items(kept)]
+            asked = [*self._request.body["asked"], *read_items(kept, namespaces=self._request.namespaces)]
             self._conversations.remember(self._owner, self.id, asked)
 
     # Streamed
@@ -352,7 +412,8 @@ class ResponseAnswer:
                 parts.append(self._add("message", token.text))
             for piece in token.tool_calls:
                 if piece.id is not None:
-                    parts.append(self._open(_function_call(piece.id, piece.name or "", "", "in_progress")))
+                    call = _function_call(piece.id, piece.name or "", "", self._request.namespaces)
+                    parts.append(self._open(call))
                 if piece.arguments:
                     self._items[-1]["arguments"] += piece.arguments
                     parts.append(self._delta("response.function_call_arguments.delta", piece.arguments))
@@ -435,12 +496,12 @@ class ResponseAnswer:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def output_items(result: Result) -> list[dict[str, Any]]:
+def output_items(result: Result, namespaces: Namespaces | None = None) -> list[dict[str, Any]]:
     """A result as items: thinking, text, calls."""
     items = [_reasoning(result.reasoning)] if result.reasoning else []
     if result.text or not result.tool_calls:
         items.append(_message(result.text))
-    items += [_function_call(call.id, call.name, call.arguments, "completed") for call in result.tool_calls]
+    items += [_function_call(call.id, call.name, call.arguments, namespaces or {}) for call in result.tool_calls]
     for item in items:
         item["status"] = "completed"
     items[-1]["status"] = _ended(result)
@@ -464,6 +525,8 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": content}
 
 
-def _function_call(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+def _function_call(call_id: str, name: str, arguments: str, namespaces: Namespaces) -> dict[str, Any]:
     item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call_id}
-    return item | {"name": name, "arguments": arguments, "status": status}
+    if name in namespaces:
+        item["namespace"], name = namespaces[name]
+    return item | {"name": name, "arguments": arguments, "status": "in_progress"}

@@ -36,21 +36,26 @@ class ServedHTTP:
 
 @asynccontextmanager
 async def served_http(
-    security: Security | None = None, batcher: ScriptedBatcher | None = None, *, only_metrics: bool = False
+    security: Security | None = None,
+    batcher: ScriptedBatcher | None = None,
+    *,
+    only_metrics: bool = False,
+    strict: bool = False,
 ) -> AsyncIterator[ServedHTTP]:
     """Runs all of them for as long as the body runs; PATIENCE_S at most, so that no test hangs."""
     batcher = batcher or ScriptedBatcher()
     with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             ref = await start(nursery, batcher)
-            gateway = HTTPGateway(Dispatcher(ref), parse_http_address(":0"), security, only_metrics=only_metrics)
+            address = parse_http_address(":0")
+            gateway = HTTPGateway(Dispatcher(ref), address, security, only_metrics=only_metrics, strict=strict)
             scope = trio.CancelScope()
 
             async def run(task_status: trio.TaskStatus[str]) -> None:
                 with scope:
                     await gateway.run(task_status=task_status)
 
-            address = await nursery.start(run)
-            async with httpx2.AsyncClient(base_url=address, trust_env=False, timeout=PATIENCE_S) as client:
+            url = await nursery.start(run)
+            async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as client:
                 yield ServedHTTP(batcher, ref, gateway, scope, client)
             nursery.cancel_scope.cancel()

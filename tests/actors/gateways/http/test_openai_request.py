@@ -8,14 +8,8 @@ from hypothesis import strategies as st
 
 from genbatch.actors.gateways.addresses import HTTPAddress, parse_http_address
 from genbatch.actors.gateways.http.bodies import renamed
-from genbatch.actors.gateways.http.openai_request import (
-    MAX_PROMPTS,
-    NEUTRAL,
-    REFUSED,
-    WITHOUT_MEANING,
-    read_chat,
-    read_completion,
-)
+from genbatch.actors.gateways.http.fields import ACCEPTED, HINTS, NEUTRAL, REFUSED, Fields
+from genbatch.actors.gateways.http.openai_request import MAX_PROMPTS, read_chat, read_completion
 from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import InvalidRequest
@@ -56,13 +50,16 @@ def test_every_seed_that_openai_takes_is_one_of_ours(seed: int) -> None:
     assert params["seed"] == seed or seed < 0
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_MEANING))
-def test_what_has_no_meaning_here_is_taken_and_changes_nothing(name: str) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", sorted(name for name in ACCEPTED | HINTS if name.isidentifier()))
+def test_what_changes_no_answer_is_accepted_and_a_hint_is_named(name: str, strict: bool) -> None:
+    reader = Fields(strict=strict)
     plain = read_chat({"messages": [USER]})
-    assert read_chat({"messages": [USER], name: {"anything": ["at", "all"]}}) == plain
+    assert read_chat({"messages": [USER], name: {"anything": ["at", "all"]}}, reader) == plain
+    assert reader.ignored == ((name,) if name in HINTS else ())
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(name for name in REFUSED if name.isidentifier()))
 def test_what_cannot_be_done_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
     for nothing in (None, [], "none"):
         read_chat({"messages": [USER], name: nothing})

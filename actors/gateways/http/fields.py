@@ -1,0 +1,190 @@
+"""Fields: which fields of an HTTP body are used, accepted, ignored and refused (ADR 34).
+
+A field of OpenAI's, Anthropic's or vLLM's API is of one of these kinds:
+
+    used      a field of the endpoint's Struct: its value is checked, and the answer follows it
+    accepted  a name, a label or a bill: every answer is the same with it and without it
+    a hint    a wish that this service cannot fulfil: the field is ignored, and the response names it
+    refused   the answer would be another one: InvalidRequest with the field's path
+
+A field that no API has published is ignored and named as a hint is. In strict mode such a field is refused. `null` is
+the same as not given.
+"""
+
+import re
+from collections.abc import Container
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import check_type
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+# The tables have paths without indexes. "*." in front of a name means: at any depth.
+ACCEPTED = frozenset(
+    (
+        *("metadata", "user", "safety_identifier", "store", "client_metadata", "request_id", "rid"),
+        *("betas", "anthropic_version", "container", "max_tool_calls", "stream_options.include_obfuscation"),
+        # An answer's turn comes back with them.
+        *("messages.annotations", "messages.content.annotations", "messages.tool_calls.index", "messages.name"),
+        *("input.id", "input.status", "input.phase", "input.summary", "input.encrypted_content"),
+        *("input.content.annotations", "input.content.logprobs", "messages.content.signature"),
+        *("messages.content.citations", "system.citations", "messages.content.caller"),
+        # How a tool's arguments are streamed, and how a schema is called.
+        *("tools.eager_input_streaming", "response_format.json_schema.name", "text.format.name"),
+    )
+)
+HINTS = frozenset(
+    (
+        *("*.cache_control", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("context_management", "reasoning_effort", "verbosity", "prediction", "reasoning", "thinking", "speed"),
+        *("output_config.effort", "output_config.task_budget", "reasoning.effort", "reasoning.summary"),
+        *("reasoning.generate_summary", "text.verbosity", "thinking.budget_tokens", "thinking.display"),
+        *("inference_geo", "mcp_servers", "tools.defer_loading", "tools.input_examples", "tools.allowed_callers"),
+    )
+)
+# Without these the answer is another one; each with the reason.
+REFUSED = {
+    "functions": "is the old name of tools",
+    "function_call": "is the old name of tool_choice",
+    "audio": "only text can be generated",
+    "modalities": "only text can be generated",
+    "web_search_options": "the web cannot be searched",
+    "use_beam_search": "beam search is not supported over HTTP",
+    "conversation": "conversations are not stored: send the messages, or previous_response_id",
+    "messages.audio": "only text is understood",
+    "messages.images": "only text is understood",
+    "messages.refusal": "is not text of the answer: send it as content",
+    "messages.function_call": "is the old name of tool_calls",
+}
+# Values at which a field of the other tables asks for nothing.
+_NOTHING: tuple[object, ...] = ([], {}, "", "none", "auto", False, ["text"])
+# Fields of other servers that ask for nothing at these values; at any other they are refused by name.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "best_of": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "add_special_tokens": (True, False),
+    "echo": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "guided_decoding_backend": ("auto",),
+    "guided_whitespace_pattern": (),
+    "return_token_ids": (False,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "cache_salt": ("",),
+    "ebnf": (),
+    "json_schema": (),
+    "lora_path": (),
+    "session_params": ({},),
+    "return_hidden_states": (False,),
+    "data_parallel_rank": (),
+    "stop_regex": ([],),
+    "return_cached_tokens_details": (False,),
+    "return_routed_experts": (False,),
+    "stream_reasoning": (True, False),
+}
+# The response header that names what was ignored. Names come from the client, so their number, length and letters
+# are bounded.
+HEADER = "x-ignored-fields"
+MAX_NAMED, MAX_NAME_LENGTH = 32, 80
+_INDEX = re.compile(r"\[\d+\]")
+_NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
+
+
+class Fields:
+    """Reads the fields of one body, and remembers the names of those that it ignores.
+
+    Args:
+        strict: whether a field that no API has published is refused.
+        elsewhere: fields of other endpoints. Here they would be without effect, so they are refused.
+    """
+
+    def __init__(self, *, strict: bool = False, elsewhere: Container[str] = ()) -> None:
+        self._strict = strict
+        self._elsewhere = elsewhere
+        self._ignored: dict[str, None] = {}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The paths of the ignored fields, without their indexes: `messages[].content[].cache_control`."""
+        return tuple(self._ignored)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response's header about them; none where nothing was ignored."""
+        return {HEADER: ", ".join(self._ignored)} if self._ignored else {}
+
+    def read(self, body: dict[str, Any], kind: type[Body]) -> Body:
+        """The body as a Struct.
+
+        Raises:
+            InvalidRequest: with the path of the first fault.
+        """
+        made: Body = check_type(self._known(body, kind, ""), kind)
+        return made
+
+    def take(self, body: dict[str, Any], names: Container[str], path: str) -> dict[str, Any]:
+        """The fields of `body` that have these names and a value; raises as `read`.
+
+        Args:
+            path: of `body` itself, "" for the whole one.
+        """
+        found = {}
+        for name, value in body.items():
+            if value is None:
+                continue
+            if name in names:
+                found[name] = value
+            else:
+                self._leave(f"{path}.{name}" if path else name, value)
+        return found
+
+    def ignore(self, path: str) -> None:
+        """Names a part of the body that has no effect."""
+        if len(self._ignored) < MAX_NAMED:
+            self._ignored[_NO_NAME.sub("?", _INDEX.sub("[]", path))[:MAX_NAME_LENGTH]] = None
+
+    def _known(self, body: dict[str, Any], kind: type[msgspec.Struct], path: str) -> dict[str, Any]:
+        """The fields of `kind` in `body`, and of Structs within it."""
+        found = self.take(body, kind.__struct_fields__, path)
+        for field in msgspec.structs.fields(kind):
+            inner = next((each for each in get_args(field.type) if _is_struct(each)), None)
+            if inner is not None and isinstance(found.get(field.name), dict):
+                place = f"{path}.{field.name}" if path else field.name
+                found[field.name] = self._known(found[field.name], inner, place)
+        return found
+
+    def _leave(self, path: str, value: object) -> None:
+        """Judges a field that the endpoint does not use."""
+        plain = _INDEX.sub("", path)
+        if plain in ACCEPTED:
+            return
+        if plain in NEUTRAL:
+            if value not in NEUTRAL[plain]:
+                raise InvalidRequest(path, f"is not supported at this value: {value!r:.60}")
+            return
+        is_hint = plain in HINTS or f"*.{plain.rpartition('.')[2]}" in HINTS
+        is_known = is_hint or plain in REFUSED or plain in self._elsewhere
+        if is_known and value in _NOTHING:
+            return
+        if plain in REFUSED:
+            raise InvalidRequest(path, REFUSED[plain])
+        if not is_hint and plain in self._elsewhere:
+            raise InvalidRequest(path, "is a field of another endpoint, and would be without effect")
+        if not is_hint and self._strict:
+            raise InvalidRequest(path, "is a field of no API that is served here (http_strict)")
+        self.ignore(path)
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
