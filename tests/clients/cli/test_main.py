@@ -135,6 +135,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         http="127.0.0.1:9",
         metrics="127.0.0.1:10",
         http_insecure=True,
+        http_strict=True,
         allowed_hosts=("gate",),
         allowed_origins=("https://chat.example",),
         engine="process",
@@ -212,7 +213,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     }
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]
-    given += ["--http-insecure", "--lora=one=some/dir", "--lora=two=other"]
+    given += ["--http-insecure", "--http-strict", "--lora=one=some/dir", "--lora=two=other"]
     given += ["--no-async-batching", "--prompt-lookup", "--otel", "--batch-invariant"]
     given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)

@@ -148,7 +148,8 @@ def test_a_field_that_nobody_published_is_ignored_and_in_strict_mode_refused() -
 def test_the_header_is_bounded_and_holds_nothing_that_a_header_cannot() -> None:
     reader = Fields()
     read_chat(
-        {"messages": USER, "a\r\nset-cookie: x": 1, "ü" * 500: 1} | {f"field{index}": 1 for index in range(99)}, reader
+        {"messages": USER, "a\r\nset-cookie: x": 1, "\ud800" * 500: 1} | {f"field{index}": 1 for index in range(99)},
+        reader,
     )
     assert len(reader.ignored) == MAX_NAMED
     assert reader.ignored[0] == "a??set-cookie??x" and reader.ignored[1] == "?" * MAX_NAME_LENGTH

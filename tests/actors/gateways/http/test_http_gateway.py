@@ -50,7 +50,6 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": USER, "n": True}, "n", "invalid_request"),
         (CHAT, {"messages": USER, "n": 0}, "n", "invalid_request"),
         (CHAT, {"messages": USER, "temperature": "hot"}, "temperature", "invalid_request"),
-        (CHAT, {"messages": USER, "temprature": 1}, "temprature", "invalid_request"),
         (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function", "invalid_request"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "invalid_request"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 99}, "top_logprobs", "invalid_request"),
@@ -58,7 +57,6 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", "invalid_request"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_request"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "invalid_request"),
-        (CHAT, {"messages": USER, "\ud800": 1}, None, "invalid_request"),
         (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, "messages[0].role", "invalid_request"),
         (CHAT, {"messages": USER, "response_format": {"type": "\ud800"}}, None, "invalid_request"),
         (
