@@ -192,6 +192,10 @@ class CallPhases:
         """The msgids without a final yet, oldest first."""
         return list(self._phases)
 
+    def drop(self, msgid: int) -> None:
+        """Frees a msgid, in any phase: its owner has failed."""
+        self._phases.pop(msgid, None)
+
     def move(self, msgid: int, event: CallEvent) -> CallPhase | None:
         """Lets `event` happen; returns the phase before it.
 

@@ -28,6 +28,7 @@ from genbatch.proto.rpc import (
     ServerConnection,
     StreamOptions,
     TokenArray,
+    error_message,
     token_message,
     tokens_message,
 )
@@ -298,8 +299,17 @@ class RPCSession:
         self._host.nursery.start_soon(self._serve, request, name=f"{request.method} of {self.client}")
 
     async def _serve(self, request: CallReceived) -> None:
-        """Runs a call and sends its one final."""
-        call = self._calls[request.msgid]
+        """Runs a call and sends its one final; raises nothing: our own bug ends one call, not every client's."""
+        try:
+            final = await self._final(request, self._calls[request.msgid])
+        except Exception:
+            logger.exception("%s of client %s failed", request.method, self.client)
+            final = error_message(request.msgid, EngineError("the service failed at this call"))
+            self._connection.calls.drop(request.msgid)
+        del self._calls[request.msgid]
+        self._post(final)
+
+    async def _final(self, request: CallReceived, call: OpenCall) -> bytes:
 
         def on_token(token: Token) -> None:
             array = self._connection.token(request.msgid, token) if call.reason is None else None
@@ -312,8 +322,7 @@ class RPCSession:
         if final is None:
             assert call.reason is not None
             final = self._connection.error(request.msgid, call.reason)
-        del self._calls[request.msgid]
-        self._post(final)
+        return final
 
     async def _run(self, request: CallReceived, on_token: Callable[[Token], None], call: OpenCall) -> bytes:
         try:

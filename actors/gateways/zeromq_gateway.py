@@ -10,8 +10,10 @@ when a client that promised to be heard is silent for too long, and when a clien
 ZeroMQPeer is what the gateway knows of one client: its calls, and the messages that wait for it to read.
 """
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +104,8 @@ class ZeroMQPeer:
         self.outbox.clear()
         self.session.cancel_all(Cancelled("the client is gone"))
 
+
+logger = logging.getLogger(__name__)
 
 # Messages taken before other tasks run.
 MESSAGES_PER_TURN = 64
@@ -218,13 +222,28 @@ class ZeroMQGateway:
                 await trio.lowlevel.checkpoint()
 
     def _receive(self, signed: Signed) -> None:
-        connections = self._guard.connections
-        if signed.connection not in connections or not connections.took(signed.connection, sum(map(len, signed.parts))):
+        connection, connections = signed.connection, self._guard.connections
+        if connection is None or connection not in connections:
             return  # nobody is there any more to have it answered
+        if connections.took(connection, sum(map(len, signed.parts))):
+            with self._fault_ends(connection):
+                self._act(connection, signed)
+
+    @contextmanager
+    def _fault_ends(self, connection: int) -> Iterator[None]:
+        """Has a fault of ours, at what one client said or is to be sent, end that client's connection alone."""
+        try:
+            yield
+        except Exception:
+            logger.exception("a message of a client failed, and the client's connection is ended")
+            self._guard.connections.end(connection)
+            self._part_from([connection])
+
+    def _act(self, connection: int, signed: Signed) -> None:
         identity, *rest = signed.parts
         peer = self._peers.get(identity)
-        if peer is None or (peer.connection, peer.key) != (signed.connection, signed.user_id):
-            peer = self._meet(identity, signed)
+        if peer is None or (peer.connection, peer.key) != (connection, signed.user_id):
+            peer = self._meet(identity, connection, signed.user_id)
         peer.last_heard = trio.current_time()
         peer.delimited = len(rest) > 1 and not rest[0]
         message = rest[1:] if peer.delimited else rest
@@ -236,26 +255,26 @@ class ZeroMQGateway:
             peer.session.cancel_all(_revoked())
             peer.session.refuse(data, _revoked())
 
-    def _meet(self, identity: bytes, signed: Signed) -> ZeroMQPeer:
+    def _meet(self, identity: bytes, connection: int, key: str) -> ZeroMQPeer:
         """A peer for a connection that is heard for the first time.
 
         Whoever had its identity or its descriptor before has ended: ROUTER_HANDOVER is off.
         """
-        for former in (self._peers.get(identity), self._peers_by_connection.get(signed.connection)):
+        for former in (self._peers.get(identity), self._peers_by_connection.get(connection)):
             if former is not None:
                 former.leave()
                 self._forget(former)
-        peer = ZeroMQPeer(identity, signed.user_id, signed.connection, trio.current_time())
+        peer = ZeroMQPeer(identity, key, connection, trio.current_time())
         peer.session = RPCSession(
             self._dispatcher,
             self._calls,
             peer.outbox,
             partial(self._has_mail, peer),
             client=f"zeromq:{identity.hex()}",
-            tenant=self._guard.tenant(signed.user_id),
+            tenant=self._guard.tenant(key),
         )
-        self._guard.connections.heard(signed.connection)
-        self._peers[identity] = self._peers_by_connection[signed.connection] = peer
+        self._guard.connections.heard(connection)
+        self._peers[identity] = self._peers_by_connection[connection] = peer
         return peer
 
     def _part_from(self, ended: list[int]) -> None:
@@ -285,6 +304,10 @@ class ZeroMQGateway:
             return True
 
     def _flush(self, peer: ZeroMQPeer) -> None:
+        with self._fault_ends(peer.connection):
+            self._send_waiting(peer)
+
+    def _send_waiting(self, peer: ZeroMQPeer) -> None:
         if not peer.flush(partial(self._try_send, peer), trio.current_time()):
             self._slow.add(peer)
             self._backlog.set()
@@ -329,7 +352,8 @@ class ZeroMQGateway:
             self._guard.connections.sweep()
             for peer in list(self._peers.values()):
                 peer.last_heard += late
-                self._check(peer, now)
+                with self._fault_ends(peer.connection):
+                    self._check(peer, now)
 
     def _check(self, peer: ZeroMQPeer, now: float) -> None:
         session = peer.session

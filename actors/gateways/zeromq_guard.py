@@ -91,7 +91,7 @@ class ZeroMQConnections:
             return True
         if connection in self:
             logger.warning("a client sent %d messages and %d bytes at once, and was cut off", *counts)
-            self._end(connection)
+            self.end(connection)
         return False
 
     def emptied(self) -> None:
@@ -111,7 +111,7 @@ class ZeroMQConnections:
                 self._received[connection] = received
             elif received - before > MAX_BYTES_BETWEEN:
                 logger.warning("a client sent %d bytes of a message without an end, and was cut off", received - before)
-                self._end(connection)
+                self.end(connection)
 
     def heard(self, connection: int) -> None:
         """A message came by it, so its client has passed the handshake."""
@@ -147,9 +147,10 @@ class ZeroMQConnections:
         """Once all is taken that has come. Who sends without a pause cannot put it off for ever."""
         limit = self._limit + self._limit // SPARE if self._has_unread() else self._limit
         while self._silent and len(self._open) - len(self._ending) > limit:
-            self._end(next(iter(self._silent)))
+            self.end(next(iter(self._silent)))
 
-    def _end(self, connection: int) -> None:
+    def end(self, connection: int) -> None:
+        """Ends a connection; libzmq tells when it has."""
         self._silent.pop(connection, None)
         self._ending.add(connection)
         if self._name is not None:
@@ -245,7 +246,6 @@ async def open_zap_handler(socket: ZeroMQSocket, keys: ServerKeys) -> AsyncItera
         answers.bind(ADDRESS)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, keys.pair.secret)
-        socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody gets in, rather than everybody
         yield ZAPHandler(answers, keys)
 
@@ -297,6 +297,9 @@ async def open_guard(socket: ZeroMQSocket, keys: ServerKeys | None) -> AsyncIter
         keys: the service's own and its clients'; None lets everybody in who can reach the address.
     """
     async with AsyncExitStack() as stack:
+        # A socket with a domain refuses the greetings of ZMTP 1.0 and 2.0, which can show no key. Any first byte but
+        # 0xFF, such as that of a web page's POST, is taken for a greeting of ZMTP 1.0.
+        socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         monitor = await stack.enter_async_context(monitored(socket, EVENTS))
         zap = await stack.enter_async_context(open_zap_handler(socket, keys)) if keys is not None else None
         yield ZeroMQGuard(ZeroMQConnections(monitor, max_connections(), socket.has_messages), keys, zap)

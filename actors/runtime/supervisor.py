@@ -100,10 +100,17 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intensity:
-    """More than `max_restarts` within `max_seconds`, and a supervisor gives up."""
+    """How many restarts are too many, and what a supervisor then does.
+
+    Args:
+        max_restarts, max_seconds: more restarts than these within so many seconds are too many.
+        pause_s: None: the supervisor gives up. Else it never does, and waits so many seconds before the next restart:
+            for children that strangers can reach, who could otherwise make it give up.
+    """
 
     max_restarts: int = 3
     max_seconds: float = 5.0
+    pause_s: float | None = None
 
 
 class Supervisor:
@@ -144,7 +151,7 @@ class Supervisor:
 
         Raises:
             StartFailed: a child did not start; those before it were stopped.
-            RestartLimit: restart intensity was exceeded; every child was stopped.
+            RestartLimit: restart intensity was exceeded, and has no pause; every child was stopped.
         """
         failure: ActorError | None = None
         async with trio.open_nursery() as nursery:
@@ -172,8 +179,9 @@ class Supervisor:
             return
         affected = self._affected(spec)
         while True:
-            self._count_restart(spec, reason)
+            pause_s = self._count_restart(spec, reason)
             await self._stop(affected)
+            await trio.sleep(pause_s)
             try:
                 await self._start([other for other in affected if other.restart != "temporary"], nursery)
             except StartFailed as error:
@@ -188,16 +196,23 @@ class Supervisor:
             return self._specs
         return self._specs[self._specs.index(spec) :]
 
-    def _count_restart(self, spec: ChildSpec, reason: Reason) -> None:
+    def _count_restart(self, spec: ChildSpec, reason: Reason) -> float:
+        """The seconds to wait before the restart.
+
+        Raises:
+            RestartLimit: there were too many.
+        """
         most, now = self._intensity, trio.current_time()
         self._restarts.append(now)
         while self._restarts[0] < now - most.max_seconds:
             self._restarts.popleft()
-        if len(self._restarts) > most.max_restarts:
+        is_too_often = len(self._restarts) > most.max_restarts
+        if is_too_often and most.pause_s is None:
             self._emit("supervisor.gave_up", spec, reason=reason)
             cause = reason if isinstance(reason, BaseException) else None
             raise RestartLimit(self.name, spec.id, most.max_restarts, most.max_seconds) from cause
         self._emit("supervisor.restart", spec, {"restarts": len(self._restarts)})
+        return most.pause_s if is_too_often and most.pause_s is not None else 0.0
 
     async def _start(self, specs: Iterable[ChildSpec], nursery: trio.Nursery) -> None:
         for spec in specs:

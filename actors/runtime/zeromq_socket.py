@@ -32,12 +32,13 @@ class Signed(NamedTuple):
 
     Args:
         user_id: what a ZAP handler said of the client at its handshake; "" where there is none.
-        connection: file descriptor of the connection it came by.
+        connection: file descriptor of the connection it came by; None where ZeroMQ does not know it, as of a
+            connection that ended before ZeroMQ had looked at it.
         parts: the frames.
     """
 
     user_id: str
-    connection: int
+    connection: int | None
     parts: Frames
 
 
@@ -65,8 +66,8 @@ class ZeroMQSocket:
     def set(self, option: int, value: Any) -> None:
         """Sets a ZeroMQ option; most must precede `bind` and `connect`."""
         self._socket.setsockopt(option, value)
-        if option == zmq.ZAP_DOMAIN:
-            self._has_user_ids = True
+        if option == zmq.CURVE_SERVER:
+            self._has_user_ids = True  # of others it would be the peer's own claim
 
     def bind(self, address: str) -> str:
         """Listens; returns the address, with the port that was chosen for a port of 0 or "*"."""
@@ -237,8 +238,9 @@ class ZeroMQSocket:
         parts = [first.bytes]
         while self._socket.getsockopt(zmq.RCVMORE):
             parts.append(self._socket.recv(zmq.NOBLOCK))
-        user_id = str(first.get("User-Id")) if self._has_user_ids else ""
-        return Signed(user_id, int(first.get(zmq.SRCFD)), parts)
+        user_id = str(_property(first, "User-Id") or "") if self._has_user_ids else ""
+        connection = _property(first, zmq.SRCFD)
+        return Signed(user_id, None if connection is None else int(connection), parts)
 
     def _recv_many_signed_now(self, max_messages: int, max_bytes: int) -> list["Signed"]:
         messages = [self._recv_signed_now()]
@@ -254,6 +256,15 @@ class ZeroMQSocket:
     def _check_open(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("the ZeroMQ socket was closed")
+
+
+def _property(frame: zmq.Frame, name: int | str) -> int | str | None:
+    """A property of a frame's connection; None if ZeroMQ does not have the property."""
+    try:
+        found: int | str = frame.get(name)
+    except zmq.ZMQError:  # EINVAL
+        return None
+    return found
 
 
 def _take(take_one: Callable[[], T], max_messages: int) -> list[T]:

@@ -43,7 +43,7 @@ from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.observing.observe import observe
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
-from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, Task, background
+from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Registry, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.scheduling.spec import check_scheduler
 from genbatch.actors.security.key_files import AddressError
@@ -61,20 +61,29 @@ if TYPE_CHECKING:  # needs an extra
 LAST_WORDS_S = 0.2
 
 
+# A gateway is what strangers reach, so no number of its restarts ends the service. Beyond these it is restarted once
+# a second.
+OF_GATEWAYS = Intensity(max_restarts=3, max_seconds=5.0, pause_s=1.0)
+
+
 class Listeners:
-    """One gateway for each address; children for a supervisor.
+    """One gateway for each address; `child` is for a supervisor.
 
     Args:
         batcher: who generates; a ref that survives restarts.
         options: where to listen.
+        telemetry: is told of the gateways' restarts.
         of_fleet: see Dispatcher.
 
     Raises:
         AddressError, KeyFileError: as `check_listeners`.
     """
 
-    def __init__(self, batcher: Callee, options: ServiceOptions, *, of_fleet: bool = False) -> None:
+    def __init__(
+        self, batcher: Callee, options: ServiceOptions, telemetry: Telemetry, *, of_fleet: bool = False
+    ) -> None:
         self._batcher = batcher
+        self._telemetry = telemetry
         self._of_fleet = of_fleet
         self._options = options
         self._security = check_listeners(options)
@@ -83,8 +92,24 @@ class Listeners:
         self._http: HTTPGateway | None = None
         self._metrics: HTTPGateway | None = None
 
-    def children(self) -> list[ChildSpec]:
-        """The gateways; one that crashed can be started anew alone."""
+    def child(self) -> ChildSpec:
+        """All gateways; one that crashed is started anew alone."""
+        return ChildSpec("gateways", lambda: self._run)
+
+    async def _run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Runs each gateway under a supervisor of its own: while one is started anew, another can be, too."""
+        async with background() as nursery:
+            for child in self.gateways():
+                supervisor = Supervisor([child], intensity=OF_GATEWAYS, name=child.id, telemetry=self._telemetry)
+                try:
+                    await nursery.start(supervisor.run)
+                except StartFailed as error:
+                    raise (error.__cause__ or error) from None
+            task_status.started()
+            await trio.sleep_forever()
+
+    def gateways(self) -> list[ChildSpec]:
+        """One for each address."""
         children = []
         if self._options.bind is not None:
             children.append(ChildSpec("zeromq", self._new_zeromq))
@@ -237,7 +262,7 @@ class LinkedGateways:
         places = range(max(1, len(models)))
         self.links: list[ActorRef] = [registry.ref(_link_name(place)) for place in places]
         self.batcher: Callee = self.links[0] if not models else ServedModels(dict(zip(models, self.links, strict=True)))
-        self._listeners = Listeners(self.batcher, options, of_fleet=of_fleet)
+        self._listeners = Listeners(self.batcher, options, self.telemetry, of_fleet=of_fleet)
         self.sides = [EngineConnections(link) for link in self.links]
 
         def children(place: int) -> list[ChildSpec]:
@@ -248,7 +273,7 @@ class LinkedGateways:
             return [link, ChildSpec(f"{name}_host", lambda: side.run)]
 
         self.supervisor = Supervisor(
-            [*(child for place in places for child in children(place)), *self._listeners.children()],
+            [*(child for place in places for child in children(place)), self._listeners.child()],
             strategy="rest_for_one",
             name="gateways",
             registry=registry,

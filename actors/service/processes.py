@@ -287,6 +287,8 @@ class GatewayRunner:
 
 # Seconds; more than a runner takes to see its process end.
 SHUTDOWN_S = 10.0
+# Seconds before a gateway is restarted that has died more often than engines may.
+PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +346,7 @@ async def open_processes(
 
     Raises:
         AddressError, KeyFileError, ModelError, OptionError, SchedulerError: before any request is taken.
-        RestartLimit: one of them died too often.
+        RestartLimit: an engine died too often. A gateway cannot: strangers reach it, and may be why it dies.
     """
     wanted = [engine_options] if isinstance(engine_options, EngineOptions) else list(engine_options)
     for one in wanted:
@@ -367,7 +369,7 @@ async def open_processes(
             name = f"engine of {names[place]}" if names else "engine"
             await stack.enter_async_context(kept_running(name, _runs(engine), options, telemetry))
         await stack.enter_async_context(
-            kept_running("gateway", lambda: gateway.run, options, telemetry, restart="transient")
+            kept_running("gateway", lambda: gateway.run, options, telemetry, restart="transient", pause_s=PAUSE_S)
         )
         yield ServiceProcesses(engines, gateway, telemetry)
 
@@ -388,11 +390,17 @@ async def kept_running(
     telemetry: Telemetry,
     *,
     restart: Restart = "permanent",
+    pause_s: float | None = None,
 ) -> AsyncIterator[None]:
-    """Runs one child under a supervisor of its own: while it starts, which may take long, others can be restarted."""
+    """Runs one child under a supervisor of its own: while it starts, which may take long, others can be restarted.
+
+    Args:
+        pause_s: what the supervisor does when the options' limit is reached; see Intensity.
+    """
+    most = Intensity(max_restarts=options.max_restarts, max_seconds=options.restart_window_s, pause_s=pause_s)
     supervisor = Supervisor(
         [ChildSpec(name, start, restart=restart, shutdown=SHUTDOWN_S)],
-        intensity=Intensity(max_restarts=options.max_restarts, max_seconds=options.restart_window_s),
+        intensity=most,
         name=name,
         telemetry=telemetry,
     )

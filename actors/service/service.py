@@ -105,8 +105,8 @@ async def _open_thread(
             mailbox_size=MAILBOX_SIZE,
         )
     ]
-    listeners = Listeners(batcher, options)
-    children += listeners.children()
+    listeners = Listeners(batcher, options, telemetry)
+    children.append(listeners.child())
     supervisor = Supervisor(children, strategy="rest_for_one", name="service", registry=registry, telemetry=telemetry)
     async with background() as nursery:
         try:

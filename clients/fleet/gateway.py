@@ -81,7 +81,7 @@ class FleetGateway:
         self.fleet = Fleet(build_router(options.router), options.limits, name=name or uuid.uuid4().hex[:8])
         self.telemetry = Telemetry()
         self._replicas, self._options = replicas, options
-        self._listeners = Listeners(self.fleet, service)
+        self._listeners = Listeners(self.fleet, service, self.telemetry)
         self._known: dict[str, _Known] = {}  # by the actor's name
         self._asked: set[str] = set()  # to describe themselves
         self._ending: set[str] = set()
@@ -114,7 +114,7 @@ class FleetGateway:
     @asynccontextmanager
     async def run(self) -> AsyncIterator["FleetGateway"]:
         """Keeps the fleet and listens, once as many replicas as it must have are ready."""
-        supervisor = Supervisor(self._listeners.children(), name="fleet", registry=Registry(), telemetry=self.telemetry)
+        supervisor = Supervisor([self._listeners.child()], name="fleet", registry=Registry(), telemetry=self.telemetry)
         async with background() as self._nursery:
             self._nursery.start_soon(self._keep)
             while len(self.fleet.replicas) < self._options.rule.min_replicas:

@@ -22,7 +22,7 @@ from genbatch.actors.runtime.supervisor import Registry
 from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.rpc import StreamOptions
+from genbatch.proto.rpc import ServerConnection, StreamOptions
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher, Served, served
 
 pytestmark = pytest.mark.trio
@@ -137,6 +137,23 @@ async def test_who_is_still_writing_hears_the_last_error(
         assert await socket.hear() is None  # nothing more comes, and what is on its way is still taken
         for _ in range(10):
             await socket.tell(bytes(1000))
+
+
+async def test_our_own_fault_at_a_call_ends_that_call_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = ServerConnection.result
+
+    def fail_once(connection: ServerConnection, msgid: int, value: object) -> bytes:
+        monkeypatch.setattr(ServerConnection, "result", result)
+        raise ZeroDivisionError
+
+    async with served(tmp_path, "unix") as service, connected(service) as socket, connected(service) as other:
+        await other.tell([0, 1, "generate", [{"prompt": "hold"}]])
+        held = await service.batcher.arrival("hold")
+        monkeypatch.setattr(ServerConnection, "result", fail_once)
+        assert (await socket.ask([0, 7, "stats", []]))[2]["code"] == "engine_error"
+        assert (await socket.ask([0, 7, "stats", []]))[3]["steps"] == 7  # the msgid is free again
+        held.finish()
+        assert (await other.hear())[:3] == [1, 1, None]
 
 
 async def test_what_follows_a_message_is_a_message_of_its_own(tmp_path: Path) -> None:

@@ -235,6 +235,28 @@ async def test_too_many_restarts_in_the_window_stop_everything_and_are_raised_ba
 
 
 @pytest.mark.trio
+async def test_a_supervisor_with_a_pause_never_gives_up_and_restarts_no_faster(autojump_clock: MockClock) -> None:
+    journal = Journal()
+    supervisor = Supervisor(
+        [journal.actor("a"), journal.actor("b")],
+        intensity=Intensity(max_restarts=2, max_seconds=100, pause_s=2.5),
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(supervisor.run)
+        for is_late in (False, False, True, True, True):
+            await stop_by_crash(supervisor, "b")
+            await trio.sleep(2)
+            assert (supervisor.registry.whereis("b") is None) == is_late
+            await trio.sleep(1)
+            assert supervisor.registry.whereis("b") is not None
+        journal.failing_starts["b"] = 5
+        await stop_by_crash(supervisor, "b")
+        await trio.sleep(100)
+        assert supervisor.registry.whereis("a") is not None and supervisor.registry.whereis("b") is not None
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
 async def test_a_child_that_does_not_start_stops_those_before_it() -> None:
     journal = Journal()
     journal.failing_starts["b"] = 1

@@ -15,6 +15,7 @@ import trio
 from typer.testing import CliRunner
 
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.service.gateway_process import Listeners, check_start
@@ -192,8 +193,9 @@ def test_what_is_no_address_is_told_with_what_was_meant(address: str, advice: st
 
 
 def test_the_address_of_the_counters_is_told_apart_from_the_doors() -> None:
-    listeners = Listeners(None, ServiceOptions(http="127.0.0.1:18001", metrics="127.0.0.1:18002"))  # type: ignore[arg-type]
-    for child in listeners.children():
+    options = ServiceOptions(http="127.0.0.1:18001", metrics="127.0.0.1:18002")
+    listeners = Listeners(None, options, Telemetry())  # type: ignore[arg-type]
+    for child in listeners.gateways():
         child.start()
     assert listeners.addresses == ("http://127.0.0.1:18001", "http://127.0.0.1:18002/metrics")
 
