@@ -7,7 +7,7 @@ from importlib.resources import files
 import trio
 
 # What a GPU, HTTP, grammars and traces need.
-EXTRAS = {"triton", "starlette", "hypercorn", "prometheus_client", "llguidance", "opentelemetry"}
+EXTRAS = {"triton", "starlette", "h11", "prometheus_client", "llguidance", "opentelemetry"}
 for layer in ("genbatch", "genbatch.nif", "genbatch.proto", "genbatch.actors", "genbatch.clients"):
     package = importlib.import_module(layer)
     assert "site-packages" in package.__path__[0], package.__path__

@@ -80,14 +80,14 @@ def _next_of(queue: socket.socket) -> socket.socket | None:
             return None
         except ConnectionError:  # it ended in the queue
             continue
-        if not _has_hung_up(connection):
+        if not has_hung_up(connection):
             return connection
         connection.close()
     return None
 
 
-def _has_hung_up(connection: socket.socket) -> bool:
-    """Whether nobody is there to read an answer. Who has only said all they want to say is still there."""
+def has_hung_up(connection: socket.socket | trio.socket.SocketType) -> bool:
+    """Whether nobody is there to read an answer, as far as is known. A client that sends no more may be there."""
     look = select.poll()
     look.register(connection, 0)  # of an end in both directions it tells unasked
     return any(event & (select.POLLHUP | select.POLLERR) for _, event in look.poll(0))

@@ -68,7 +68,7 @@ def parse_http_address(text: str) -> HTTPAddress:
     return HTTPAddress(LOOPBACK if host in ("", "localhost") else host, int(port))
 
 
-NEEDED = ("starlette", "hypercorn", "prometheus_client")
+NEEDED = ("starlette", "h11", "prometheus_client")
 
 
 def check_http(address: str, security: Security) -> HTTPAddress:

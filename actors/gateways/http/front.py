@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from genbatch.actors.gateways.connection_limit import Seat
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.gateways.http.service_calls import HTTPCaller
-from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.security.key_files import bearer_token
 from genbatch.actors.security.security import Authenticate, is_loopback
 from genbatch.proto.codec import REQUEST_LIMITS
@@ -26,8 +25,6 @@ from genbatch.proto.errors import Forbidden, FrameTooLarge, GenbatchError, Unaut
 MAX_BODY_BYTES = REQUEST_LIMITS.max_bytes
 # Seconds for a whole body to arrive.
 BODY_TIMEOUT_S = 30.0
-# A body that is not wanted is read all the same, so far: a client that still writes would not read why.
-MAX_UNWANTED_BYTES, MAX_UNWANTED_S = 16 * MAX_BODY_BYTES, 5.0
 # Paths that tell nothing and do nothing. A page cannot show a token before it is loaded.
 OPEN_PATHS = frozenset(
     (
@@ -66,10 +63,6 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it."""
-        if scope["type"] != "http":
-            await receive()  # an attempt to open a web socket; nothing else is known to come
-            await send({"type": "websocket.close", "code": 1008})
-            return
         origin = Headers(scope=scope).get("origin")
         if origin is not None and origin.lower() in self._origins:
             send = _open_to(origin, send)
@@ -80,7 +73,7 @@ class Front:
             caller = self._caller(scope)
             body = await _read(receive)
         except GenbatchError as error:
-            await _refuse(error, scope, receive, send)
+            await api_response(error, scope["path"])(scope, receive, send)
             return
         seat: Seat = scope["state"]["seat"]
         scope["state"] = {"caller": caller, "body": body}
@@ -89,11 +82,9 @@ class Front:
 
     def _caller(self, scope: Scope) -> HTTPCaller:
         """Raises:
-        Refusal, Forbidden, Unauthenticated: the headers say that this is not for us, or from a stranger.
+        Forbidden, Unauthenticated: the headers say that this is not for us, or from a stranger.
         """
         headers = Headers(scope=scope)
-        if scope["http_version"] not in ("1.0", "1.1"):
-            raise Refusal(505, "http_version", "only HTTP/1.1 is spoken here")
         host = headers.get("host", "")
         self._check_host(host, scope["path"])
         origin = headers.get("origin")
@@ -168,41 +159,17 @@ async def _read(receive: Receive) -> bytes:
 
     Raises:
         FrameTooLarge: it has too many bytes.
-        Refusal: it does not arrive.
+        Refusal: it does not arrive, or is malformed.
     """
     parts: list[bytes] = []
     size = 0
     with trio.move_on_after(BODY_TIMEOUT_S):
         while True:
             message = await receive()
-            parts.append(_part(message))
+            parts.append(message["body"])
             size += len(parts[-1])
             if size > MAX_BODY_BYTES:
                 raise FrameTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
             if not message.get("more_body"):
                 return b"".join(parts)
     raise Refusal(408, "timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
-
-
-def _part(message: Message) -> bytes:
-    body: bytes = message.get("body", b"")  # a client that went away has sent its last part
-    return body
-
-
-async def _refuse(error: GenbatchError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers without an endpoint, once the client is done writing, or has had its time."""
-    with trio.move_on_after(MAX_UNWANTED_S):
-        await _discard(receive, MAX_UNWANTED_BYTES)
-    async with background() as nursery:
-        # The server's queue of body parts must not fill up, or the answer would wait for it.
-        nursery.start_soon(_discard, receive, None)
-        await api_response(error, scope["path"])(scope, receive, send)
-
-
-async def _discard(receive: Receive, max_bytes: int | None) -> None:
-    size = 0
-    while max_bytes is None or size < max_bytes:
-        message = await receive()
-        size += len(_part(message))
-        if not message.get("more_body"):
-            return
