@@ -370,13 +370,12 @@ class Intake:
         )
 
     def max_tokens(self, request: Request) -> int:
-        """How many tokens to generate at most.
+        """How many tokens to generate at most: as many as were asked for, or as many as fit.
 
         What others hold does not count, only what is configured to be held for good.
 
         Raises:
             PromptTooLong: not even one more token fits after the prompt.
-            InvalidRequest: more were asked for than fit.
         """
         wanted, num_prompt = request.wanted, len(request.prompt_tokens)
         longest = self.longest(
@@ -394,13 +393,7 @@ class Intake:
                 f"the prompt has {num_prompt} tokens, {holds} including at least one to generate",
                 field=_prompt_field(wanted),
             )
-        if wanted.max_tokens is None:
-            return room
-        if wanted.max_tokens > room:
-            raise InvalidRequest(
-                "max_tokens", f"{wanted.max_tokens} do not fit: {holds} tokens and the prompt takes {num_prompt}"
-            )
-        return wanted.max_tokens
+        return room if wanted.max_tokens is None else min(wanted.max_tokens, room)
 
     def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
         """The request's `n` sequences; those after the first share the first one's prompt."""

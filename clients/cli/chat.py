@@ -27,7 +27,7 @@ from genbatch.clients.cli.generate import SamplingFlags, check_request
 from genbatch.clients.cli.option_flags import ModelFlags, is_given
 from genbatch.clients.interface import Client, ClientError, GenerateParams, MessageLike
 from genbatch.nif.trusted_files import NotOurs, check_ours
-from genbatch.proto.errors import GenbatchError, InvalidRequest, PromptTooLong
+from genbatch.proto.errors import GenbatchError, PromptTooLong
 from genbatch.proto.messages import Message
 
 FORMAT = "genbatch-chat-1"
@@ -367,29 +367,18 @@ class Conversation:
 
     async def _say(self, messages: list[Message], said: list[str]) -> str:
         """Writes an answer as it comes, and adds it to `said`; returns what is to be noted behind it."""
-        given = self._parameters.get("max_tokens")
-        if given is not None:
-            is_cut = await self._say_at_most(given, messages, said)
-            return " [cut short: --max-tokens allows more]" if is_cut else ""
-        try:
-            is_cut = await self._say_at_most(MAX_ANSWER_TOKENS, messages, said)
-            return " [cut short: --max-tokens allows more]" if is_cut else ""
-        except InvalidRequest as error:
-            if error.field != "max_tokens":
-                raise
-        # The context does not hold as many any more: nobody asked for them, so it is as many as fit.
-        is_cut = await self._say_at_most(None, messages, said)
-        return " [cut short: the context is full; /new starts a new conversation]" if is_cut else ""
-
-    async def _say_at_most(self, max_tokens: int | None, messages: list[Message], said: list[str]) -> bool:
-        """Returns whether the answer was cut short."""
-        parameters: GenerateParams = {**self._parameters, "max_tokens": max_tokens}
+        limit = self._parameters.get("max_tokens") or MAX_ANSWER_TOKENS
+        parameters: GenerateParams = {**self._parameters, "max_tokens": limit}
         async with self._client.stream(messages=messages, **parameters) as stream:
             async for token in stream:
                 said.append(token.text)
                 sys.stdout.write(printable(token.text, is_terminal=self._to_terminal))
                 sys.stdout.flush()
-        return stream.result.finish_reason == "length"
+        if stream.result.finish_reason != "length":
+            return ""
+        if stream.result.usage.completion_tokens < limit:
+            return " [cut short: the context is full; /new starts a new conversation]"
+        return " [cut short: --max-tokens allows more]"
 
     async def _cancel_answers(self, interrupts: AsyncIterator[int]) -> None:
         async for _ in interrupts:

@@ -42,15 +42,13 @@ class ScriptedClient:
         self.seen.append(messages)
         self.limits.append(parameters["max_tokens"])
         asked = messages[-1].content
-        if asked == "nearly full" and parameters["max_tokens"] is not None:
-            raise InvalidRequest("max_tokens", "1024 do not fit")
         if asked == "wrong":
             raise InvalidRequest("temperature", "is wrong")
         if asked == "too long":
             raise PromptTooLong("there is no room")
-        yield ScriptedStream(
-            self._tokens(endless=asked == "never end"), "length" if asked in ("much", "nearly full") else "stop"
-        )
+        num_tokens = parameters["max_tokens"] if asked == "much" else 2
+        reason: FinishReason = "length" if asked in ("much", "nearly full") else "stop"
+        yield ScriptedStream(self._tokens(endless=asked == "never end"), reason, num_tokens)
 
     async def _tokens(self, endless: bool) -> AsyncIterator[Token]:
         yield Token(text="one", token_id=1, index=0)
@@ -66,6 +64,7 @@ class ScriptedStream:
 
     tokens: AsyncIterator[Token]
     reason: FinishReason
+    num_tokens: int
 
     def __aiter__(self) -> AsyncIterator[Token]:
         return self.tokens
@@ -76,7 +75,7 @@ class ScriptedStream:
             text="one two",
             token_ids=[1, 2],
             finish_reason=self.reason,
-            usage=Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=0),
+            usage=Usage(prompt_tokens=1, completion_tokens=self.num_tokens, cached_tokens=0),
         )
 
 
@@ -142,13 +141,11 @@ async def test_an_answer_that_is_cut_short_says_so(
 async def test_where_the_context_is_nearly_full_an_answer_has_what_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client = await talk(monkeypatch, "nearly full\n")
-    assert client.limits == [1024, None]  # a limit that nobody asked for is no reason to refuse
-    said = capsys.readouterr()
-    assert said.out == "one two [cut short: the context is full; /new starts a new conversation]\n" and not said.err
-    client = await talk(monkeypatch, "nearly full\nwrong\n", max_tokens=2000)
-    assert client.limits == [2000, 2000]
-    assert "max_tokens: 1024 do not fit" in capsys.readouterr().err
+    await talk(monkeypatch, "nearly full\n")
+    assert capsys.readouterr().out == "one two [cut short: the context is full; /new starts a new conversation]\n"
+    client = await talk(monkeypatch, "nearly full\n", max_tokens=2000)
+    assert client.limits == [2000]
+    assert "the context is full" in capsys.readouterr().out
     client = await talk(monkeypatch, "wrong\n")
     assert client.limits == [1024]
     assert "temperature: is wrong" in capsys.readouterr().err
