@@ -6,7 +6,8 @@
 A request's way: its arrival (arrivals.py) lets it into the queue; an idle Batcher waits for `batch_size` requests or
 `batch_timeout`; then ticks follow one another until nothing is left. A tick has four phases:
 
-    finish   sequences whose caller is gone or whose deadline passed give their slot and blocks back
+    finish   sequences whose caller is gone or whose deadline passed give their slot and blocks back, and so do those
+             of a client with more than its share of the slots, where another one waits for its own
     plan     the scheduler, a pure function, picks decodes and prefill chunks; paused ones give up their blocks
     start    newly picked requests take a slot and share what was evaluated before (`seq_cp`, prefix cache)
     step     forwards on the worker thread: one, or one after another while there is nothing to decide (stepper.py)
@@ -15,7 +16,7 @@ Messages are handled while a step runs, so the Batcher always answers; only it t
 only between two steps or on the worker.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -175,7 +176,7 @@ class Batcher(BatcherParts):
 
     def _wake(self) -> None:
         """The next tick comes as soon as may be; of an idle Batcher once enough waits, or has waited long enough."""
-        if self.slots.seq_pool:
+        if self.slots.seq_pool or self.planner.is_owed():
             self.stepper.hurry()
         if len(self.slots.pending) >= self.options.flush_size:
             self._tick_when_idle()
@@ -199,20 +200,31 @@ class Batcher(BatcherParts):
         is_done = False
         while not is_done:
             inflight = self._flight.sitting_out(self._sitting_out())
-            is_done = self._carry_out(self._plan(inflight), can_be_stuck=not inflight)
+            gave_way = self._give_way(inflight)
+            is_done = self._carry_out(self._plan(inflight), gave_way, can_be_stuck=not inflight)
 
-    def _carry_out(self, plan: SchedulerOutput, *, can_be_stuck: bool) -> bool:
+    def _give_way(self, inflight: frozenset[int]) -> list[LlmRequest]:
+        """Pauses sequences of clients with more than their share of the slots; returns them."""
+        gave_way: list[LlmRequest] = [*self.planner.giving_way(inflight)]
+        for owner in gave_way:
+            self.slots.pause(owner)
+        return gave_way
+
+    def _carry_out(self, plan: SchedulerOutput, gave_way: list[LlmRequest], *, can_be_stuck: bool) -> bool:
         """Does what a plan says; whether that is all that can be done now.
 
         A plan of which nothing can be done would be made again and again. So each one steps, pauses or refuses
         somebody, or there is nothing to do.
+
+        Args:
+            gave_way: who was paused before the plan.
         """
         for owner in plan.paused_requests:
             self.slots.pause(owner)
         for owner in plan.never_fitting:
             self._refuse(owner)
         groups = self.planner.start(plan)
-        self._flight.ticked(plan, groups)
+        self._flight.ticked(replace(plan, paused_requests=[*gave_way, *plan.paused_requests]), groups)
         if groups:
             self._stepping = True
             self._await_deadline()
@@ -223,7 +235,7 @@ class Batcher(BatcherParts):
             return False  # what they gave back may let others in
         rescue = self.planner.stuck() if can_be_stuck else None
         if rescue is not None:
-            return self._carry_out(rescue, can_be_stuck=False)
+            return self._carry_out(rescue, [], can_be_stuck=False)
         self._rest()
         return True
 

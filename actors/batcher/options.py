@@ -136,7 +136,8 @@ class BatcherOptions:
             At 0.5 one client may fill half of the queue, two may fill a third each, and there is room for one more.
             A client with nothing open needs a place and no share.
         max_client_open: sequences that one client may have open while others are there, per slot.
-        fair_share: clients take turns by what each has had; else all wait in one line.
+        fair_share: clients take turns by what each has had, and share the slots: a client with more than an equal part
+            of them pauses a sequence while another client waits for its part. Else all wait in one line.
         priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not name one.
         default_deadline_s: seconds that a client's request without a deadline of its own may wait for a slot; 0: no
             bound. Once it has a slot it takes as long as it takes. The program's own requests have no bound.

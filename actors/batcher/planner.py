@@ -296,6 +296,18 @@ class Planner:
         elif str(count).rstrip("0") == "1":
             log.info("the scheduler %s has failed %d times with %s", name, count, kind)
 
+    def giving_way(self, inflight: Set[int]) -> list[Sequence]:
+        """The sequences to pause before the plan, so that each client that waits has its share of the slots.
+
+        Args:
+            inflight: ids of those that are not to be paused.
+        """
+        return self._slots.giving_way(inflight) if self.is_owed() else []
+
+    def is_owed(self) -> bool:
+        """Whether a client waits for its share of the slots and another one's sequence may be paused for it."""
+        return not self._options.scheduling.never_pauses and self._slots.is_owed()
+
     def start(self, plan: SchedulerOutput) -> list[list[Planned]]:
         """The forwards of what fits of a plan, each a list of entries; those newly picked take their slots."""
         fitted = self._fit(plan)
@@ -315,7 +327,7 @@ class Planner:
             self._options.plans_repeat
             and self._is_whole
             and len(plan.generation_requests) == len(self._slots.sequences) == plan.num_scheduled
-            and not (self._slots.pending and self._slots.seq_pool)
+            and not (self._slots.pending and (self._slots.seq_pool or self.is_owed()))
         )
 
     def stuck(self) -> SchedulerOutput | None:

@@ -162,6 +162,7 @@ class Sequence(Slotted):
     choice: int = 0
     cache_key: bytes = b""  # keeps tenants' reusable blocks apart
     scores_prompt: bool = False  # its prompt's log-probs or logits are wanted, so every prompt token is evaluated
+    drawn_before: int = 0  # tokens that it had drawn when it took its slot
     last_token_at: float | None = None  # seconds on the event loop's clock
     ended: bool = False  # no more tokens are booked, though a step under way may still compute one
     raised: bool = False  # at its last token the caller's function did

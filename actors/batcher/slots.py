@@ -1,11 +1,14 @@
 """Slots: which sequence holds which slot of the context, who waits for one, in what turn, and what each starts from.
 
 HeldPrompts says whose beginning can be shared, and Swap where a paused sequence's KV is.
+
+Clients share the slots while more than one has work: each may hold an equal part, and more than that only while nobody
+with less waits. A client that holds more pauses a sequence when another one waits below its share (`giving_way`).
 """
 
 from bisect import insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Set
 from collections.abc import Sequence as ListOf
 
 import torch
@@ -13,7 +16,7 @@ import trio
 
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
-from genbatch.actors.scheduling.fair_share import FairShare
+from genbatch.actors.scheduling.fair_share import FairShare, slots_share
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
@@ -238,6 +241,12 @@ class HeldPrompts:
         return [held for held in self._held if not held.ready]
 
 
+# Tokens that a sequence draws between taking its slot and giving way to another client. Evaluating a sequence anew may
+# cost a prefill, so short requests end before they give way, and a client cannot have others' work thrown away again
+# and again.
+TURN_TOKENS = 16
+
+
 class Slots:
     """Moves sequences between the waiting list and the context's slots; between two steps only.
 
@@ -275,10 +284,50 @@ class Slots:
 
     def ready(self) -> list[Sequence]:
         """The waiting sequences that a plan may start, in turn."""
-        ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_donor]
+        ready = self._ready_in_turn()
         if len(self.sequences) + len(self.seq_pool) < self.n_parallel or any(s.width > 1 for s in ready):
             return self._with_slots(ready)
         return ready
+
+    def is_owed(self) -> bool:
+        """Whether a client waits below its share of the slots while another one holds more."""
+        if self._fair is None or not self.pending:
+            return False
+        held, share = self._holding()
+        if max(held.values(), default=0) <= share:
+            return False
+        ready = (sequence for sequence in self.pending if not sequence.waits_for_donor)
+        return any(held[_account(sequence)] + sequence.width <= share for sequence in ready)
+
+    def giving_way(self, inflight: Set[int]) -> list[Sequence]:
+        """The sequences to pause so that each client that waits has its share of the slots.
+
+        A sequence that has just started stays, and so does a beam search, which would begin anew.
+
+        Args:
+            inflight: ids of those that cannot be paused now.
+        """
+        held, share = self._holding()
+        able = [one for one in self.sequences.values() if _has_had_a_turn(one) and one.request_id not in inflight]
+        free, chosen = len(self.seq_pool), list[Sequence]()
+        for sequence in self._ready_in_turn():
+            held[_account(sequence)] += sequence.width
+            if held[_account(sequence)] > share:
+                break  # the sequences behind it are of clients that have their share, too
+            free -= sequence.width
+            for_it: list[Sequence] = []
+            while free + len(for_it) < 0:
+                # Of the client with most slots the least paused sequence, and of these the newest.
+                rivals = [one for one in able if held[_account(one)] > share]
+                if not rivals:
+                    return chosen
+                one = max(rivals, key=lambda one: (held[_account(one)], -one.num_pauses, waiting_key(one)))
+                held[_account(one)] -= 1
+                able.remove(one)
+                for_it.append(one)
+            free += len(for_it)
+            chosen += for_it
+        return chosen
 
     def beginning_of(self, sequence: Slotted) -> Beginning:
         """What a waiting sequence would start with if it were admitted now, and what that takes."""
@@ -304,6 +353,7 @@ class Slots:
         self.seq_pool.remove(seq_id)
         self.sequences[seq_id] = sequence
         sequence.seq_id = seq_id
+        sequence.drawn_before = sequence.num_generated
         sequence.beam_slots = sorted(self.seq_pool)[: sequence.width - 1]
         self.seq_pool.difference_update(sequence.beam_slots)
         sequence.move(Phase.PREFILLING)
@@ -373,17 +423,37 @@ class Slots:
         """Frees a held prompt's blocks."""
         self._ctx.seq_rm(self._held.drop(held))
 
+    def _ready_in_turn(self) -> list[Sequence]:
+        """The waiting sequences that need not wait for a donor: first those within their clients' shares."""
+        ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_donor]
+        if self._fair is None or len(ready) < 2:
+            return ready
+        held, share = self._holding()
+        within: list[Sequence] = []
+        beyond: list[Sequence] = []
+        for sequence in ready:
+            held[_account(sequence)] += sequence.width
+            (within if held[_account(sequence)] <= share else beyond).append(sequence)
+        return within + beyond
+
     def _in_turn(self) -> list[Sequence]:
         """Who waits, paused ones first: they have paid for their prompt, and their callers have begun to read."""
         if self._fair is None or len(self.pending) < 2:
             return self.pending
         paused = [sequence for sequence in self.pending if sequence.num_pauses]
         fresh = [sequence for sequence in self.pending if not sequence.num_pauses]
-        at_work: dict[str, int] = {}
+        at_work: Counter[str] = Counter()
         for sequence in (*self.sequences.values(), *paused):
-            account = sequence.request.account
-            at_work[account] = at_work.get(account, 0) + sequence.num_generated
+            at_work[_account(sequence)] += sequence.num_generated
         return paused + self._fair.in_turn(fresh, _account, _charge, at_work)
+
+    def _holding(self) -> tuple[Counter[str], int]:
+        """The slots that each client holds, and an equal share of them for every client with work."""
+        held: Counter[str] = Counter()
+        for sequence in self.sequences.values():
+            held[_account(sequence)] += sequence.width
+        clients = held.keys() | {_account(sequence) for sequence in self.pending}
+        return held, slots_share(self.n_parallel, len(clients))
 
     def _with_slots(self, ready: list[Sequence]) -> list[Sequence]:
         """The waiting sequences that find a slot for each beam; nobody overtakes one that does not."""
@@ -423,6 +493,12 @@ def waiting_key(sequence: LlmRequest) -> tuple[float, int, int]:
 
 def _account(sequence: Sequence) -> str:
     return sequence.request.account
+
+
+def _has_had_a_turn(sequence: Sequence) -> bool:
+    """Whether it may be paused for another client."""
+    num_drawn = sequence.num_generated - sequence.drawn_before
+    return sequence.phase is Phase.DECODING and sequence.width == 1 and num_drawn >= TURN_TOKENS
 
 
 def _charge(sequence: Sequence) -> int:

@@ -128,3 +128,8 @@ def ahead_in_turn(waiting_of: Mapping[str, int], client: str, wanted: int) -> in
     mine = waiting_of.get(client, 0)
     others = sum([min(count, mine + wanted) for other, count in waiting_of.items() if other != client])
     return mine + wanted - 1 + others
+
+
+def slots_share(num_slots: int, num_clients: int) -> int:
+    """How many slots each client may hold while all of them have work."""
+    return max(1, num_slots // max(1, num_clients))

@@ -9,16 +9,30 @@ import torch
 import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.slots import TURN_TOKENS
+from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import GenerateRequest
-from tests.simulation.history_runner import FIRST_PLAIN, VOCAB
-from tests.simulation.sim_service import SimCall, SimCaller, SimService, run_simulated
+from tests.simulation.history_runner import BEGIN, FIRST_PLAIN, VOCAB, hash_with, likeliest
+from tests.simulation.sim_service import STEP_S, SimCall, SimCaller, SimService, run_simulated
 
 TinyModel = Callable[[str], Model]
 SLOTS, GREEDY_OPEN, SECONDS = 8, 64, 40.0
 # A greedy client asks again at once; in simulated time, which stands still meanwhile, that is as soon as this.
 AT_ONCE_S = 0.25
+
+
+def answer_to(request: GenerateRequest) -> list[int]:
+    """The likeliest tokens of one answer, alone."""
+    assert request.token_ids is not None and request.max_tokens is not None
+    value, tokens = BEGIN, list[int]()
+    for token in request.token_ids:
+        value = hash_with(value, token)
+    for _ in range(request.max_tokens):
+        tokens.append(likeliest(value))
+        value = hash_with(value, tokens[-1])
+    return tokens
 
 
 @dataclass
@@ -89,6 +103,37 @@ def live_together(model: Model, greedy: list[Client], polite: list[Client], **op
 def model(tiny_model: TinyModel) -> Model:
     torch.set_num_threads(1)
     return tiny_model("llama")
+
+
+@pytest.mark.parametrize("policy", SchedulerPolicy)
+def test_long_streams_of_one_client_give_way_to_others_and_keep_their_text(
+    model: Model, policy: SchedulerPolicy
+) -> None:
+    """Eight streams hold all slots for minutes; who comes then waits for the end of a turn, or of a stream."""
+    streams: list[SimCall] = []
+    polite = [Client(f"polite {number}", 8) for number in range(3)]
+
+    async def story(service: SimService) -> None:
+        caller, rng = service.connect("greedy"), random.Random(0)
+        streams.extend([await caller.ask(Client("greedy", 200).draw(rng, deadline_s=3000.0)) for _ in range(SLOTS)])
+        await trio.sleep(5.0)
+        assert len(service.batcher.slots.sequences) == SLOTS
+        with trio.move_on_after(20.0):
+            async with trio.open_nursery() as nursery:
+                for number, client in enumerate(polite):
+                    caller, rng = service.connect(client.name), random.Random(100 + number)
+                    nursery.start_soon(ask_politely, caller, client, rng)
+        for stream in streams:
+            await stream.ended.wait()
+
+    run_simulated(story, model, BatcherOptions(n_parallel=SLOTS, scheduler_policy=policy), num_blocks=2000)
+    for stream in streams:
+        assert stream.end["token_ids"] == answer_to(stream.request) and len(stream.token_times) == 200
+    waits = [wait for client in polite for wait in client.waits]
+    if policy is SchedulerPolicy.GUARANTEED_NO_EVICT:
+        assert not waits, "this policy pauses nobody"
+    else:
+        assert len(waits) >= 3 * 10 and max(waits) <= (TURN_TOKENS + 2) * STEP_S
 
 
 @pytest.mark.parametrize("num_greedy", [1, 3])
