@@ -26,10 +26,10 @@ from genbatch.actors.service.service import Service, open_service
 from genbatch.clients.interface import (
     GenerateParams,
     MessageLike,
-    Params,
     ServiceCalls,
     Stream,
     TokenStream,
+    asked_method,
     build_request,
     build_tokenize,
 )
@@ -81,10 +81,11 @@ class BatcherClient(ServiceCalls):
             nursery.start_soon(produce)
             yield stream
 
-    async def _ask(self, method: str, params: Params, wanted: Any) -> Any:
-        # The maker of these has checked no types, as the dispatcher does with a map.
-        fields = params if isinstance(params, dict) else msgspec.structs.asdict(params)
-        return await self._dispatcher.call(method, fields, client=CLIENT, on_token=None)
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """See `ServiceCalls.ask`."""
+        # A struct's constructor checks no types; the dispatcher checks those of a map.
+        fields = msgspec.structs.asdict(request)
+        return await self._dispatcher.call(asked_method(request).name, fields, client=CLIENT, on_token=None)
 
     async def save_session(
         self, messages: Sequence[MessageLike], *, tenant: str = "", model: str | None = None

@@ -30,12 +30,15 @@ from genbatch.proto.messages import (
     EmbedRequest,
     GenerateRequest,
     Health,
+    HealthRequest,
     LoadAdapterRequest,
     Message,
     ModelCard,
     Models,
+    ModelsRequest,
     ResponseFormat,
     Result,
+    StatsRequest,
     Text,
     Token,
     TokenIds,
@@ -45,6 +48,7 @@ from genbatch.proto.messages import (
     UnloadAdapterRequest,
     check_type,
 )
+from genbatch.proto.methods import Method, method_of
 
 
 class ClientError(Exception):
@@ -455,23 +459,20 @@ class TokenStream(CallResult):
         return trio.lowlevel.Abort.SUCCEEDED
 
 
-Params = msgspec.Struct | dict[str, Any]
-
-
 class ServiceCalls:
     """The methods of `Client` that are one question and one answer. A subclass asks."""
 
-    async def _ask(self, method: str, params: Params, wanted: Any) -> Any:
-        """The answer, of the type `wanted`."""
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """Send the request of a method in `proto/methods.py` and return its answer."""
         raise NotImplementedError
 
     async def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
         """See `Client.embed`."""
-        return read_embeddings(await self._ask("embed", build_embed(texts, params), Embeddings))
+        return read_embeddings(await self.ask(build_embed(texts, params)))
 
     async def stats(self) -> dict[str, Any]:
         """See `Client.stats`."""
-        stats: dict[str, Any] = await self._ask("stats", {}, dict[str, Any])
+        stats: dict[str, Any] = await self.ask(StatsRequest())
         return stats
 
     async def tokenize(
@@ -483,56 +484,54 @@ class ServiceCalls:
         model: str | None = None,
     ) -> list[int]:
         """See `Client.tokenize`."""
-        request = build_tokenize(prompt, messages, add_special_tokens, model)
-        answer: TokenIds = await self._ask("tokenize", request, TokenIds)
+        answer: TokenIds = await self.ask(build_tokenize(prompt, messages, add_special_tokens, model))
         return answer.token_ids
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """See `Client.detokenize`."""
-        answer: Text = await self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids), model=model), Text)
+        answer: Text = await self.ask(DetokenizeRequest(token_ids=list(token_ids), model=model))
         return answer.text
 
     async def models(self) -> tuple[ModelCard, ...]:
         """See `Client.models`."""
-        answer: Models = await self._ask("models", {}, Models)
+        answer: Models = await self.ask(ModelsRequest())
         return answer.models
 
     async def health(self) -> Health:
         """See `Client.health`."""
-        health: Health = await self._ask("health", {}, Health)
+        health: Health = await self.ask(HealthRequest())
         return health
 
     async def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
         """See `Client.load_adapter`."""
-        answer: Models = await self._ask("load_adapter", LoadAdapterRequest(name=name, path=path), Models)
+        answer: Models = await self.ask(LoadAdapterRequest(name=name, path=path))
         return answer.models
 
     async def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
         """See `Client.unload_adapter`."""
-        wanted = UnloadAdapterRequest(name=name, timeout_s=timeout_s)
-        drained: Drained = await self._ask("unload_adapter", wanted, Drained)
+        drained: Drained = await self.ask(UnloadAdapterRequest(name=name, timeout_s=timeout_s))
         return drained
 
     async def drain(self, timeout_s: float = 30.0) -> Drained:
         """See `Client.drain`."""
-        drained: Drained = await self._ask("drain", DrainRequest(timeout_s=timeout_s), Drained)
+        drained: Drained = await self.ask(DrainRequest(timeout_s=timeout_s))
         return drained
 
 
 class SyncServiceCalls:
     """The same without an event loop."""
 
-    def _ask(self, method: str, params: Params, wanted: Any) -> Any:
-        """The answer, of the type `wanted`."""
+    def ask(self, request: msgspec.Struct) -> Any:
+        """As ServiceCalls'."""
         raise NotImplementedError
 
     def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
         """See `Client.embed`."""
-        return read_embeddings(self._ask("embed", build_embed(texts, params), Embeddings))
+        return read_embeddings(self.ask(build_embed(texts, params)))
 
     def stats(self) -> dict[str, Any]:
         """See `Client.stats`."""
-        stats: dict[str, Any] = self._ask("stats", {}, dict[str, Any])
+        stats: dict[str, Any] = self.ask(StatsRequest())
         return stats
 
     def tokenize(
@@ -544,36 +543,47 @@ class SyncServiceCalls:
         model: str | None = None,
     ) -> list[int]:
         """See `Client.tokenize`."""
-        answer: TokenIds = self._ask("tokenize", build_tokenize(prompt, messages, add_special_tokens, model), TokenIds)
+        answer: TokenIds = self.ask(build_tokenize(prompt, messages, add_special_tokens, model))
         return answer.token_ids
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """See `Client.detokenize`."""
-        answer: Text = self._ask("detokenize", DetokenizeRequest(token_ids=list(token_ids), model=model), Text)
+        answer: Text = self.ask(DetokenizeRequest(token_ids=list(token_ids), model=model))
         return answer.text
 
     def models(self) -> tuple[ModelCard, ...]:
         """See `Client.models`."""
-        answer: Models = self._ask("models", {}, Models)
+        answer: Models = self.ask(ModelsRequest())
         return answer.models
 
     def health(self) -> Health:
         """See `Client.health`."""
-        health: Health = self._ask("health", {}, Health)
+        health: Health = self.ask(HealthRequest())
         return health
 
     def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
         """See `Client.load_adapter`."""
-        answer: Models = self._ask("load_adapter", LoadAdapterRequest(name=name, path=path), Models)
+        answer: Models = self.ask(LoadAdapterRequest(name=name, path=path))
         return answer.models
 
     def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
         """See `Client.unload_adapter`."""
-        wanted = UnloadAdapterRequest(name=name, timeout_s=timeout_s)
-        drained: Drained = self._ask("unload_adapter", wanted, Drained)
+        drained: Drained = self.ask(UnloadAdapterRequest(name=name, timeout_s=timeout_s))
         return drained
 
     def drain(self, timeout_s: float = 30.0) -> Drained:
         """See `Client.drain`."""
-        drained: Drained = self._ask("drain", DrainRequest(timeout_s=timeout_s), Drained)
+        drained: Drained = self.ask(DrainRequest(timeout_s=timeout_s))
         return drained
+
+
+def asked_method(request: msgspec.Struct) -> Method:
+    """The method that takes a request.
+
+    Raises:
+        TypeError: no method does.
+    """
+    method = method_of(request)
+    if method is None:
+        raise TypeError(f"no method takes a {type(request).__name__}")
+    return method

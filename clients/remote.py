@@ -20,7 +20,6 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack, cast
 
@@ -34,15 +33,16 @@ from genbatch.clients.interface import (
     ClientClosed,
     GenerateParams,
     MessageLike,
-    Params,
     ServiceCalls,
     TokenStream,
+    asked_method,
     build_request,
 )
 from genbatch.clients.transports import RPCTransport, Transport, ZeroMQTransport, load_client_keys
 from genbatch.proto.codec import to_answer
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage, QueueFull, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import (
     PLAIN_STREAM,
     CallAnswered,
@@ -201,32 +201,30 @@ class RPCCalls:
     def __init__(self) -> None:
         self._connection = ClientConnection()
         self._results: dict[int, CallResult] = {}
-        self._readers: dict[int, Callable[[object], object]] = {}
+        self._methods: dict[int, Method] = {}
 
     def __len__(self) -> int:
         return len(self._results)
 
     def open(
         self,
-        method: str,
-        params: object,
+        method: Method,
+        request: msgspec.Struct,
         result: CallResult,
-        read: Callable[[object], object],
         options: StreamOptions = PLAIN_STREAM,
     ) -> tuple[int, bytes]:
         """Opens a call; returns its msgid and the message to send.
 
         Args:
             result: where tokens and the final go.
-            read: makes the result of the plain data that arrives, or raises MalformedMessage.
             options: how a stream's tokens are to come.
 
         Raises:
             FrameTooLarge: the service would not take it.
         """
-        msgid, message = self._connection.request(method, params, options)
+        msgid, message = self._connection.request(method.name, request, options)
         self._results[msgid] = result
-        self._readers[msgid] = read
+        self._methods[msgid] = method
         return msgid, message
 
     def close(self, msgid: int) -> bytes | None:
@@ -270,9 +268,9 @@ class RPCCalls:
                     if received.msgid in self._results:
                         self._results[received.msgid].push(received.token)
             case CallAnswered(msgid, value) if msgid in self._results:
-                result, read = self._take(msgid)
+                result, method = self._take(msgid)
                 try:
-                    result.finish(read(value))
+                    result.finish(to_answer(value, method.answer))
                 except MalformedMessage as fault:
                     result.fail(fault)
             case CallFailed(None, error):
@@ -280,8 +278,8 @@ class RPCCalls:
             case CallFailed(int(msgid), error) if msgid in self._results:
                 self._take(msgid)[0].fail(error)
 
-    def _take(self, msgid: int) -> tuple[CallResult, Callable[[object], object]]:
-        return self._results.pop(msgid), self._readers.pop(msgid)
+    def _take(self, msgid: int) -> tuple[CallResult, Method]:
+        return self._results.pop(msgid), self._methods.pop(msgid)
 
 
 # Seconds. How often the service hears of us while we have calls, and after what silence it may end them.
@@ -345,7 +343,7 @@ class RemoteClient(ServiceCalls):
         """See `Client.generate`."""
         request = build_request(prompt, messages, params)
         deadline = Deadline(request, trio.current_time, trio.current_effective_deadline())
-        result: Result = await self._ask_again("generate", deadline.remaining_request, Result)
+        result: Result = await self._ask_again(METHODS["generate"], deadline.remaining_request)
         return result
 
     @asynccontextmanager
@@ -364,8 +362,7 @@ class RemoteClient(ServiceCalls):
 
         async def open_call() -> None:
             nonlocal msgid
-            read = partial(to_answer, wanted=Result)
-            msgid = await self._open("stream", deadline.remaining_request(), stream, read, options)
+            msgid = await self._open(METHODS["stream"], deadline.remaining_request(), stream, options)
 
         def grant(count: int) -> None:
             if self._is_open:
@@ -378,15 +375,16 @@ class RemoteClient(ServiceCalls):
         finally:
             self._close(msgid)
 
-    async def _ask(self, method: str, params: Params, wanted: Any) -> Any:
-        return await self._ask_again(method, lambda: params, wanted)
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """See `ServiceCalls.ask`."""
+        return await self._ask_again(asked_method(request), lambda: request)
 
-    async def _ask_again(self, method: str, params: Callable[[], Params], wanted: Any) -> Any:
+    async def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """The answer, after as many tries as it takes or are made."""
         async for attempt in self.retry.attempts():
             with attempt:
                 call = TokenStream()
-                msgid = await self._open(method, params(), call, partial(to_answer, wanted=wanted))
+                msgid = await self._open(method, request(), call)
                 try:
                     return await call.ended()
                 finally:
@@ -395,10 +393,9 @@ class RemoteClient(ServiceCalls):
 
     async def _open(
         self,
-        method: str,
-        params: Params,
+        method: Method,
+        request: msgspec.Struct,
         call: CallResult,
-        read: Callable[[object], object],
         options: StreamOptions = PLAIN_STREAM,
     ) -> int:
         """Sends a request and returns its msgid; waits for the connection if there is none yet.
@@ -407,12 +404,12 @@ class RemoteClient(ServiceCalls):
         """
         if not self._is_open:
             raise ClientClosed
-        msgid, request = self._calls.open(method, params, call, read, options)
+        msgid, message = self._calls.open(method, request, call, options)
         is_sent = False
         self._unsent.add(msgid)
         try:
             with trio.move_on_after(self.timeout):
-                await self._transport.send([self._calls.heartbeat(LEASE_S), request])
+                await self._transport.send([self._calls.heartbeat(LEASE_S), message])
                 is_sent = True
         finally:
             self._unsent.remove(msgid)

@@ -10,10 +10,10 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+import msgspec
 import zmq
 
 from genbatch.actors.gateways.addresses import default_address
@@ -23,8 +23,8 @@ from genbatch.clients.interface import (
     ClientClosed,
     GenerateParams,
     MessageLike,
-    Params,
     SyncServiceCalls,
+    asked_method,
     build_request,
 )
 from genbatch.clients.remote import Deadline, Retry, RPCCalls
@@ -42,9 +42,9 @@ from genbatch.clients.transports import (
     read_rpc_address,
     socket_options,
 )
-from genbatch.proto.codec import to_answer
 from genbatch.proto.errors import GenbatchError, Unauthenticated, Unavailable
 from genbatch.proto.messages import Result, Token
+from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import PLAIN_STREAM, StreamOptions
 
 
@@ -164,7 +164,7 @@ class SyncRemoteClient(SyncServiceCalls):
     ) -> Result:
         """See `Client.generate`."""
         deadline = Deadline(build_request(prompt, messages, params), time.monotonic)
-        result: Result = self._ask_again("generate", deadline.remaining_request, Result)
+        result: Result = self._ask_again(METHODS["generate"], deadline.remaining_request)
         return result
 
     @contextmanager
@@ -177,9 +177,8 @@ class SyncRemoteClient(SyncServiceCalls):
     ) -> Iterator[SyncTokenStream]:
         """See `Client.stream`."""
         deadline = Deadline(build_request(prompt, messages, params), time.monotonic)
-        with self._call(
-            "stream", deadline.remaining_request, Result, StreamOptions(credit=WINDOW, coalesce=True)
-        ) as call:
+        options = StreamOptions(credit=WINDOW, coalesce=True)
+        with self._call(METHODS["stream"], deadline.remaining_request, options) as call:
             yield call
 
     def wait_for(self, is_true: Callable[[], bool]) -> None:
@@ -202,33 +201,33 @@ class SyncRemoteClient(SyncServiceCalls):
             if time.monotonic() - last_heard > self.timeout:
                 self._fail_all(Unavailable(f"the service at {self.address} was silent for {self.timeout:g} s"))
 
-    def _ask(self, method: str, params: Params, wanted: Any) -> Any:
-        return self._ask_again(method, lambda: params, wanted)
+    def ask(self, request: msgspec.Struct) -> Any:
+        """See `SyncServiceCalls.ask`."""
+        return self._ask_again(asked_method(request), lambda: request)
 
-    def _ask_again(self, method: str, params: Callable[[], Params], wanted: Any) -> Any:
+    def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """The answer, after as many tries as it takes or are made."""
         for attempt in self.retry.attempts():
-            with attempt, self._call(method, params, wanted) as call:
+            with attempt, self._call(method, request) as call:
                 return call.ended()
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
     def _call(
-        self, method: str, params: Callable[[], Params], wanted: Any, options: StreamOptions = PLAIN_STREAM
+        self, method: Method, request: Callable[[], msgspec.Struct], options: StreamOptions = PLAIN_STREAM
     ) -> Iterator[SyncTokenStream]:
         """An open call; one that has not ended when the body does is cancelled."""
         msgid = 0
 
         def open_call() -> None:
             nonlocal msgid
-            read = partial(to_answer, wanted=wanted)
-            msgid, request = self._calls.open(method, params(), call, read, options)
+            msgid, message = self._calls.open(method, request(), call, options)
             try:
                 self._connect()
             except BaseException:
                 self._calls.close(msgid)
                 raise
-            self._transport.send(request)
+            self._transport.send(message)
 
         def grant(count: int) -> None:
             if self._is_open:

@@ -257,17 +257,6 @@ def to_answer(value: object, wanted: Any) -> Any:
         raise MalformedMessage(f"not the answer that was asked for: {error}") from None
 
 
-def to_no_params(params: object) -> None:
-    """Checks that a method without parameters got none.
-
-    Raises:
-        InvalidRequest: it got some.
-    """
-    if params != {}:
-        name = next(iter(params)) if isinstance(params, dict) else None
-        raise InvalidRequest(str(name) if name is not None else None, "unknown parameter")
-
-
 class _Containers:
     """Counts the arrays and maps of one message: each costs more than the byte that makes it."""
 

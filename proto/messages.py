@@ -388,6 +388,18 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None = None
 
 
+class ModelsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """List the models that are served; answered with Models."""
+
+
+class HealthRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tell how the service is; answered with Health."""
+
+
+class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Report the counters; answered with a dict."""
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What to make token ids of; exactly one of `prompt` and `messages` is given.
 

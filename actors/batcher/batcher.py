@@ -26,20 +26,7 @@ from genbatch.actors.batcher.arrivals import Encoded
 from genbatch.actors.batcher.calls import AdapterReady, SessionEnded, SessionRead, UnloadOver
 from genbatch.actors.batcher.draining import DrainOver
 from genbatch.actors.batcher.grammars import Compiled, Prepared
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embed,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    LoadAdapter,
-    LoadSession,
-    SaveSession,
-    Tokenize,
-    UnloadAdapter,
-)
+from genbatch.actors.batcher.messages import Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
 from genbatch.actors.batcher.stepper import Decoded, RunEnded, Stepped
@@ -47,6 +34,16 @@ from genbatch.actors.runtime.actor import NOREPLY, Down, From, reply
 from genbatch.actors.scheduling.plan import SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.proto.errors import PromptTooLong
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    DrainRequest,
+    HealthRequest,
+    LoadAdapterRequest,
+    ModelsRequest,
+    StatsRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 
 # Seconds by which a timer is set behind a deadline: it would be set again if it came the last bit of a float too soon.
 LATE_S = 1e-6
@@ -82,20 +79,20 @@ class Batcher(BatcherParts):
                 self._enqueue(self.arrivals.take(request, from_))
                 self._await_deadline()
                 return NOREPLY
-            case GetStats():
+            case StatsRequest():
                 return self._stats()
-            case GetHealth():
+            case HealthRequest():
                 return self._health()
-            case GetModels():
+            case ModelsRequest():
                 return self._models()
-            case LoadAdapter():
+            case LoadAdapterRequest():
                 self.adapters.load(request, from_)
                 return NOREPLY
-            case UnloadAdapter():
+            case UnloadAdapterRequest():
                 self.adapters.unload(request, from_)
                 self._settle_when_idle()
                 return NOREPLY
-            case Tokenize() | Detokenize():
+            case TokenizeRequest() | DetokenizeRequest():
                 self._texts.answer(request, from_)
                 return NOREPLY
             case SaveSession() | LoadSession():
@@ -104,7 +101,7 @@ class Batcher(BatcherParts):
                 self.stepper.hurry()
                 self._tick_when_idle()
                 return NOREPLY
-            case Drain(timeout_s):
+            case DrainRequest(timeout_s=timeout_s):
                 self._flight.draining(timeout_s)
                 self._draining.ask(from_, timeout_s)
                 return NOREPLY

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import outcome
 
 from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.messages import Detokenize, LoadAdapter, LoadSession, SaveSession, Tokenize, UnloadAdapter
+from genbatch.actors.batcher.messages import LoadSession, SaveSession
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import HeldPrompt, Request
 from genbatch.actors.batcher.slots import HeldPrompts
@@ -26,8 +26,15 @@ from genbatch.nif.errors import AdapterError, BatchError, OutOfBlocks
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.runner import LoraAdapter
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, ModelNotFound, Unavailable
-from genbatch.proto.messages import Drained, Text, TokenIds
-from genbatch.proto.validation import validate_load_adapter, validate_unload_adapter
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    Drained,
+    LoadAdapterRequest,
+    Text,
+    TokenIds,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 
 # What takes longer than some milliseconds would hold up every other caller.
 INLINE_TOKEN_IDS = 2048
@@ -47,16 +54,16 @@ class TextCalls:
         self._worker = worker
         self._inline_chars = inline_chars
 
-    def answer(self, message: Tokenize | Detokenize, from_: "From[Any]") -> None:
+    def answer(self, message: TokenizeRequest | DetokenizeRequest, from_: "From[Any]") -> None:
         """Replies, now or from the thread."""
         try:
-            if isinstance(message, Tokenize):
-                self._intake.check_tokenize(message.request)
-                is_long = self._intake.size(message.request) > self._inline_chars
+            if isinstance(message, TokenizeRequest):
+                self._intake.check_tokenize(message)
+                is_long = self._intake.size(message) > self._inline_chars
             else:
-                is_long = len(message.request.token_ids) > INLINE_TOKEN_IDS
+                is_long = len(message.token_ids) > INLINE_TOKEN_IDS
                 if not is_long:  # else it takes milliseconds, which the thread has
-                    self._intake.check_detokenize(message.request)
+                    self._intake.check_detokenize(message)
         except GenbatchError as error:
             reply_error(from_, error)
             return
@@ -70,17 +77,15 @@ class TextCalls:
         else:
             _reply(from_, outcome.capture(job), "tokenizing failed")
 
-    def _job(self, message: Tokenize | Detokenize, is_long: bool) -> Callable[[], TokenIds | Text]:
+    def _job(self, message: TokenizeRequest | DetokenizeRequest, is_long: bool) -> Callable[[], TokenIds | Text]:
         intake = self._intake
-        if isinstance(message, Tokenize):
-            wanted = message.request
-            return lambda: TokenIds(token_ids=intake.tokenize(wanted))
-        ids = message.request
+        if isinstance(message, TokenizeRequest):
+            return lambda: TokenIds(token_ids=intake.tokenize(message))
 
         def detokenize() -> Text:
             if is_long:
-                intake.check_detokenize(ids)
-            return Text(text=intake.detokenize(ids))
+                intake.check_detokenize(message)
+            return Text(text=intake.detokenize(message))
 
         return detokenize
 
@@ -310,11 +315,9 @@ class AdapterCalls:
 
     # Loading
 
-    def load(self, message: LoadAdapter, from_: "From[Any]") -> None:
+    def load(self, wanted: LoadAdapterRequest, from_: "From[Any]") -> None:
         """Begins to read; the caller is answered by `ready`."""
-        wanted = message.request
         try:
-            validate_load_adapter(wanted)
             if wanted.name in self._loading:
                 raise InvalidRequest("name", f"an adapter {wanted.name!r} is being loaded")
             self.state.ctx.adapters.check(wanted.name)
@@ -349,11 +352,9 @@ class AdapterCalls:
 
     # Unloading
 
-    def unload(self, message: UnloadAdapter, from_: "From[Any]") -> None:
+    def unload(self, wanted: UnloadAdapterRequest, from_: "From[Any]") -> None:
         """Refuses new requests for it; the caller is answered by `settle`."""
-        wanted = message.request
         try:
-            validate_unload_adapter(wanted)
             if wanted.name not in self.state.ctx.adapters:
                 loaded = ", ".join(self.state.ctx.adapters) or "none"
                 raise ModelNotFound(f"no adapter {wanted.name[:128]!r} is loaded; there is {loaded}", field="name")

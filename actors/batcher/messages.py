@@ -1,4 +1,7 @@
-"""What the Batcher is sent and answers, besides the ticks of its own."""
+"""Messages to the Batcher that say more than a request of the protocol: who calls, and where tokens go.
+
+Every other method's request is sent as it is (`proto/methods.py`).
+"""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -7,13 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from genbatch.proto.messages import (
-    DetokenizeRequest,
     EmbedRequest,
     GenerateRequest,
-    LoadAdapterRequest,
     Token,
     TokenizeRequest,
-    UnloadAdapterRequest,
 )
 
 if TYPE_CHECKING:  # imports torch, which a gateway process does without
@@ -73,25 +73,6 @@ class Embedded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class GetStats:
-    """A call that is answered with a dict of counters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenize:
-    """A call that is answered with TokenIds."""
-
-    request: TokenizeRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Detokenize:
-    """A call that is answered with Text."""
-
-    request: DetokenizeRequest
-
-
-@dataclass(frozen=True, slots=True)
 class SaveSession:
     """A call that is answered with the KV of a conversation's beginning as bytes; empty where none is at hand.
 
@@ -123,40 +104,3 @@ class LoadSession:
     state: bytes
     tenant: str = ""
     model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GetModels:
-    """A call that is answered with Models."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadAdapter:
-    """A call that is answered with Models, once requests can name the adapter."""
-
-    request: LoadAdapterRequest
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadAdapter:
-    """A call that is answered with Drained, once the requests with the adapter have ended and its memory is free."""
-
-    request: UnloadAdapterRequest
-
-
-@dataclass(frozen=True, slots=True)
-class GetHealth:
-    """A call that is answered with Health."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """A call that is answered with Drained, once all accepted requests have ended.
-
-    New Generate calls are refused from now on, and there is no way back.
-
-    Args:
-        timeout_s: seconds after which those that are still open are cancelled.
-    """
-
-    timeout_s: float

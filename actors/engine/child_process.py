@@ -223,7 +223,7 @@ class EngineReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
     Args:
         models: what it serves.
-        stats: the answer to GetStats.
+        stats: the answer to StatsRequest.
     """
 
     models: Models

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.messages import Embed, Generate, GetHealth, GetModels, GetStats
+from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.engine import engine_wire
 from genbatch.actors.engine.child_process import (
     AdapterSource,
@@ -31,7 +31,6 @@ from genbatch.actors.engine.child_process import (
     run_child,
 )
 from genbatch.actors.engine.engine_wire import (
-    QUESTIONS,
     Answer,
     Ask,
     Beat,
@@ -54,7 +53,8 @@ from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, QueueFull
-from genbatch.proto.messages import Models, Token
+from genbatch.proto.messages import HealthRequest, Models, ModelsRequest, StatsRequest, Token
+from genbatch.proto.methods import METHODS, Lane
 
 logger = logging.getLogger(__name__)
 
@@ -164,14 +164,14 @@ class EngineSession:
         return FinalEmbedded(submit.id, await self._batcher.call(call, timeout=None))
 
     async def _answer(self, ask: Ask) -> Answer:
-        kind, _ = QUESTIONS.get(ask.method, (None, None))
+        method = METHODS.get(ask.method)
         try:
-            if kind is None:
+            if method is None or not method.crosses:
                 raise LinkError(f"no method {ask.method!r}")
-            call = decode_value(ask.call, kind)
+            call = decode_value(ask.call, method.request)
         except LinkError as error:
             raise InvalidRequest(None, str(error)) from error
-        answer = await self._batcher.call(call, timeout=None, control=ask.method in ("stats", "drain"))
+        answer = await self._batcher.call(call, timeout=None, control=method.lane is Lane.CONTROL)
         return Answer(ask.id, engine_wire.encode(answer))
 
     def _sender(self, id: int) -> Callable[[Token], None]:
@@ -226,7 +226,7 @@ class EngineSession:
     async def _beat(self) -> None:
         while True:
             try:
-                self._post(Beat(await self._batcher.call(GetHealth(), control=True)))
+                self._post(Beat(await self._batcher.call(HealthRequest(), control=True)))
             except CallTimeout:
                 pass  # no sign of life is one, too
             except ActorDown:
@@ -282,8 +282,8 @@ class EngineProcess:
             self._batcher = await side.open_batcher(self._nursery, start, self._tell_progress, self._tell_models)
         except Exception as error:
             raise StartFault(error) from error
-        models = await self._batcher.call(GetModels(), timeout=None)
-        stats = await self._batcher.call(GetStats(), timeout=None)
+        models = await self._batcher.call(ModelsRequest(), timeout=None)
+        stats = await self._batcher.call(StatsRequest(), timeout=None)
         keep_for_good()
         await self._tell(EngineReady(models, stats))
 

@@ -15,25 +15,14 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embedded,
-    GetStats,
-    LoadAdapter,
-    Tokenize,
-    UnloadAdapter,
-)
+from genbatch.actors.batcher.messages import Embedded
 from genbatch.proto.errors import ErrorInfo
 from genbatch.proto.messages import (
-    Drained,
     EmbedRequest,
     GenerateRequest,
     Health,
     Models,
     Result,
-    Text,
-    TokenIds,
     ToolCallDelta,
 )
 
@@ -70,8 +59,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """Another call of the Batcher's.
 
     Args:
-        method: a name in QUESTIONS.
-        call: the call, of the type that the name has there.
+        method: a name in METHODS.
+        call: the method's request.
     """
 
     id: int
@@ -136,7 +125,7 @@ class FinalError(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
-    """The answer to a question, of the type that QUESTIONS says."""
+    """The answer to a question, of the type that METHODS says."""
 
     id: int
     value: msgspec.Raw
@@ -156,17 +145,6 @@ class Serving(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 ToEngine = Submit | SubmitEmbed | Cancel | Ask
 ToGateway = Tokens | Began | Final | FinalEmbedded | FinalError | Answer | Beat | Serving
-
-# The Batcher's other calls that cross, with the types of call and answer.
-QUESTIONS: dict[str, tuple[type[Any], Any]] = {
-    "stats": (GetStats, dict[str, Any]),
-    "tokenize": (Tokenize, TokenIds),
-    "detokenize": (Detokenize, Text),
-    "drain": (Drain, Drained),
-    "load_adapter": (LoadAdapter, Models),
-    "unload_adapter": (UnloadAdapter, Drained),
-}
-METHODS = {call: method for method, (call, _) in QUESTIONS.items()}
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])
@@ -212,7 +190,7 @@ def decode_for_gateway(frame: bytes) -> list[ToGateway]:
 
 
 def decode_value(data: msgspec.Raw, kind: Any) -> Any:
-    """A call or an answer of the type that QUESTIONS says.
+    """A call or an answer of the type that METHODS says.
 
     Raises:
         LinkError: it is of another.

@@ -20,24 +20,11 @@ import msgspec
 import trio
 
 from genbatch.actors.batcher.draining import Draining, DrainOver
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embed,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    LoadAdapter,
-    Tokenize,
-    UnloadAdapter,
-)
+from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Wanted
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_wire import (
-    METHODS,
-    QUESTIONS,
     Answer,
     Ask,
     Beat,
@@ -70,7 +57,18 @@ from genbatch.proto.errors import (
     Unavailable,
     from_wire,
 )
-from genbatch.proto.messages import EmbedRequest, GenerateRequest, Health, HealthStatus, Models
+from genbatch.proto.messages import (
+    DrainRequest,
+    EmbedRequest,
+    GenerateRequest,
+    Health,
+    HealthRequest,
+    HealthStatus,
+    Models,
+    ModelsRequest,
+    StatsRequest,
+)
+from genbatch.proto.methods import METHODS, method_of
 from genbatch.proto.validation import validate_embed, validate_request
 
 logger = logging.getLogger(__name__)
@@ -196,20 +194,21 @@ class OpenQuestions:
         """
         if connection is None:
             raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
-        method = METHODS[type(call)]
+        method = method_of(call)
+        assert method is not None and method.crosses, call
         try:
             data = encode(call)
         except (TypeError, ValueError, OverflowError) as fault:
             raise InvalidRequest(None, f"cannot be sent: {fault}") from fault
         self._last_id -= 1
-        self._open[self._last_id] = Question(from_, monitor, method)
+        self._open[self._last_id] = Question(from_, monitor, method.name)
         self._ids[monitor] = self._last_id
-        connection.post(Ask(self._last_id, method, data))
+        connection.post(Ask(self._last_id, method.name, data))
 
     def tell_to_drain(self, connection: EngineConnection) -> None:
         """Has the Batcher cancel what is open and answer it; nobody waits for the answer to this."""
         self._last_id -= 1
-        connection.post(Ask(self._last_id, "drain", encode(Drain(0.0))))
+        connection.post(Ask(self._last_id, "drain", encode(DrainRequest(timeout_s=0.0))))
 
     def answer(self, id: int, value: msgspec.Raw, counters: Mapping[str, object]) -> None:
         """Replies with the engine's answer; `counters` are added to its stats."""
@@ -217,7 +216,7 @@ class OpenQuestions:
         if question is None:
             return
         try:
-            answer = decode_value(value, QUESTIONS[question.method][1])
+            answer = decode_value(value, METHODS[question.method].answer)
         except LinkError as error:
             reply_error(question.from_, EngineError(str(error)))
             return
@@ -351,17 +350,17 @@ class RemoteBatcher(GenServer):
             match request:
                 case Generate() | Embed():
                     self._receive(request, from_)
-                case GetStats() if self._connection is None:
+                case StatsRequest() if self._connection is None:
                     return self._own_stats()
-                case GetStats() | Tokenize() | Detokenize() | LoadAdapter() | UnloadAdapter():
-                    self._questions.ask(request, from_, self.monitor(from_), self._connection)
-                case GetHealth():
+                case HealthRequest():
                     draining = self._draining.has_begun
                     return self._watch.report(trio.current_time(), draining=draining, waiting=len(self.accepted))
-                case GetModels():
+                case ModelsRequest():
                     return self._known_models()
-                case Drain(timeout_s):
+                case DrainRequest(timeout_s=timeout_s):
                     self._draining.ask(from_, timeout_s)
+                case _ if (method := method_of(request)) is not None and method.crosses:
+                    self._questions.ask(request, from_, self.monitor(from_), self._connection)
                 case _:
                     raise TypeError(f"the engine's link has no call {type(request).__name__}")
         except GenbatchError as error:

@@ -31,19 +31,7 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embed,
-    Embedded,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    LoadAdapter,
-    Tokenize,
-    UnloadAdapter,
-)
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
 from genbatch.proto.errors import (
@@ -59,17 +47,21 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    DrainRequest,
     EmbedRequest,
     GenerateRequest,
     Health,
+    HealthRequest,
+    LoadAdapterRequest,
     ModelCard,
     Models,
+    ModelsRequest,
     Payer,
     Result,
-    Text,
+    StatsRequest,
     Token,
-    TokenIds,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from genbatch.proto.validation import MAX_PAYER_LENGTH, RequestLimits, validate_embed, validate_request
 
@@ -99,20 +91,8 @@ class Connection(Protocol):
         """As the Batcher."""
         ...
 
-    async def tokenize(self, request: TokenizeRequest) -> TokenIds:
-        """As the Batcher."""
-        ...
-
-    async def detokenize(self, request: DetokenizeRequest) -> Text:
-        """As the Batcher."""
-        ...
-
-    async def stats(self) -> dict[str, Any]:
-        """The replica's counters."""
-        ...
-
-    async def drain(self, timeout_s: float) -> Drained:
-        """Has the replica take nothing new, and waits for the end of what it has."""
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """Send the request of any other method in `proto/methods.py` and return its answer."""
         ...
 
 
@@ -229,7 +209,8 @@ class Fleet:
         """Sends a replica nothing new from now on, and returns when what it has, has ended."""
         replica = self._replicas[name]
         self._move(replica, ReplicaPhase.DRAINING)
-        return await replica.connection.drain(timeout_s)
+        drained: Drained = await replica.connection.ask(DrainRequest(timeout_s=timeout_s))
+        return drained
 
     async def emptied(self, name: str, timeout_s: float) -> None:
         """Waits until this gateway's requests at a replica have their finals, which were on their way at its drain."""
@@ -265,19 +246,17 @@ class Fleet:
                 return await self._accept(request)
             case Embed():
                 return await self._accept_embed(request)
-            case GetModels():
+            case ModelsRequest():
                 return await self._known_models()
-            case GetHealth():
+            case HealthRequest():
                 return self._health()
-            case GetStats():
+            case StatsRequest():
                 return await self._stats()
-            case Tokenize():
-                return await (await self._any()).connection.tokenize(request.request)
-            case Detokenize():
-                return await (await self._any()).connection.detokenize(request.request)
-            case Drain(timeout_s):
+            case TokenizeRequest() | DetokenizeRequest():
+                return await (await self._any()).connection.ask(request)
+            case DrainRequest(timeout_s=timeout_s):
                 return await self._drain_all(timeout_s)
-            case LoadAdapter() | UnloadAdapter():
+            case LoadAdapterRequest() | UnloadAdapterRequest():
                 raise InvalidRequest(
                     None, "every replica of a fleet loads the adapters that --lora names, and no others"
                 )
@@ -462,7 +441,7 @@ class Fleet:
 
         async def ask(replica: Replica) -> None:
             try:
-                found[replica.name] = await replica.connection.stats()
+                found[replica.name] = await replica.connection.ask(StatsRequest())
             except Unavailable:
                 found[replica.name] = {"engine": "down"}
 

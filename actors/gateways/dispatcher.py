@@ -11,28 +11,16 @@ import sys
 from array import array
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embed,
-    Embedded,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    LoadAdapter,
-    Tokenize,
-    UnloadAdapter,
-)
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
-from genbatch.proto.codec import to_generate_request, to_no_params
+from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import (
     EngineError,
     Forbidden,
@@ -43,23 +31,19 @@ from genbatch.proto.errors import (
     UnknownMethod,
 )
 from genbatch.proto.messages import (
-    DetokenizeRequest,
-    DrainRequest,
     Embeddings,
     EmbedRequest,
     GenerateRequest,
     Health,
+    HealthRequest,
     Hello,
     HelloRequest,
-    LoadAdapterRequest,
     Token,
-    TokenizeRequest,
-    UnloadAdapterRequest,
     Usage,
     check_type,
     held_bytes,
 )
-from genbatch.proto.validation import validate_drain, validate_load_adapter, validate_unload_adapter
+from genbatch.proto.methods import METHODS, Lane, Method
 
 logger = logging.getLogger(__name__)
 
@@ -150,20 +134,6 @@ class TextRoom:
                 del self._bytes[payer], self._calls[payer]
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """What one method does with its map of parameters.
-
-    Args:
-        streams: tokens come before its result.
-        is_operators: not for those who are let in by a key or a token; this machine's users may call it.
-    """
-
-    handler: Callable[[Any, Caller], Awaitable[object]]
-    streams: bool = False
-    is_operators: bool = False
-
-
 class Callee(Protocol):
     """Whom a gateway asks: a Batcher's ref, or what has its place."""
 
@@ -173,7 +143,7 @@ class Callee(Protocol):
 
 
 class Dispatcher:
-    """The table of methods.
+    """What the methods of `proto/methods.py` do.
 
     Args:
         batcher: who generates; a registry's ref, so that it may be restarted, or a fleet.
@@ -188,29 +158,11 @@ class Dispatcher:
         # The tokenizer has one thread, and prompts wait for it in the Batcher's queue.
         self._texts = TextRoom(MAX_TEXT_BYTES, MAX_TEXTS_BYTES, MAX_TEXT_CALLS, "read")
         self._requests = TextRoom(MAX_REQUEST_BYTES, MAX_REQUESTS_BYTES, None, "answered")
-        self._methods = {
-            "hello": Method(self._hello),
-            "generate": Method(self._generate),
-            "stream": Method(self._generate, streams=True),
-            "embed": Method(self._embed),
-            "tokenize": Method(self._tokenize),
-            "detokenize": Method(self._detokenize),
-            "models": Method(self._models),
-            "health": Method(self._health),
-            "stats": Method(self._stats),
-            "load_adapter": Method(self._load_adapter, is_operators=True),
-            "unload_adapter": Method(self._unload_adapter, is_operators=True),
-            "drain": Method(self._drain, is_operators=True),
-        }
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Their names."""
-        return tuple(self._methods)
-
-    def streams(self, method: str) -> bool:
+    @staticmethod
+    def streams(name: str) -> bool:
         """Whether tokens come before the method's result."""
-        return method in self._methods and self._methods[method].streams
+        return name in METHODS and METHODS[name].streams
 
     async def call(
         self,
@@ -236,18 +188,17 @@ class Dispatcher:
             GenbatchError: every failure, whatever its cause.
         """
         try:
-            wanted = self._methods[method]
+            row = METHODS[method]
         except KeyError:
-            known = ", ".join(self._methods)
+            known = ", ".join(METHODS)
             raise UnknownMethod(f"no method {method[:64]!r}; there are {known}") from None
         if self._of_fleet:
             tenant = None  # a key names the gateway, not its clients
-        if wanted.is_operators and tenant is not None:
+        if row.is_operators and tenant is not None:
             raise Forbidden(f"{method} is for the operator, at an address of this machine without keys or tokens")
         try:
-            return await wanted.handler(
-                params, Caller(client, on_token if wanted.streams else None, tenant, request_id)
-            )
+            caller = Caller(client, on_token if row.streams else None, tenant, request_id)
+            return await self._answer(row, params, caller)
         except GenbatchError:
             raise
         except MailboxFull as error:
@@ -261,11 +212,29 @@ class Dispatcher:
             logger.exception("method %s of client %s failed", method, client)
             raise EngineError("the service failed at this call") from error
 
-    async def _hello(self, params: dict[Any, Any], caller: Caller) -> object:
-        check_type(params, HelloRequest)
-        return Hello(methods=self.methods, tenant=caller.tenant)
+    async def _answer(self, method: Method, params: dict[Any, Any] | msgspec.Struct, caller: Caller) -> object:
+        """The answer to a call that may be made."""
+        if method.request is GenerateRequest:
+            return await self._generate(params, caller)
+        request = check_type(params, method.request)
+        if method.validate is not None:
+            method.validate(request)
+        match request:
+            case HelloRequest():
+                return Hello(methods=tuple(METHODS), tenant=caller.tenant)
+            case EmbedRequest():
+                return await self._embed(request, caller)
+            case HealthRequest():
+                return await self._health(request)
+        if method.lane is Lane.TEXT:
+            with self._texts.taken(self._text_payer(caller), held_bytes(request)):
+                return await self._batcher.call(request, timeout=method.timeout_s)
+        return await self._ask(request, method)
 
-    async def _generate(self, params: dict[Any, Any], caller: Caller) -> object:
+    async def _ask(self, request: msgspec.Struct, method: Method) -> object:
+        return await self._batcher.call(request, timeout=method.timeout_s, control=method.lane is Lane.CONTROL)
+
+    async def _generate(self, params: dict[Any, Any] | msgspec.Struct, caller: Caller) -> object:
         request = _claimed(to_generate_request(params), caller)
         payer = caller.payer
         if request.payer is not None:
@@ -276,8 +245,8 @@ class Dispatcher:
         with self._requests.taken(self._text_payer(caller), held_bytes(request)):
             return await self._batcher.call(message, timeout=None)
 
-    async def _embed(self, params: dict[Any, Any], caller: Caller) -> object:
-        request: EmbedRequest = _claimed(check_type(params, EmbedRequest), caller)
+    async def _embed(self, request: EmbedRequest, caller: Caller) -> object:
+        request = _claimed(request, caller)
         message = Embed(request, caller.payer, request_id=caller.request_id)
         with self._requests.taken(self._text_payer(caller), held_bytes(request)):
             answer: Embedded = await self._batcher.call(message, timeout=None)
@@ -286,48 +255,14 @@ class Dispatcher:
             return Embeddings(embeddings=[b64encode(vector).decode() for vector in answer.vectors], usage=usage)
         return Embeddings(embeddings=[_numbers(vector) for vector in answer.vectors], usage=usage)
 
-    async def _tokenize(self, params: dict[Any, Any], caller: Caller) -> object:
-        wanted: TokenizeRequest = check_type(params, TokenizeRequest)
-        with self._texts.taken(self._text_payer(caller), held_bytes(wanted)):
-            return await self._batcher.call(Tokenize(wanted), timeout=None)
-
-    async def _detokenize(self, params: dict[Any, Any], caller: Caller) -> object:
-        wanted: DetokenizeRequest = check_type(params, DetokenizeRequest)
-        with self._texts.taken(self._text_payer(caller), held_bytes(wanted)):
-            return await self._batcher.call(Detokenize(wanted), timeout=None)
-
     def _text_payer(self, caller: Caller) -> str:
         return "" if self._of_fleet else caller.payer
 
-    async def _models(self, params: dict[Any, Any], caller: Caller) -> object:
-        to_no_params(params)
-        return await self._batcher.call(GetModels(), control=True)
-
-    async def _health(self, params: dict[Any, Any], caller: Caller) -> object:
-        to_no_params(params)
+    async def _health(self, request: HealthRequest) -> object:
         try:
-            return await self._batcher.call(GetHealth(), control=True)
-        except (ActorDown, CallTimeout):  # whoever asks how the service is gets an answer
+            return await self._ask(request, METHODS["health"])
+        except (ActorDown, CallTimeout):  # a health check is always answered
             return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
-
-    async def _drain(self, params: dict[Any, Any], caller: Caller) -> object:
-        wanted: DrainRequest = check_type(params, DrainRequest)
-        validate_drain(wanted)
-        return await self._batcher.call(Drain(wanted.timeout_s), timeout=None, control=True)
-
-    async def _load_adapter(self, params: dict[Any, Any], caller: Caller) -> object:
-        wanted: LoadAdapterRequest = check_type(params, LoadAdapterRequest)
-        validate_load_adapter(wanted)
-        return await self._batcher.call(LoadAdapter(wanted), timeout=None)
-
-    async def _unload_adapter(self, params: dict[Any, Any], caller: Caller) -> object:
-        wanted: UnloadAdapterRequest = check_type(params, UnloadAdapterRequest)
-        validate_unload_adapter(wanted)
-        return await self._batcher.call(UnloadAdapter(wanted), timeout=None)
-
-    async def _stats(self, params: dict[Any, Any], caller: Caller) -> object:
-        to_no_params(params)
-        return await self._batcher.call(GetStats(), control=True)
 
 
 def _numbers(vector: bytes) -> list[float]:

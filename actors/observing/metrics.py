@@ -1,6 +1,6 @@
 """What the Batcher counts, in Prometheus' exposition format, under vLLM's metric names with our prefix.
 
-    body, content_type = render(await batcher.call(GetStats(), control=True))
+    body, content_type = render(await batcher.call(StatsRequest(), control=True))
 
 Needs prometheus-client, which comes with `genbatch[http]`. The stats may come from another process: everything here is
 computed from plain data, at the time of a scrape.
@@ -64,7 +64,7 @@ _LABEL = "model_name"
 
 
 def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:
-    """The exposition of a `GetStats` reply, and its content type; of one without an engine the gateway's part."""
+    """The exposition of a `StatsRequest` reply, and its content type; of one without an engine the gateway's part."""
     registry = CollectorRegistry()
     # Of several models each has its own series, told apart by their label.
     registry.register(_StatsCollector(list(stats.get("by_model", {"": stats}).values())))

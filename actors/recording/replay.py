@@ -35,7 +35,7 @@ from genbatch.actors.batcher.batcher import Batcher, Flush
 from genbatch.actors.batcher.draining import DrainOver
 from genbatch.actors.batcher.intake import Intake, Prompt
 from genbatch.actors.batcher.journal import Flight
-from genbatch.actors.batcher.messages import Drain, Generate
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import Planned
 from genbatch.actors.batcher.requests import Keep, Output, OutputRules, Request, Sequence, TimeLimits
@@ -66,7 +66,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runner import Entry, LayerGroup, LoraAdapter, RaggedBatch
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import FinishReason, GenerateRequest, Token
+from genbatch.proto.messages import DrainRequest, FinishReason, GenerateRequest, Token
 
 
 class PlanCheck(Flight):
@@ -521,7 +521,7 @@ class Player:
 
 async def _drain(ref: ActorRef, timeout_s: float) -> None:
     with suppress(ActorDown):  # the record ends before the drain did
-        await ref.call(Drain(timeout_s), timeout=None, control=True)
+        await ref.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
 
 
 def _messages(found: Iterator[Record]) -> Iterator[tuple[MessageRecord, list[TickRecord], bool]]:

@@ -8,7 +8,7 @@
         strategy="rest_for_one",
     )
     await nursery.start(supervisor.run)
-    await supervisor.registry.ref("batcher").call(GetStats())
+    await supervisor.registry.ref("batcher").call(StatsRequest())
     nursery.cancel_scope.cancel()      # stops the gateway, then the batcher
 
 A child is a GenServer or an async function that takes `task_status` and calls `task_status.started()`, as for

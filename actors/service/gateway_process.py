@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from genbatch.actors.batcher.messages import Drain
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
     ControlChannel,
@@ -53,6 +52,7 @@ from genbatch.actors.service.served_models import ServedModels
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model_names import check_source, written_path
+from genbatch.proto.messages import DrainRequest
 
 if TYPE_CHECKING:  # needs an extra
     from genbatch.actors.gateways.http.http_gateway import HTTPGateway
@@ -355,7 +355,7 @@ class GatewayProcess:
         await self._channel.send(GatewayReady(self._gateways.addresses))
 
     async def _drain(self, timeout_s: float) -> None:
-        await self._gateways.batcher.call(Drain(timeout_s), timeout=None, control=True)
+        await self._gateways.batcher.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
         await trio.sleep(LAST_WORDS_S)
         self._nursery.cancel_scope.cancel()
 

@@ -14,22 +14,25 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embed,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    LoadAdapter,
-    Tokenize,
-    UnloadAdapter,
-)
+from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.gateways.dispatcher import Callee
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, Unavailable
-from genbatch.proto.messages import Drained, Health, HealthStatus, ModelCard, Models
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    HealthStatus,
+    LoadAdapterRequest,
+    ModelCard,
+    Models,
+    ModelsRequest,
+    StatsRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 
 # From the best to the worst; a service is as well as the worst of its engines.
 _STATUSES: tuple[HealthStatus, ...] = ("ready", "draining", "stuck", "down")
@@ -56,23 +59,26 @@ class ServedModels:
             ModelNotFound: a request names a model that is not served.
         """
         match request:
-            case Generate() | Embed() | Tokenize() | Detokenize():
+            case Generate() | Embed():
                 engine = await self._named(request.request.model)
                 return await engine.call(request, timeout=timeout, control=control)
-            case GetModels():
-                return Models(models=await self._cards())
-            case GetHealth():
-                return await self._health()
-            case GetStats():
-                return await self._stats()
-            case UnloadAdapter():
-                engine = await self._named(request.request.name)
+            case TokenizeRequest() | DetokenizeRequest():
+                engine = await self._named(request.model)
                 return await engine.call(request, timeout=timeout, control=control)
-            case LoadAdapter():
+            case ModelsRequest():
+                return Models(models=await self._cards())
+            case HealthRequest():
+                return await self._health()
+            case StatsRequest():
+                return await self._stats()
+            case UnloadAdapterRequest():
+                engine = await self._named(request.name)
+                return await engine.call(request, timeout=timeout, control=control)
+            case LoadAdapterRequest():
                 raise InvalidRequest(
                     None, "which of several models it adapts cannot be said; load it at the start, or alone"
                 )
-            case Drain():
+            case DrainRequest():
                 return await self._drain(request)
             case _:
                 raise TypeError(f"several models have no call {type(request).__name__}")
@@ -110,7 +116,7 @@ class ServedModels:
 
     async def _health_of(self, engine: Callee) -> Health:
         try:
-            health: Health = await engine.call(GetHealth(), control=True)
+            health: Health = await engine.call(HealthRequest(), control=True)
         except (ActorDown, CallTimeout):
             return _DOWN
         return health
@@ -123,7 +129,7 @@ class ServedModels:
             found[model] = {"engine": "down", "model": model}
             for _ in range(2):  # an engine that dies over the first is known to be down at the second
                 with suppress(Unavailable, ActorDown, CallTimeout):
-                    found[model] = await engine.call(GetStats(), control=True)
+                    found[model] = await engine.call(StatsRequest(), control=True)
                     return
 
         async with trio.open_nursery() as nursery:
@@ -132,7 +138,7 @@ class ServedModels:
         ordered = {model: found[model] for model in self._engines}
         return {**_counts(ordered.values()), BY_MODEL: ordered}
 
-    async def _drain(self, request: Drain) -> Drained:
+    async def _drain(self, request: DrainRequest) -> Drained:
         cancelled: list[int] = []
 
         async def drain(engine: Callee) -> None:
@@ -146,7 +152,7 @@ class ServedModels:
 
 
 async def _cards_of(engine: Callee) -> tuple[ModelCard, ...]:
-    answer: Models = await engine.call(GetModels(), control=True)
+    answer: Models = await engine.call(ModelsRequest(), control=True)
     return answer.models
 
 

@@ -2,7 +2,7 @@
 
     options = ServiceOptions(bind="ipc://...")
     async with open_service(EngineOptions(model_path="smollm2"), BatcherOptions(), options) as service:
-        await service.batcher.call(GetStats())
+        await service.batcher.call(StatsRequest())
 
 rest_for_one: a Batcher that crashed is started anew over the model in memory, and the gateways after it; a gateway
 that crashed is started anew alone. With an engine process a RemoteBatcher has the Batcher's place, and what crashes
@@ -17,7 +17,6 @@ from typing import Any
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.engine.child_process import StartEngine, encode_options
@@ -32,7 +31,7 @@ from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model_source import Progress
-from genbatch.proto.messages import Models
+from genbatch.proto.messages import DrainRequest, Models, ModelsRequest, StatsRequest
 
 # The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.
 BATCHER_SHUTDOWN_S = 30.0
@@ -57,11 +56,11 @@ class Service:
 
     async def describe(self) -> tuple[Models, dict[str, Any]]:
         """What is served, and the stats."""
-        return await self.batcher.call(GetModels()), await self.batcher.call(GetStats())
+        return await self.batcher.call(ModelsRequest()), await self.batcher.call(StatsRequest())
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
-        await self.batcher.call(Drain(timeout_s), timeout=None, control=True)
+        await self.batcher.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
         await trio.sleep(LAST_WORDS_S)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.messages import Drain, GetModels, GetStats
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
 from genbatch.actors.fleet.routing import FleetLoad, ScaleRule, build_router, wanted_replicas
 from genbatch.actors.runtime.errors import StartFailed
@@ -28,7 +27,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.fleet.ray_replicas import RayReplicas
 from genbatch.clients.fleet.replicas import Described, RayUnavailable, ReplicaConnection, Replicas
 from genbatch.proto.errors import GenbatchError, Unavailable
-from genbatch.proto.messages import Models
+from genbatch.proto.messages import DrainRequest, HealthRequest, Models, ModelsRequest, StatsRequest
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +100,14 @@ class FleetGateway:
     async def describe(self) -> tuple[Models, dict[str, Any]]:
         """What is served, and the stats; with no replica yet, no model."""
         try:
-            models = await self.fleet.call(GetModels())
+            models = await self.fleet.call(ModelsRequest())
         except Unavailable:
             models = Models(models=())
-        return models, await self.fleet.call(GetStats())
+        return models, await self.fleet.call(StatsRequest())
 
     async def drain(self, timeout_s: float) -> None:
         """This gateway takes nothing new, ends what is open within `timeout_s` seconds, and returns."""
-        await self.fleet.call(Drain(timeout_s))
+        await self.fleet.call(DrainRequest(timeout_s=timeout_s))
         await trio.sleep(LAST_WORDS_S)
 
     @asynccontextmanager
@@ -162,7 +161,7 @@ class FleetGateway:
             async with self._replicas.connect(described) as connection:
                 life = f"{name} {described.life}"
                 try:
-                    card, *adapters = await connection.cards()
+                    card, *adapters = (await connection.ask(ModelsRequest())).models
                 except GenbatchError:
                     return  # it was not as ready as it said, or is gone
                 self._known[name] = _Known(described, connection, scope)
@@ -179,7 +178,7 @@ class FleetGateway:
         """Returns when this life of the replica is over."""
         while True:
             try:
-                self.fleet.report(life, await connection.health())
+                self.fleet.report(life, await connection.ask(HealthRequest()))
             except GenbatchError:
                 now = await self._replicas.describe(name, ASK_S)
                 if now is not None and now.life != described.life:

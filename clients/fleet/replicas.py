@@ -19,17 +19,10 @@ from genbatch.clients.transports import Transport
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import Unauthenticated, Unavailable
 from genbatch.proto.messages import (
-    DetokenizeRequest,
-    Drained,
     EmbedRequest,
     GenerateRequest,
-    Health,
-    ModelCard,
     Result,
-    Text,
     Token,
-    TokenIds,
-    TokenizeRequest,
 )
 
 # Seconds of silence after which a replica counts as gone while it has calls.
@@ -79,41 +72,10 @@ class ReplicaConnection:
         vectors = [struct.pack(f"<{len(vector)}f", *vector) for vector in found.embeddings]
         return Embedded(vectors=vectors, prompt_tokens=found.usage.prompt_tokens)
 
-    async def tokenize(self, request: TokenizeRequest) -> TokenIds:
+    async def ask(self, request: msgspec.Struct) -> Any:
         """See `Connection`."""
         with _unavailable_once_closed():
-            found = await self._client.tokenize(
-                request.prompt,
-                messages=request.messages,
-                add_special_tokens=request.add_special_tokens,
-                model=request.model,
-            )
-        return TokenIds(token_ids=found)
-
-    async def detokenize(self, request: DetokenizeRequest) -> Text:
-        """See `Connection`."""
-        with _unavailable_once_closed():
-            return Text(text=await self._client.detokenize(request.token_ids, model=request.model))
-
-    async def stats(self) -> dict[str, Any]:
-        """See `Connection`."""
-        with _unavailable_once_closed():
-            return await self._client.stats()
-
-    async def drain(self, timeout_s: float) -> Drained:
-        """See `Connection`."""
-        with _unavailable_once_closed():
-            return await self._client.drain(timeout_s)
-
-    async def health(self) -> Health:
-        """How the replica is."""
-        with _unavailable_once_closed():
-            return await self._client.health()
-
-    async def cards(self) -> tuple[ModelCard, ...]:
-        """The model that it serves, and its adapters."""
-        with _unavailable_once_closed():
-            return await self._client.models()
+            return await self._client.ask(request)
 
 
 @contextmanager

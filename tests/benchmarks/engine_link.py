@@ -17,14 +17,14 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.messages import Generate, GetHealth
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_process import EngineSession
 from genbatch.actors.engine.engine_wire import FrameStream
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, From, GenServer, reply, start
-from genbatch.proto.messages import GenerateRequest, Health, Models, Result, Token, Usage
+from genbatch.proto.messages import GenerateRequest, Health, HealthRequest, Models, Result, Token, Usage
 
 RESULT = Result(text="", token_ids=[], finish_reason="length", usage=Usage(prompt_tokens=1, completion_tokens=1))
 TEXTS = (" the", " of", " answer", "ing", ",")
@@ -38,7 +38,7 @@ class Tokens(GenServer):
         self.arrived = trio.Event()
 
     async def handle_call(self, request: Any, from_: From[Any]) -> Any:
-        if isinstance(request, GetHealth):
+        if isinstance(request, HealthRequest):
             return Health(status="ready", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
         self.open.append((request, from_))
         self.arrived.set()

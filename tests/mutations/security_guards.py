@@ -69,7 +69,7 @@ SECURITY_GUARDS = (
     Mutation(
         "drain is the operator's",
         DISPATCHER,
-        "if wanted.is_operators and tenant is not None:",
+        "if row.is_operators and tenant is not None:",
         "if False:",
         (ZEROMQ_SECURITY + "test_the_service_cannot_be_drained_by_its_clients",),
         "a client stops the service",

@@ -22,7 +22,6 @@ from genbatch.proto.codec import (
     read_head,
     to_answer,
     to_generate_request,
-    to_no_params,
 )
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, InvalidRequest, MalformedMessage
 from genbatch.proto.messages import Choice, GenerateRequest, Result, TokenLogprob, Usage
@@ -211,7 +210,7 @@ def test_no_bytes_raise_anything_but_a_typed_error(data: bytes) -> None:
         value = decode(data, REQUEST_LIMITS)
     except MalformedMessage:
         return
-    for convert in (to_generate_request, partial(to_answer, wanted=Result), to_no_params):
+    for convert in (to_generate_request, partial(to_answer, wanted=Result)):
         try:
             convert(value)
         except GenbatchError:
@@ -349,10 +348,3 @@ def test_the_head_of_a_message_is_read_whatever_follows() -> None:
     assert read_head(b"\x94\x00\x07\xa8") == [0, 7]
     for data in (b"", b"\x91\x00", b"\x80", b"\x94", b"\x94\x00\xdd\xff\xff\xff\xff", b"\xc1"):
         assert read_head(data) is None
-
-
-def test_a_method_without_parameters_gets_none() -> None:
-    to_no_params({})
-    with pytest.raises(InvalidRequest) as info:
-        to_no_params({"verbose": 1})
-    assert info.value.field == "verbose"

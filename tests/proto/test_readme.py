@@ -9,8 +9,6 @@ import msgspec
 import pytest
 import trio
 
-from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.runtime.supervisor import Registry
 from genbatch.proto.errors import CLASSES
 from genbatch.proto.messages import (
     DetokenizeRequest,
@@ -26,6 +24,7 @@ from genbatch.proto.messages import (
     TokenIds,
     TokenizeRequest,
 )
+from genbatch.proto.methods import METHODS
 from genbatch.proto.rpc import StreamOptions
 from tests.actors.gateways.scripted_batcher import served
 
@@ -57,7 +56,7 @@ STRUCTS = (
 def test_every_code_parameter_and_key_is_on_the_page() -> None:
     fields = msgspec.structs.fields(GenerateRequest) + msgspec.structs.fields(Result)
     fields += msgspec.structs.fields(StreamOptions)
-    for name in [*CLASSES, *(field.name for field in fields), *Dispatcher(Registry().ref("batcher")).methods]:
+    for name in [*CLASSES, *(field.name for field in fields), *METHODS]:
         assert f"`{name}`" in README, name
     for struct in STRUCTS:
         for field in msgspec.structs.fields(struct):

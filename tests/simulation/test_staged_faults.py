@@ -7,14 +7,13 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batcher.messages import GetHealth
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S
 from genbatch.actors.gateways.session import STALLED_S
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import Cancelled
-from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.messages import GenerateRequest, HealthRequest
 from genbatch.proto.rpc import StreamOptions
 from tests.simulation.history_runner import HistoryRunner, expected
 from tests.simulation.sim_service import DELAY_S, STEP_S, SimCall, SimCaller, SimService, run_simulated
@@ -140,11 +139,11 @@ def test_a_service_whose_steps_only_fail_says_that_it_is_stuck(model: Model, mon
             patch.setattr(HistoryRunner, "forward", find_no_room)
             calls = [await caller.ask(asked(first, 8)) for first in (20, 30)]
             await trio.sleep(1.0)
-            assert (await service.ref.call(GetHealth())).status == "ready"
+            assert (await service.ref.call(HealthRequest())).status == "ready"
             await trio.sleep(options.stall_s)
-            assert (await service.ref.call(GetHealth())).status == "stuck"
+            assert (await service.ref.call(HealthRequest())).status == "stuck"
         for call in calls:
             await call.ended.wait()
-        assert (await service.ref.call(GetHealth())).status == "ready"
+        assert (await service.ref.call(HealthRequest())).status == "ready"
 
     run_simulated(story, model, options)

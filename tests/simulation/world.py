@@ -15,7 +15,6 @@ import trio
 from trio.testing import MockClock
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.messages import GetModels
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.engine.engine_process import EngineSession
@@ -29,7 +28,7 @@ from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
-from genbatch.proto.messages import Result
+from genbatch.proto.messages import ModelsRequest, Result
 from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, ChoosingHistoryRunner, EngineDies, HistoryRunner
 from tests.simulation.pipe import End, pair
 from tests.simulation.seeded_loop import run_seeded
@@ -259,7 +258,7 @@ class World:
                 )
                 # What ends it ends the process: there is no time for last words.
                 ref = await start(life, batcher, name="batcher", shutdown_s=0.0)
-                models = await ref.call(GetModels(), timeout=None)
+                models = await ref.call(ModelsRequest(), timeout=None)
                 connection = EngineConnection(gateway_end, self._hear)
                 self._nursery.start_soon(connection.run)
                 self._ref.info(EngineUp(connection, models), control=True)

@@ -8,7 +8,6 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.messages import GetStats
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.batcher.slots import Slots
@@ -20,7 +19,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, PromptTooLong, QueueFull
-from genbatch.proto.messages import Message, Token
+from genbatch.proto.messages import Message, StatsRequest, Token
 from tests.actors.batcher.bench import Bench, OracleOf, TinyModel, batcher, gather, prompt_of
 from tests.waiting import a_moment
 
@@ -441,7 +440,7 @@ async def test_an_idle_batcher_notices_a_block_that_nobody_holds_without_going_t
 async def test_stats_are_plain_data_and_answered_while_stepping(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama")) as bench:
         await bench.generate(prompt="a", max_tokens=5, ignore_eos=True)
-        stats = await bench.ref.call(GetStats())
+        stats = await bench.ref.call(StatsRequest())
         assert stats["generation_tokens"] == 5
         assert stats["kv_blocks_free"] + stats["kv_blocks_used"] == stats["kv_blocks_max"]
         assert stats["finished"] == {"length": 1}

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.messages import Generate, LoadSession, SaveSession, Tokenize
+from genbatch.actors.batcher.messages import Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import ActorDown
@@ -38,7 +38,7 @@ def calls() -> list[Any]:
         Generate(GenerateRequest(messages=CHAT, max_tokens=30, ignore_eos=True), client="d"),
         SaveSession(TokenizeRequest(messages=CHAT)),
         LoadSession(b"no session"),
-        Tokenize(TokenizeRequest(prompt=LONG)),
+        TokenizeRequest(prompt=LONG),
     ]
 
 

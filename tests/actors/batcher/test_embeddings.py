@@ -10,13 +10,13 @@ import torch
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batcher.messages import Embed, Embedded, Generate, GetStats
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.runner import Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import DeadlineExceeded, EngineError, InvalidRequest, PromptTooLong, QueueFull
-from genbatch.proto.messages import EmbedRequest, GenerateRequest, Token
+from genbatch.proto.messages import EmbedRequest, GenerateRequest, StatsRequest, Token
 from tests.actors.batcher.bench import Bench, batcher, prompt_of
 from tests.nif.embedders import EMBEDDERS, ENCODERS, EmbeddingOracle
 from tests.oracle import Oracle
@@ -74,7 +74,7 @@ async def test_each_text_has_the_embedding_that_it_has_alone(
             nursery.start_soon(ask, 0, texts)
             nursery.start_soon(ask, 1, texts[3:6])
         again = await embed(bench, texts)  # with what the prefix cache has of them by now
-        assert (await bench.ref.call(GetStats()))["embedded_texts"] == 2 * len(texts) + 3
+        assert (await bench.ref.call(StatsRequest()))["embedded_texts"] == 2 * len(texts) + 3
     expected = torch.stack([oracle.embed(text) for text in texts])
     for answer, wanted in ((found[0], expected), (found[1], expected[3:6]), (again, expected)):
         torch.testing.assert_close(vectors(answer), wanted, atol=2e-5, rtol=1e-4)

@@ -12,16 +12,19 @@ from genbatch.actors.batcher import arrivals
 from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batcher.calls import INLINE_TOKEN_IDS
 from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.messages import Detokenize, Drain, GetHealth, GetModels, SaveSession, Tokenize
+from genbatch.actors.batcher.messages import SaveSession
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    DrainRequest,
     Health,
+    HealthRequest,
     Message,
     ModelCard,
     Models,
+    ModelsRequest,
     Result,
     Text,
     Token,
@@ -37,7 +40,7 @@ pytestmark = pytest.mark.trio
 
 
 async def tokenize(bench: Bench, request: TokenizeRequest) -> list[int]:
-    reply = await bench.ref.call(Tokenize(request))
+    reply = await bench.ref.call(request)
     assert isinstance(reply, TokenIds)
     return reply.token_ids
 
@@ -53,7 +56,7 @@ async def test_tokenize_gives_what_generate_evaluates(tiny_model: TinyModel) -> 
         assert asked.usage.prompt_tokens == len(chat)
         assert ids[-len(bare) :] == bare
         assert await tokenize(bench, TokenizeRequest(prompt="", add_special_tokens=False)) == []
-        assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=bare))) == Text(text="The capital")
+        assert await bench.ref.call(DetokenizeRequest(token_ids=bare)) == Text(text="The capital")
 
 
 async def test_long_texts_are_tokenized_off_the_event_loop_with_the_same_result(tiny_model: TinyModel) -> None:
@@ -62,7 +65,7 @@ async def test_long_texts_are_tokenized_off_the_event_loop_with_the_same_result(
         ids = await tokenize(bench, TokenizeRequest(prompt=text, add_special_tokens=False))
         assert ids == tiny_model("llama").tokenizer.encode(text, add_special_tokens=False)
         assert len(ids) > INLINE_TOKEN_IDS
-        assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=ids))) == Text(text=text)
+        assert await bench.ref.call(DetokenizeRequest(token_ids=ids)) == Text(text=text)
 
 
 async def test_many_token_ids_are_checked_off_the_event_loop(
@@ -80,7 +83,7 @@ async def test_many_token_ids_are_checked_off_the_event_loop(
         for count, thread in ((INLINE_TOKEN_IDS, "MainThread"), (INLINE_TOKEN_IDS + 1, "genbatch-tokenizer")):
             for wrong in (-1, tiny_model("llama").vocab_size):
                 with pytest.raises(InvalidRequest) as caught:
-                    await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=[*[5] * (count - 1), wrong])))
+                    await bench.ref.call(DetokenizeRequest(token_ids=[*[5] * (count - 1), wrong]))
                 assert caught.value.field == f"token_ids[{count - 1}]"
             assert checked == [thread] * 2
             checked.clear()
@@ -165,29 +168,29 @@ async def test_what_is_long_beside_the_words_of_a_conversation_is_not_rendered_o
     monkeypatch.setattr(tokenizer, "apply_chat_template", watched)
     chat = {"messages": [Message(role="user", content="Hi")]}
     async with batcher(tiny_model("llama"), n_ctx=512) as bench:
-        await bench.ref.call(Tokenize(TokenizeRequest(**chat)), timeout=None)
+        await bench.ref.call(TokenizeRequest(**chat), timeout=None)
         assert inline == [True], "a short one is not worth a thread"
         inline.clear()
-        await bench.ref.call(Tokenize(TokenizeRequest(**{**chat, **long})), timeout=None)
+        await bench.ref.call(TokenizeRequest(**{**chat, **long}), timeout=None)
         assert inline and not any(inline)
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (Tokenize(TokenizeRequest()), "prompt"),
-        (Tokenize(TokenizeRequest(prompt="a", messages=[])), "prompt"),
-        (Tokenize(TokenizeRequest(messages=[])), "messages"),
-        (Tokenize(TokenizeRequest(prompt=5)), "prompt"),  # type: ignore[arg-type]
-        (Tokenize(TokenizeRequest(prompt="\ud800")), "prompt"),
-        (Tokenize(TokenizeRequest(messages=[Message(role="", content="")])), "messages[0].role"),
-        (Detokenize(DetokenizeRequest(token_ids=[1, -1])), "token_ids[1]"),
-        (Detokenize(DetokenizeRequest(token_ids=[2**40])), "token_ids[0]"),
+        (TokenizeRequest(), "prompt"),
+        (TokenizeRequest(prompt="a", messages=[]), "prompt"),
+        (TokenizeRequest(messages=[]), "messages"),
+        (TokenizeRequest(prompt=5), "prompt"),  # type: ignore[arg-type]
+        (TokenizeRequest(prompt="\ud800"), "prompt"),
+        (TokenizeRequest(messages=[Message(role="", content="")]), "messages[0].role"),
+        (DetokenizeRequest(token_ids=[1, -1]), "token_ids[1]"),
+        (DetokenizeRequest(token_ids=[2**40]), "token_ids[0]"),
     ],
     ids=repr,
 )
 async def test_bad_text_calls_are_refused_by_name(
-    tiny_model: TinyModel, message: Tokenize | Detokenize, field: str
+    tiny_model: TinyModel, message: TokenizeRequest | DetokenizeRequest, field: str
 ) -> None:
     async with batcher(tiny_model("llama")) as bench:
         with pytest.raises(InvalidRequest) as info:
@@ -208,23 +211,23 @@ async def test_the_model_is_described(tiny_model: TinyModel) -> None:
             runner="torch",
             device="cpu",
         )
-        assert await bench.ref.call(GetModels()) == Models(models=(card,))
+        assert await bench.ref.call(ModelsRequest()) == Models(models=(card,))
 
 
 async def test_health_tells_a_stuck_engine_from_an_idle_one(tiny_model: TinyModel, mock_clock: MockClock) -> None:
     async with batcher(tiny_model("llama"), stall_s=5.0) as bench:
         mock_clock.jump(100)
-        idle = await bench.ref.call(GetHealth())
+        idle = await bench.ref.call(HealthRequest())
         assert (idle.status, idle.stalled_s) == ("ready", 0.0)
         bench.actor._stepping = True  # a step that does not end
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: bench.generate(prompt="x"))
             await wait_all_tasks_blocked()
             mock_clock.jump(4)
-            busy = await bench.ref.call(GetHealth())
+            busy = await bench.ref.call(HealthRequest())
             assert busy == Health(status="ready", steps=0, requests_running=0, requests_waiting=1, stalled_s=4.0)
             mock_clock.jump(2)
-            assert (await bench.ref.call(GetHealth())).status == "stuck"
+            assert (await bench.ref.call(HealthRequest())).status == "stuck"
             nursery.cancel_scope.cancel()
         await wait_all_tasks_blocked()
         bench.actor._stepping = False
@@ -246,11 +249,11 @@ async def test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new(tin
 
         async def drain() -> None:
             nursery.start_soon(refuse)
-            drained.append(await bench.ref.call(Drain(60.0), timeout=None, control=True))
+            drained.append(await bench.ref.call(DrainRequest(timeout_s=60.0), timeout=None, control=True))
 
         async def refuse() -> None:
             await wait_all_tasks_blocked()
-            seen.append((await bench.ref.call(GetHealth())).status)
+            seen.append((await bench.ref.call(HealthRequest())).status)
             with pytest.raises(Unavailable, match="draining"):
                 await bench.generate(prompt="b")
 
@@ -258,7 +261,7 @@ async def test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new(tin
             nursery.start_soon(ask)
         assert len(results[0].token_ids) == 6
         assert (drained, seen) == ([Drained(num_cancelled=0)], ["draining"])
-        assert await bench.ref.call(Drain(0.0)) == Drained(num_cancelled=0)
+        assert await bench.ref.call(DrainRequest(timeout_s=0.0)) == Drained(num_cancelled=0)
 
 
 async def test_what_a_drain_does_not_wait_for_is_cancelled(tiny_model: TinyModel, mock_clock: MockClock) -> None:
@@ -272,7 +275,7 @@ async def test_what_a_drain_does_not_wait_for_is_cancelled(tiny_model: TinyModel
             nursery.start_soon(ask)
             await wait_all_tasks_blocked()
             mock_clock.autojump_threshold = 0
-            assert await bench.ref.call(Drain(2.0), timeout=None) == Drained(num_cancelled=1)
+            assert await bench.ref.call(DrainRequest(timeout_s=2.0), timeout=None) == Drained(num_cancelled=1)
             assert trio.current_time() == 2.0
             mock_clock.autojump_threshold = float(
                 "inf"

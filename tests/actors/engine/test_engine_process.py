@@ -86,7 +86,7 @@ class Batcher:
 
     async def call(self, message: Any, timeout: float | None) -> Any:
         await trio.lowlevel.checkpoint()
-        return NONE if type(message).__name__ == "GetModels" else {"steps": 3}
+        return NONE if type(message).__name__ == "ModelsRequest" else {"steps": 3}
 
 
 @pytest.fixture

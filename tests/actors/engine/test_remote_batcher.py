@@ -10,17 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embed,
-    Embedded,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    Tokenize,
-)
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import Join
@@ -46,12 +36,16 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    DrainRequest,
     EmbedRequest,
     GenerateRequest,
     Health,
+    HealthRequest,
     ModelCard,
     Models,
+    ModelsRequest,
     Result,
+    StatsRequest,
     Text,
     Token,
     TokenIds,
@@ -119,20 +113,20 @@ class Scripted(GenServer):
             case Embed():
                 self.texts.append((request, from_))
                 return NOREPLY
-            case GetHealth():
+            case HealthRequest():
                 return NOREPLY if self.health is None else self.health
-            case GetStats():
+            case StatsRequest():
                 return {"steps": 3, "finished": {"stop": 1}}
-            case Tokenize(TokenizeRequest(prompt="hold")):
+            case TokenizeRequest(prompt="hold"):
                 return NOREPLY
-            case Tokenize(TokenizeRequest(prompt="refused")):
+            case TokenizeRequest(prompt="refused"):
                 reply_error(from_, InvalidRequest("prompt", "the model's own reason"))
                 return NOREPLY
-            case Tokenize():
+            case TokenizeRequest():
                 return TokenIds(token_ids=[1, 2])
-            case Detokenize():
+            case DetokenizeRequest():
                 return Text(text="12")
-            case Drain(timeout_s):
+            case DrainRequest(timeout_s=timeout_s):
                 self.drained = timeout_s
                 return Drained(num_cancelled=0)
 
@@ -338,19 +332,19 @@ async def test_a_request_that_cannot_be_sent_is_refused_and_hurts_no_other(bench
 @pytest.mark.trio
 async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, mock_clock: MockClock) -> None:
     await bench.engine_comes()
-    assert await bench.ref.call(Tokenize(TokenizeRequest(prompt="x"))) == TokenIds(token_ids=[1, 2])
-    assert await bench.ref.call(Detokenize(DetokenizeRequest(token_ids=[1]))) == Text(text="12")
-    assert await bench.ref.call(GetModels()) == Models(models=(CARD,))
-    stats = await bench.ref.call(GetStats(), control=True)
+    assert await bench.ref.call(TokenizeRequest(prompt="x")) == TokenIds(token_ids=[1, 2])
+    assert await bench.ref.call(DetokenizeRequest(token_ids=[1])) == Text(text="12")
+    assert await bench.ref.call(ModelsRequest()) == Models(models=(CARD,))
+    stats = await bench.ref.call(StatsRequest(), control=True)
     assert (stats["steps"], stats["finished"]) == (3, {"stop": 1})
     assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (0, 0, 0)
     with pytest.raises(InvalidRequest):
-        await bench.ref.call(Tokenize(TokenizeRequest(prompt="\ud800")))
+        await bench.ref.call(TokenizeRequest(prompt="\ud800"))
     heard = trio.Event()
 
     async def ask() -> None:
         with pytest.raises(InvalidRequest, match="the model's own reason"):
-            await bench.ref.call(Tokenize(TokenizeRequest(prompt="refused")), timeout=None)
+            await bench.ref.call(TokenizeRequest(prompt="refused"), timeout=None)
         heard.set()
 
     bench.nursery.start_soon(ask)
@@ -425,7 +419,7 @@ async def test_embeddings_cross_and_are_asked_again_of_a_new_engine(bench: Bench
     reply(from_, Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2))
     await until(lambda: ends)
     assert ends == [Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2)]
-    assert (await bench.ref.call(GetStats()))["requests_replayed"] == 1
+    assert (await bench.ref.call(StatsRequest()))["requests_replayed"] == 1
     bench.link.accepted.check_integrity()
 
 
@@ -457,7 +451,7 @@ async def test_finals_and_replays_follow_an_engines_death(bench: Bench, mock_clo
     assert (await bench.end_of("whole")).text == "again"
     assert (await bench.end_of("meanwhile")).text == "all"
     assert bench.ends["done"].text == "all"
-    stats = await bench.ref.call(GetStats())
+    stats = await bench.ref.call(StatsRequest())
     assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
 
 
@@ -468,7 +462,7 @@ async def test_questions_end_with_the_engine_that_was_asked(bench: Bench, mock_c
 
     async def ask() -> None:
         with pytest.raises(Unavailable) as caught:
-            await bench.ref.call(Tokenize(TokenizeRequest(prompt="hold")), timeout=None)
+            await bench.ref.call(TokenizeRequest(prompt="hold"), timeout=None)
         errors.append(caught.value)
 
     bench.nursery.start_soon(ask)
@@ -499,17 +493,17 @@ async def test_a_batchers_last_breath_does_not_end_what_can_be_replayed(bench: B
 async def test_without_an_engine_questions_are_answered_and_the_queue_has_a_bound(
     bench: Bench, mock_clock: MockClock
 ) -> None:
-    assert (await bench.ref.call(GetHealth(), control=True)).status == "down"
+    assert (await bench.ref.call(HealthRequest(), control=True)).status == "down"
     with pytest.raises(Unavailable):
-        await bench.ref.call(GetModels())
+        await bench.ref.call(ModelsRequest())
     await bench.engine_comes()
-    assert (await bench.ref.call(GetHealth(), control=True)) == bench.engine.health
+    assert (await bench.ref.call(HealthRequest(), control=True)) == bench.engine.health
     await bench.engine_dies()
-    health = await bench.ref.call(GetHealth(), control=True)
+    health = await bench.ref.call(HealthRequest(), control=True)
     assert health.status == "down"
-    assert await bench.ref.call(GetModels()) == Models(models=(CARD,))
+    assert await bench.ref.call(ModelsRequest()) == Models(models=(CARD,))
     with pytest.raises(Unavailable) as refused:
-        await bench.ref.call(Tokenize(TokenizeRequest(prompt="x")))
+        await bench.ref.call(TokenizeRequest(prompt="x"))
     assert refused.value.retry_after_ms
     for number in range(4):  # n_parallel + max_queue
         bench.ask(f"waits {number}")
@@ -590,7 +584,7 @@ async def test_an_engine_that_does_not_get_on_is_to_be_killed(how: str, bench: B
         await settle()
     assert len(bench.hung) == 1 and "no progress" in bench.hung[0]
     assert how == "stalled" or waited > OPTIONS.stall_s
-    assert (await bench.ref.call(GetHealth(), control=True)).status == "stuck"
+    assert (await bench.ref.call(HealthRequest(), control=True)).status == "stuck"
     bench.ask("meanwhile")
     await settle()
     assert "meanwhile" not in bench.engine.work
@@ -717,13 +711,13 @@ async def test_a_drain_refuses_what_is_new_and_waits_for_what_is_open(bench: Ben
     drained: list[Drained] = []
 
     async def drain() -> None:
-        drained.append(await bench.ref.call(Drain(30.0), timeout=None))
+        drained.append(await bench.ref.call(DrainRequest(timeout_s=30.0), timeout=None))
 
     bench.nursery.start_soon(drain)
     await until(lambda: bench.link._draining.has_begun)
     bench.ask("new")
     assert isinstance(await bench.end_of("new"), Unavailable)
-    assert (await bench.ref.call(GetHealth(), control=True)).status == "draining"
+    assert (await bench.ref.call(HealthRequest(), control=True)).status == "draining"
     assert not drained
     work.finish()
     await until(lambda: drained)
@@ -740,7 +734,7 @@ async def test_a_drain_cancels_what_does_not_end_in_time(bench: Bench, mock_cloc
     drained: list[Drained] = []
 
     async def drain() -> None:
-        drained.append(await bench.ref.call(Drain(3.0), timeout=None))
+        drained.append(await bench.ref.call(DrainRequest(timeout_s=3.0), timeout=None))
 
     bench.nursery.start_soon(drain)
     await until(lambda: bench.link._draining.has_begun)
@@ -757,16 +751,16 @@ async def test_a_drain_cancels_what_does_not_end_in_time(bench: Bench, mock_cloc
 
 @pytest.mark.trio
 async def test_stats_without_an_engine_are_the_links_own(bench: Bench, mock_clock: MockClock) -> None:
-    assert (await bench.ref.call(GetStats()))["engine"] == "down"
+    assert (await bench.ref.call(StatsRequest()))["engine"] == "down"
     await bench.engine_comes()
-    assert (await bench.ref.call(GetStats()))["engine"] == "up"
+    assert (await bench.ref.call(StatsRequest()))["engine"] == "up"
     bench.ask("whole")
     bench.ask("streamed", streams=True)
     _, streamed = await bench.working("whole", "streamed")
     streamed.emit("a")
     await until(lambda: bench.tokens["streamed"])
     await bench.engine_dies()
-    stats = await bench.ref.call(GetStats())
+    stats = await bench.ref.call(StatsRequest())
     assert (stats["engine"], stats["model"], stats["engine_restarts"]) == ("down", "m", 0)
     assert (stats["requests_open"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
     assert "steps" not in stats

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batcher.messages import Tokenize
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter
 from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.proto.errors import EngineError, GenbatchError, QueueFull, Unavailable
@@ -188,7 +187,7 @@ async def test_one_client_may_fill_half_of_the_places_in_the_line_that_others_le
 async def test_a_question_waits_for_the_first_replica_and_says_when_none_comes(autojump_clock: MockClock) -> None:
     fleet, _ = fleet_of(default_deadline_s=5.0)
     with pytest.raises(Unavailable, match="no replica"):
-        await fleet.call(Tokenize(TokenizeRequest(prompt="a")))
+        await fleet.call(TokenizeRequest(prompt="a"))
     async with trio.open_nursery() as nursery:
 
         async def join() -> None:
@@ -196,7 +195,7 @@ async def test_a_question_waits_for_the_first_replica_and_says_when_none_comes(a
             fleet.join("late", Scripted("late"), CARD)
 
         nursery.start_soon(join)
-        assert (await fleet.call(Tokenize(TokenizeRequest(prompt="a")))).token_ids == [1, 2]
+        assert (await fleet.call(TokenizeRequest(prompt="a"))).token_ids == [1, 2]
 
 
 @pytest.mark.trio

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batcher.messages import Drain, Embed, Embedded, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
 from genbatch.actors.fleet.routing import build_router
 from genbatch.proto.errors import (
@@ -23,11 +24,15 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    DrainRequest,
     EmbedRequest,
     GenerateRequest,
     Health,
+    HealthRequest,
     ModelCard,
+    ModelsRequest,
     Result,
+    StatsRequest,
     Text,
     Token,
     TokenIds,
@@ -87,20 +92,20 @@ class Scripted:
         for send in self.ends:
             send.send_nowait(Unavailable("the connection was lost"))
 
-    async def tokenize(self, request: TokenizeRequest) -> TokenIds:
-        return TokenIds(token_ids=[1, 2])
-
-    async def detokenize(self, request: DetokenizeRequest) -> Text:
-        return Text(text="a")
-
-    async def stats(self) -> dict[str, Any]:
-        if self.name == "silent":
-            raise Unavailable("gone")
-        return {"steps": 7, "model": "m", "stuck": False}
-
-    async def drain(self, timeout_s: float) -> Drained:
-        self.drained.append(timeout_s)
-        return Drained(num_cancelled=0)
+    async def ask(self, request: msgspec.Struct) -> Any:
+        match request:
+            case TokenizeRequest():
+                return TokenIds(token_ids=[1, 2])
+            case DetokenizeRequest():
+                return Text(text="a")
+            case StatsRequest():
+                if self.name == "silent":
+                    raise Unavailable("gone")
+                return {"steps": 7, "model": "m", "stuck": False}
+            case DrainRequest(timeout_s=timeout_s):
+                self.drained.append(timeout_s)
+                return Drained(num_cancelled=0)
+        raise TypeError(request)
 
 
 def result(text: str) -> Result:
@@ -351,11 +356,11 @@ async def test_draining_the_gateway_waits_and_then_cancels(nursery: trio.Nursery
         one.end(place=one.place("ends"))
 
     nursery.start_soon(finish)
-    drained = await fleet.call(Drain(5.0))
+    drained = await fleet.call(DrainRequest(timeout_s=5.0))
     assert drained.num_cancelled == 1 and ends.end.text == "one" and isinstance(stays.end, Cancelled)
     late = Asked(fleet, nursery)
     await trio.sleep(0.1)
-    assert isinstance(late.end, Unavailable) and (await fleet.call(GetHealth())).status == "draining"
+    assert isinstance(late.end, Unavailable) and (await fleet.call(HealthRequest())).status == "draining"
 
 
 @pytest.mark.trio
@@ -389,23 +394,23 @@ async def test_a_callers_function_that_raises_ends_its_request_only(nursery: tri
 async def test_what_gateways_ask_is_answered_whatever_replicas_do() -> None:
     fleet, _ = fleet_of()
     with pytest.raises(Unavailable, match="first replica"):
-        await fleet.call(GetModels())
-    assert (await fleet.call(GetHealth())).status == "ready"  # a request makes one start
+        await fleet.call(ModelsRequest())
+    assert (await fleet.call(HealthRequest())).status == "ready"  # a request makes one start
     for name in ("one", "silent"):
         fleet.join(name, Scripted(name), CARD)
     report = Health(status="ready", steps=3, requests_running=2, requests_waiting=1, stalled_s=0.5)
     fleet.report("one", report)
     fleet.report("gone", report)
-    assert (await fleet.call(GetModels())).models == (CARD,)
-    health = await fleet.call(GetHealth())
+    assert (await fleet.call(ModelsRequest())).models == (CARD,)
+    health = await fleet.call(HealthRequest())
     assert (health.status, health.steps, health.requests_running) == ("ready", 3, 2)
     assert fleet.replicas[0].view.num_open == 3  # another gateway's
-    assert (await fleet.call(Tokenize(TokenizeRequest(prompt="a")))).token_ids == [1, 2]
-    stats = await fleet.call(GetStats())
+    assert (await fleet.call(TokenizeRequest(prompt="a"))).token_ids == [1, 2]
+    stats = await fleet.call(StatsRequest())
     assert stats["steps"] == 7 and stats["model"] == "m" and stats["replicas"] == {"one": "open", "silent": "open"}
     for name in ("one", "silent"):
         fleet.report(name, Health(status="stuck", steps=3, requests_running=2, requests_waiting=1, stalled_s=9.0))
-    assert (await fleet.call(GetHealth())).status == "down"
+    assert (await fleet.call(HealthRequest())).status == "down"
 
 
 @pytest.mark.trio

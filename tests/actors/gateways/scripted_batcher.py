@@ -8,13 +8,29 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.messages import Detokenize, Drain, Generate, GetHealth, GetModels, GetStats, Tokenize
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
 from genbatch.proto.errors import EngineError, GenbatchError, QueueFull
-from genbatch.proto.messages import Drained, Health, ModelCard, Models, Result, Text, Token, TokenIds, Usage
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    ModelCard,
+    Models,
+    ModelsRequest,
+    Result,
+    StatsRequest,
+    Text,
+    Token,
+    TokenIds,
+    TokenizeRequest,
+    Usage,
+)
 from genbatch.proto.validation import RequestLimits, validate_request
 
 # Seconds that a test may take on a machine that is busy with others; less than `make mutations` waits for one.
@@ -115,17 +131,17 @@ class ScriptedBatcher(GenServer):
     def _answer(self, request: Any) -> Any:
         """A token id is a character's code."""
         match request:
-            case GetStats():
+            case StatsRequest():
                 return {"steps": 7, "finished": {"stop": 2}, "ttft_p50": None}
-            case GetModels():
+            case ModelsRequest():
                 return Models(models=(CARD,))
-            case GetHealth():
+            case HealthRequest():
                 return Health(status="ready", steps=7, requests_running=1, requests_waiting=2, stalled_s=0.5)
-            case Tokenize(wanted):
-                return TokenIds(token_ids=[int(wanted.add_special_tokens), *map(ord, wanted.prompt or "")])
-            case Detokenize(wanted):
-                return Text(text="".join(map(chr, wanted.token_ids)))
-            case Drain(timeout_s):
+            case TokenizeRequest():
+                return TokenIds(token_ids=[int(request.add_special_tokens), *map(ord, request.prompt or "")])
+            case DetokenizeRequest():
+                return Text(text="".join(map(chr, request.token_ids)))
+            case DrainRequest(timeout_s=timeout_s):
                 return Drained(num_cancelled=int(timeout_s))
 
     async def handle_info(self, message: Any) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.observing.metrics import PREFIX, render
 from genbatch.actors.runtime.actor import ActorRef, start
@@ -19,7 +19,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import InvalidRequest, QueueFull
-from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.messages import GenerateRequest, StatsRequest, Token
 from tests.waiting import a_moment
 
 TinyModel = Callable[[str], Model]
@@ -114,7 +114,7 @@ async def test_the_exposition_says_what_a_scripted_run_did(tiny_model: TinyModel
         async with trio.open_nursery() as both:
             both.start_soon(generate)
             both.start_soon(generate)
-        scrape = Scrape(await ref.call(GetStats()))
+        scrape = Scrape(await ref.call(StatsRequest()))
 
     assert sorted(error.__name__ for error in refused) == ["InvalidRequest", "QueueFull"]
     assert scrape.value("admission_rejections", "_total", code="queue_full") == 1
@@ -147,7 +147,7 @@ async def test_the_exposition_says_what_a_scripted_run_did(tiny_model: TinyModel
 @pytest.mark.trio
 async def test_vllms_names_are_there_before_anything_was_asked(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama")) as ref:
-        families = Scrape(await ref.call(GetStats())).families
+        families = Scrape(await ref.call(StatsRequest())).families
     found = {name: families[PREFIX + name].type for name in VLLM_NAMES}
     assert found == VLLM_NAMES
 
@@ -158,7 +158,7 @@ async def test_a_cancelled_request_is_counted_and_leaves_its_tenants_share(tiny_
         request = GenerateRequest(token_ids=PROMPT, max_tokens=100, ignore_eos=True, tenant="acme")
         with trio.CancelScope() as scope:
             await ref.call(Generate(request, lambda token: token.index == 2 and scope.cancel()), timeout=None)
-        while not (stats := await ref.call(GetStats()))["finished"]:
+        while not (stats := await ref.call(StatsRequest()))["finished"]:
             await a_moment()
     assert Scrape(stats).value("request_success", "_total", finished_reason="cancelled") == 1
     generated = stats["generation_tokens"]
@@ -178,7 +178,7 @@ def test_while_the_engine_is_down_the_gateways_counters_are_there() -> None:
 @pytest.mark.trio
 async def test_an_engine_that_is_up_is_said_to_be_beside_its_own_counters(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama")) as ref:
-        stats = await ref.call(GetStats())
+        stats = await ref.call(StatsRequest())
     gateways = {"engine": "up", "engine_restarts": 0, "requests_replayed": 0, "requests_lost": 0}
     scrape = Scrape({**stats, **gateways})
     assert scrape.value("engine_up") == 1

@@ -15,7 +15,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.journal import Flight, unrecorded
-from genbatch.actors.batcher.messages import Drain, Generate
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.recording import records
 from genbatch.actors.recording.recorder import open_flight
@@ -30,7 +30,7 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import DeadlineExceeded, GenbatchError
-from genbatch.proto.messages import GenerateRequest, Message, Token
+from genbatch.proto.messages import DrainRequest, GenerateRequest, Message, Token
 from tests.simulation.sim_worker import SimWorker
 
 TinyModel = Callable[[str], Model]
@@ -108,7 +108,7 @@ class Load:
         for _ in range(2):
             nursery.start_soon(self._call, self.ref, random.Random(self.rng.random()), 0.0)
         await wait_all_tasks_blocked()
-        await self.ref.call(Drain(0.2), timeout=None)
+        await self.ref.call(DrainRequest(timeout_s=0.2), timeout=None)
         await self.ref.stop()
         nursery.cancel_scope.cancel()
 

@@ -6,16 +6,7 @@ from typing import Any
 import pytest
 import trio
 
-from genbatch.actors.batcher.messages import (
-    Detokenize,
-    Drain,
-    Embed,
-    Generate,
-    GetHealth,
-    GetModels,
-    GetStats,
-    Tokenize,
-)
+from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.observing.metrics import render
 from genbatch.actors.runtime.errors import CallTimeout
 from genbatch.actors.service.served_models import ServedModels
@@ -26,12 +17,16 @@ from genbatch.proto.errors import ModelNotFound, Unavailable
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    DrainRequest,
     EmbedRequest,
     GenerateRequest,
     Health,
+    HealthRequest,
     HealthStatus,
     ModelCard,
     Models,
+    ModelsRequest,
+    StatsRequest,
     TokenizeRequest,
 )
 
@@ -55,15 +50,15 @@ class Scripted:
         await trio.lowlevel.checkpoint()
         self.asked.append(request)
         if self.is_gone:
-            raise CallTimeout("link", 5.0) if isinstance(request, GetHealth) else Unavailable("gone")
+            raise CallTimeout("link", 5.0) if isinstance(request, HealthRequest) else Unavailable("gone")
         match request:
-            case GetModels():
+            case ModelsRequest():
                 return Models(models=tuple(map(card, self.names)))
-            case GetHealth():
+            case HealthRequest():
                 return Health(status=self.status, steps=3, requests_running=1, requests_waiting=2, stalled_s=0.5)
-            case GetStats():
+            case StatsRequest():
                 return {"model": self.names[0], "steps": 3, "ttft_p50": 0.1, "kv_block_size": 16, "engine": "up"}
-            case Drain():
+            case DrainRequest():
                 return Drained(num_cancelled=2)
         return self.names[0]
 
@@ -79,8 +74,8 @@ def several() -> tuple[ServedModels, Scripted, Scripted]:
     [
         lambda model: Generate(GenerateRequest(prompt="a", model=model)),
         lambda model: Embed(EmbedRequest(input="a", model=model)),
-        lambda model: Tokenize(TokenizeRequest(prompt="a", model=model)),
-        lambda model: Detokenize(DetokenizeRequest(token_ids=[1], model=model)),
+        lambda model: TokenizeRequest(prompt="a", model=model),
+        lambda model: DetokenizeRequest(token_ids=[1], model=model),
     ],
 )
 async def test_a_request_goes_to_the_model_that_it_names(make: Callable[[str | None], Any]) -> None:
@@ -105,20 +100,20 @@ async def test_a_request_goes_to_the_model_that_it_names(make: Callable[[str | N
 @pytest.mark.trio
 async def test_what_is_said_of_all_is_the_sum_or_the_worst() -> None:
     models, _, two = several()
-    assert [found.id for found in (await models.call(GetModels())).models] == ["one", "two", "adapter of two"]
-    health = await models.call(GetHealth())
+    assert [found.id for found in (await models.call(ModelsRequest())).models] == ["one", "two", "adapter of two"]
+    health = await models.call(HealthRequest())
     assert (health.status, health.steps, health.requests_waiting) == ("ready", 6, 4)
     two.status = "stuck"
-    assert (await models.call(GetHealth())).status == "stuck"
-    stats = await models.call(GetStats())
+    assert (await models.call(HealthRequest())).status == "stuck"
+    stats = await models.call(StatsRequest())
     assert stats["steps"] == 6 and "ttft_p50" not in stats and "kv_block_size" not in stats
     assert [own["model"] for own in stats["by_model"].values()] == ["one", "two"]
-    assert (await models.call(Drain(1.0))).num_cancelled == 4
+    assert (await models.call(DrainRequest(timeout_s=1.0))).num_cancelled == 4
     two.is_gone = True
-    assert (await models.call(GetHealth())).status == "down"
-    assert (await models.call(GetStats()))["by_model"]["two"] == {"engine": "down", "model": "two"}
+    assert (await models.call(HealthRequest())).status == "down"
+    assert (await models.call(StatsRequest()))["by_model"]["two"] == {"engine": "down", "model": "two"}
     with pytest.raises(Unavailable):
-        await models.call(GetModels())
+        await models.call(ModelsRequest())
     with pytest.raises(ModelNotFound, match="there is one, two"):
         await models.call(Generate(GenerateRequest(prompt="a", model="adapter of two")))
     with pytest.raises(TypeError):

@@ -11,13 +11,12 @@ import torch
 import trio
 
 from genbatch import SyncZeroMQClient, ZeroMQClient
-from genbatch.actors.batcher.messages import GetStats
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import Payer, Result
+from genbatch.proto.messages import Payer, Result, StatsRequest
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.waiting import a_moment, until_idle
@@ -76,7 +75,7 @@ async def test_a01_many_clients_over_zeromq_each_get_their_own_text(serve: Any, 
         async with trio.open_nursery() as nursery:
             for index in range(12):
                 nursery.start_soon(ask, service.addresses[0], index)
-        stats = await until_idle(lambda: service.batcher.call(GetStats()))
+        stats = await until_idle(lambda: service.batcher.call(StatsRequest()))
     for index, prompt in enumerate(prompts):
         assert results[index].token_ids == oracle("llama").generate(prompt, 9)
     assert stats["kv_blocks_used"] == 0
@@ -90,7 +89,7 @@ async def test_a06_cancelling_a_remote_callers_scope_frees_its_sequence(serve: A
                 async for token in stream:
                     if token.index == 3:
                         scope.cancel()
-        stats = await until_idle(lambda: service.batcher.call(GetStats()))
+        stats = await until_idle(lambda: service.batcher.call(StatsRequest()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
         assert len((await client.generate("again", max_tokens=3, ignore_eos=True)).token_ids) == 3
@@ -102,7 +101,7 @@ async def test_a06_a_client_that_vanishes_in_mid_stream_frees_its_sequence(serve
         command = [sys.executable, "-c", DIES_IN_MID_STREAM, service.addresses[0], str(ENDLESS)]
         process = await trio.run_process(command, check=False)
         assert process.returncode == 7
-        stats = await until_idle(lambda: service.batcher.call(GetStats()))
+        stats = await until_idle(lambda: service.batcher.call(StatsRequest()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.clients.cli import stats as stats_commands
@@ -25,7 +25,7 @@ from genbatch.clients.cli.stats import TopHistory, stats_table, top_screen
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.messages import GenerateRequest, StatsRequest, Token
 
 
 async def stats_in_mid_run(model: Model) -> dict[str, Any]:
@@ -52,7 +52,7 @@ async def stats_in_mid_run(model: Model) -> dict[str, Any]:
             for tenant in ("acme", "umbrella"):
                 asking.start_soon(ask, tenant)
             await seen.wait()
-            stats: dict[str, Any] = await ref.call(GetStats(), control=True)
+            stats: dict[str, Any] = await ref.call(StatsRequest(), control=True)
             asking.cancel_scope.cancel()
         await ref.stop()
     return stats

@@ -10,7 +10,17 @@ from genbatch import open_batcher
 from genbatch.clients.fleet.replicas import ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, Token, TokenizeRequest
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    DrainRequest,
+    GenerateRequest,
+    HealthRequest,
+    Message,
+    ModelsRequest,
+    StatsRequest,
+    Token,
+    TokenizeRequest,
+)
 
 
 @pytest.mark.trio
@@ -37,14 +47,15 @@ async def test_every_call_of_a_fleet_reaches_a_service(tiny_model_dir: Callable[
             again = await connection.generate(GenerateRequest(prompt="Hello", max_tokens=5, tenant="a"), None)
             assert again.token_ids == wanted.token_ids
 
-            ids = await connection.tokenize(TokenizeRequest(prompt="Hello"))
-            assert (await connection.detokenize(DetokenizeRequest(token_ids=ids.token_ids))).text == "Hello"
-            assert (await connection.cards())[0].n_ctx and (await connection.health()).status == "ready"
-            assert (await connection.stats())["steps"] > 0
+            ids = await connection.ask(TokenizeRequest(prompt="Hello"))
+            assert (await connection.ask(DetokenizeRequest(token_ids=ids.token_ids))).text == "Hello"
+            assert (await connection.ask(ModelsRequest())).models[0].n_ctx
+            assert (await connection.ask(HealthRequest())).status == "ready"
+            assert (await connection.ask(StatsRequest()))["steps"] > 0
             with pytest.raises(InvalidRequest, match="max_tokens"):
                 await connection.generate(GenerateRequest(prompt="a", max_tokens=0), None)
-            assert (await connection.drain(1.0)).num_cancelled == 0
+            assert (await connection.ask(DrainRequest(timeout_s=1.0))).num_cancelled == 0
             with pytest.raises(Unavailable):
                 await connection.generate(GenerateRequest(prompt="a"), None)
         with pytest.raises(Unavailable, match="was closed"):
-            await connection.health()
+            await connection.ask(HealthRequest())

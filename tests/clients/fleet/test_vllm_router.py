@@ -13,12 +13,12 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.messages import GenerateRequest, StatsRequest
 from tests.actors.service.running_service import TIMEOUT_S
 from tests.waiting import a_moment
 
@@ -67,7 +67,7 @@ async def test_vllm_router_divides_requests_among_our_services(tiny_model_dir: C
             texts = [chunk.choices[0].text async for chunk in stream]
             assert "".join(texts) == wanted.text and len(texts) > 2
             for service in (one, two):
-                stats = await service.batcher.call(GetStats())
+                stats = await service.batcher.call(StatsRequest())
                 assert stats["generation_tokens"] >= 2 * 12, stats
 
 

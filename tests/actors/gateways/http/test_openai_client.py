@@ -12,13 +12,13 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.context.engine import EngineOptions
-from genbatch.proto.messages import GenerateRequest, Message, Result
+from genbatch.proto.messages import GenerateRequest, Message, Result, StatsRequest
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.waiting import ENGINE_PATIENCE_S, a_moment, until_idle
@@ -228,14 +228,14 @@ async def test_errors_are_raised_as_the_clients_own_types(serve: Any, tmp_path: 
                 with trio.CancelScope() as scope:
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(lambda: client.completions.create(**endless))
-                        while not (await service.batcher.call(GetStats()))["requests_waiting"]:
+                        while not (await service.batcher.call(StatsRequest()))["requests_waiting"]:
                             await a_moment()
                         with pytest.raises(openai.RateLimitError) as full:
                             await client.completions.create(**endless)
                         scope.cancel()
             assert full.value.code == "queue_full"
             assert int(full.value.response.headers["retry-after"]) >= 1
-        stats = await until_idle(lambda: service.batcher.call(GetStats()))
+        stats = await until_idle(lambda: service.batcher.call(StatsRequest()))
         assert stats["finished"] == {"cancelled": 2}
 
 
@@ -253,10 +253,10 @@ async def test_a_client_that_leaves_frees_its_sequence(serve: Any, stream: bool)
         else:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(lambda: client.completions.create(**params))
-                while not (await service.batcher.call(GetStats()))["requests_running"]:
+                while not (await service.batcher.call(StatsRequest()))["requests_running"]:
                     await a_moment()
                 nursery.cancel_scope.cancel()
-        stats = await until_idle(lambda: service.batcher.call(GetStats()))
+        stats = await until_idle(lambda: service.batcher.call(StatsRequest()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
 
@@ -278,7 +278,7 @@ async def test_a_stream_of_another_door_that_is_left_frees_its_kv(serve: Any, pa
                 async for line in response.aiter_lines():
                     if "delta" in line:
                         break
-            stats = await until_idle(lambda: service.batcher.call(GetStats()))
+            stats = await until_idle(lambda: service.batcher.call(StatsRequest()))
         assert stats["finished"] == {"cancelled": 1}
         assert stats["kv_blocks_used"] == 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.batcher.messages import Generate, GetStats
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.http.app import FILES
 from genbatch.actors.gateways.http.front import OPEN_PATHS
@@ -19,7 +19,7 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.nif.context.engine import EngineOptions
-from genbatch.proto.messages import Token, ToolCall, ToolCallDelta
+from genbatch.proto.messages import StatsRequest, Token, ToolCall, ToolCallDelta
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import Held, ScriptedBatcher
@@ -77,7 +77,7 @@ async def test_the_page_streams_prompts_side_by_side_and_stops_them(
             await page.until("document.querySelector('.count').textContent > 0")
             await page.evaluate("document.getElementById('stop-all').click()")
             await page.until("!document.querySelector('[aria-busy=true]')")
-            await until_idle(lambda: service.batcher.call(GetStats()))
+            await until_idle(lambda: service.batcher.call(StatsRequest()))
             # But for the refusals that made the field for the token appear.
             assert [problem for problem in page.problems if "status of 401" not in problem] == []
 

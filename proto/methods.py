@@ -1,0 +1,111 @@
+"""The methods of the protocol: one table that dispatcher, clients, engine link, routers and fleets are made of.
+
+    METHODS["tokenize"].request     # TokenizeRequest: what a caller sends
+    METHODS["tokenize"].answer      # TokenIds: what it is answered with
+    method_of(request).name         # "tokenize"
+
+The Batcher is asked with the requests themselves. Only generation and embedding travel inside a message of their own
+(`actors/batcher/messages.py`), which also says who calls and where tokens go.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from genbatch.proto.messages import (
+    DetokenizeRequest,
+    Drained,
+    DrainRequest,
+    Embeddings,
+    EmbedRequest,
+    GenerateRequest,
+    Health,
+    HealthRequest,
+    Hello,
+    HelloRequest,
+    LoadAdapterRequest,
+    Models,
+    ModelsRequest,
+    Result,
+    StatsRequest,
+    Text,
+    TokenIds,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from genbatch.proto.validation import validate_drain, validate_load_adapter, validate_unload_adapter
+
+
+class Lane(enum.Enum):
+    """How a request travels to the Batcher."""
+
+    DOOR = "door"  # the gateway answers by itself
+    WORK = "work"  # accepted, queued and charged to its caller
+    TEXT = "text"  # waits for the tokenizer's thread; its text counts against the caller's share of memory
+    CONTROL = "control"  # passes a full mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One row of the table.
+
+    Args:
+        name: the method's name on the wire.
+        request: the type of its parameters.
+        answer: the type of its result.
+        lane: how it travels.
+        streams: tokens come before the result.
+        is_operators: callers who show a key or a token may not call it.
+        timeout_s: seconds to wait for the answer; None waits for as long as it takes.
+        validate: checks the ranges of a request where no limit of the service is needed; None leaves it to the Batcher.
+    """
+
+    name: str
+    request: type[msgspec.Struct]
+    answer: Any
+    lane: Lane
+    streams: bool = False
+    is_operators: bool = False
+    timeout_s: float | None = None
+    validate: Callable[[Any], None] | None = None
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the engine link carries it as a question with one answer."""
+        return self.lane in (Lane.TEXT, Lane.CONTROL)
+
+
+# Seconds in which an actor that is alive answers a question that needs no model.
+ANSWER_TIMEOUT_S = 5.0
+
+_ROWS = (
+    Method("hello", HelloRequest, Hello, Lane.DOOR),
+    Method("generate", GenerateRequest, Result, Lane.WORK),
+    Method("stream", GenerateRequest, Result, Lane.WORK, streams=True),
+    Method("embed", EmbedRequest, Embeddings, Lane.WORK),
+    Method("tokenize", TokenizeRequest, TokenIds, Lane.TEXT),
+    Method("detokenize", DetokenizeRequest, Text, Lane.TEXT),
+    Method("models", ModelsRequest, Models, Lane.CONTROL, timeout_s=ANSWER_TIMEOUT_S),
+    Method("health", HealthRequest, Health, Lane.CONTROL, timeout_s=ANSWER_TIMEOUT_S),
+    Method("stats", StatsRequest, dict[str, Any], Lane.CONTROL, timeout_s=ANSWER_TIMEOUT_S),
+    Method("load_adapter", LoadAdapterRequest, Models, Lane.CONTROL, is_operators=True, validate=validate_load_adapter),
+    Method(
+        "unload_adapter",
+        UnloadAdapterRequest,
+        Drained,
+        Lane.CONTROL,
+        is_operators=True,
+        validate=validate_unload_adapter,
+    ),
+    Method("drain", DrainRequest, Drained, Lane.CONTROL, is_operators=True, validate=validate_drain),
+)
+METHODS = {row.name: row for row in _ROWS}
+_BY_REQUEST = {row.request: row for row in _ROWS if not row.streams}
+
+
+def method_of(request: object) -> Method | None:
+    """The method that takes a request of this type and does not stream; None where no method does."""
+    return _BY_REQUEST.get(type(request))  # type: ignore[arg-type]  # other types are not in the table
