@@ -66,6 +66,8 @@ class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_field
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    # Ours
+    deadline_s: float | None = None
 
 
 def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
@@ -82,7 +84,8 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
     params, names = _conversation(fields, reader)
     params |= {"max_tokens": fields.max_tokens, "reasoning": True}
     params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
-    for theirs, ours in {"stop_sequences": "stop", "top_p": "top_p", "top_k": "top_k"}.items():
+    same = {"stop_sequences": "stop", "top_p": "top_p", "top_k": "top_k", "deadline_s": "deadline_s"}
+    for theirs, ours in same.items():
         if getattr(fields, theirs) is not None:
             params[ours] = getattr(fields, theirs)
     if fields.output_config is not None and fields.output_config.format is not None:
@@ -325,6 +328,10 @@ class MessageAnswer:
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
+
+    def heartbeat(self) -> bytes:
+        """What a stream sends while there is nothing to say."""
+        return self._begin() + _event("ping")
 
     def ending(self, results: Sequence[Result]) -> bytes:
         """The events after the last token."""

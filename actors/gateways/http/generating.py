@@ -125,10 +125,15 @@ class TokenQueue:
         self.error = error
         self._end()
 
-    async def take(self) -> list[tuple[int, Token]]:
-        """All that waits, with its choices; waits for a token or the end, after which it may be empty."""
+    async def take(self, until: float) -> list[tuple[int, Token]]:
+        """All that waits, with its choices. Waits for a token, the end or a time; the list may then be empty.
+
+        Args:
+            until: seconds on the event loop's clock.
+        """
         if not self._waiting and not self.has_ended:
-            await self._changed.wait()
+            with trio.CancelScope(deadline=until):
+                await self._changed.wait()
         self._changed = trio.Event()
         taken, self._waiting = self._waiting, []
         return taken
@@ -143,6 +148,9 @@ NewFields = Callable[[], Fields]
 
 # With more tokens than this waiting for the socket, those of a choice share an event.
 MAX_EVENTS = 16
+# Seconds after which a silent stream sends a heartbeat: a prompt may take minutes, and proxies close a connection that
+# is silent for longer (nginx after 60 s). Until the first heartbeat an error still has a status of its own.
+HEARTBEAT_S = 10.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -158,6 +166,7 @@ class HTTPAnswer(Protocol):
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]: ...
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes: ...
+    def heartbeat(self) -> bytes: ...
     def ending(self, results: Sequence[Result]) -> bytes: ...
     def failure(self, error: GenbatchError) -> bytes: ...
 
@@ -297,15 +306,20 @@ class Responses(Generating):
 
 async def _write(queue: TokenQueue, answer: HTTPAnswer, send: Send) -> None:
     """Sends the events until the end; an error before the first of them is raised, a later one is the last event."""
-    taken = await queue.take()
+    next_heartbeat = trio.current_time() + HEARTBEAT_S
+    taken = await queue.take(next_heartbeat)
     if not taken and queue.error is not None:
         raise queue.error
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     try:
         while taken or not queue.has_ended:
-            events = [await answer.events(choice, tokens) for choice, tokens in _grouped(taken)]
-            await _send(send, b"".join(events))
-            taken = await queue.take()
+            events = b"".join([await answer.events(choice, tokens) for choice, tokens in _grouped(taken)])
+            if not events and trio.current_time() >= next_heartbeat:
+                events = answer.heartbeat()
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                next_heartbeat = trio.current_time() + HEARTBEAT_S
+            taken = await queue.take(next_heartbeat)
         if queue.error is not None:
             raise queue.error
         last = answer.ending(queue.results)
@@ -324,11 +338,6 @@ def _with_headers(send: Send, headers: dict[str, str]) -> Send:
         await send(message)
 
     return send_more
-
-
-async def _send(send: Send, events: bytes) -> None:
-    if events:
-        await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
 def _grouped(taken: Sequence[tuple[int, Token]]) -> list[tuple[int, list[Token]]]:

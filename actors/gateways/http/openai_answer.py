@@ -82,6 +82,7 @@ class LogprobTable:
 
 
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": heartbeat\n\n"  # a comment of server-sent events, which clients pass over
 _OBJECTS = {"chat": ("chatcmpl-", "chat.completion"), "completion": ("cmpl-", "text_completion")}
 
 
@@ -183,6 +184,10 @@ class OpenAIAnswer:
             return b""
         self._opened.add(index)
         return self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", b"null")
+
+    def heartbeat(self) -> bytes:
+        """What a stream sends while there is nothing to say."""
+        return HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
         """The events after the last token."""

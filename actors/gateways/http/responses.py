@@ -14,6 +14,7 @@ import msgspec
 
 from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
 from genbatch.actors.gateways.http.openai_request import (
     DEFAULT_TEMPERATURE,
     ROLES,
@@ -72,6 +73,8 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     background: bool | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Ours
+    deadline_s: float | None = None
 
 
 class Conversations:
@@ -135,7 +138,7 @@ def read_response(
     asked = [*before, *read_items(items, names, len(system) + len(before), reader, namespaces)]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
     params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
-    same = {"max_output_tokens": "max_tokens", "top_p": "top_p", "seed": "seed"}
+    same = {"max_output_tokens": "max_tokens", "top_p": "top_p", "seed": "seed", "deadline_s": "deadline_s"}
     for theirs, ours in (same | {"chat_template_kwargs": "chat_template_kwargs"}).items():
         if getattr(fields, theirs) is not None:
             params[ours] = getattr(fields, theirs)
@@ -476,6 +479,10 @@ class ResponseAnswer:
 
     def _delta(self, kind: str, delta: str, **more: Any) -> bytes:
         return self._event(kind, **self._place(), delta=delta, **more)
+
+    def heartbeat(self) -> bytes:
+        """What a stream sends while there is nothing to say: that it has begun, then comments."""
+        return self._begin() or HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
         """The events after the last token."""

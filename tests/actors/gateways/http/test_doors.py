@@ -9,13 +9,13 @@ import pytest
 import trio
 
 from genbatch.actors.batcher.messages import Generate
-from genbatch.actors.gateways.http import front, responses
+from genbatch.actors.gateways.http import front, generating, responses
 from genbatch.actors.gateways.http.anthropic import read_message
 from genbatch.actors.gateways.http.bodies import Refusal
 from genbatch.actors.gateways.http.generating import FORMATS, FillIn
 from genbatch.actors.gateways.http.responses import Conversations, read_items
 from genbatch.actors.runtime.actor import From
-from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.errors import DeadlineExceeded, InvalidRequest
 from genbatch.proto.validation import MAX_TOOLS
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
@@ -180,6 +180,61 @@ async def test_a_streamed_response_opens_one_message_for_all_of_its_text() -> No
     assert opened == ["message"]
     assert events[0]["response"]["metadata"] == {"topic": "x"}, "it is the caller's, and comes back"
     assert [event["delta"] for event in events if event["type"] == "response.output_text.delta"] == ["one", "two"]
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": "hold"}),
+        (CHAT, {"messages": [{"role": "user", "content": "hold"}]}),
+        (RESPONSES, {"input": "hold"}),
+        (MESSAGES, {"messages": [{"role": "user", "content": "hold"}], "max_tokens": 9}),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_silent_stream_has_heartbeats_and_says_how_it_ended(
+    path: str, body: dict[str, Any], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a long prompt is read there is nothing to say, and a proxy would close the connection."""
+    monkeypatch.setattr(generating, "HEARTBEAT_S", 0.02)
+    beat = b"event: ping\n" if path == MESSAGES else b"\n: heartbeat\n\n"
+    async with served_http(batcher=Talking()) as served, await trio.open_tcp_stream("127.0.0.1", served.port) as client:
+        content = json.dumps(body | {"stream": True}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        await client.send_all(head.encode() + content)
+        held = await served.batcher.arrival("hold")
+        silent = await _received(client, beat)
+        assert silent.startswith(b"HTTP/1.1 200 ") and b"shown" not in silent
+        held.emit("shown")
+        await _received(client, b"shown")
+        await _received(client, beat)  # they go on between tokens
+        if fails:
+            held.fail(DeadlineExceeded("too late"))
+            assert b"too late" in await _received(client, b"}\n\n")
+        else:
+            held.finish()
+            ends = {MESSAGES: b"message_stop", RESPONSES: b"response.completed"}
+            await _received(client, ends.get(path, b"[DONE]"))
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": "go"}),
+        (CHAT, {"messages": USER}),
+        (RESPONSES, {"input": "x"}),
+        (MESSAGES, {"messages": USER, "max_tokens": 9}),
+    ],
+)
+async def test_every_door_takes_a_deadline(path: str, body: dict[str, Any]) -> None:
+    async with served_http(batcher=Talking()) as served:
+        for deadline_s in (None, 7.5):
+            assert (await served.client.post(path, json=body | {"deadline_s": deadline_s})).status_code == 200
+            assert served.batcher.requests[-1].request.deadline_s == deadline_s
+        refused = await served.client.post(path, json=body | {"deadline_s": -1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "deadline_s")
 
 
 async def _received(connection: trio.SocketStream, wanted: bytes) -> bytes:
