@@ -146,18 +146,19 @@ HELLO_MSGID = 0
 
 
 class RPCLink:
-    """Splits what arrives into messages, and shows the token before anything else.
+    """Splits what arrives into messages, and says hello before anything else: over TCP always, elsewhere with a token.
 
     Args:
-        address: where it leads, for errors.
+        address: where it leads.
         token: what to show; None where none is asked for.
     """
 
     def __init__(self, address: str, token: str | None) -> None:
         self._address = address
         self._splitter = MessageSplitter(RESPONSE_LIMITS.max_bytes)
-        self._awaits_welcome = token is not None
-        self.greeting = b"" if token is None else encode([0, HELLO_MSGID, "hello", [HelloRequest(token=token)]])
+        says_hello = token is not None or not address.startswith("unix://")
+        self._awaits_welcome = says_hello
+        self.greeting = encode([0, HELLO_MSGID, "hello", [HelloRequest(token=token)]]) if says_hello else b""
 
     def receive(self, data: bytes) -> list[bytes]:
         """The messages that end in `data`, without the answer to the greeting, which others may come before.

@@ -216,6 +216,16 @@ def decode(data: bytes, limits: DecodeLimits) -> Any:
     return value
 
 
+def read_type(data: bytes) -> object:
+    """The first element of an array, of whatever follows it; None if there is none, or no array."""
+    unpacker = msgpack.Unpacker(read_size=HEAD_BYTES, max_ext_len=0, max_str_len=0, max_array_len=4, max_map_len=0)
+    unpacker.feed(data[:HEAD_BYTES])
+    try:
+        return unpacker.unpack() if unpacker.read_array_header() else None
+    except (ValueError, msgpack.UnpackException):
+        return None
+
+
 def read_head(data: bytes) -> list[object] | None:
     """The first two elements of an array, of whatever follows them: message type and msgid; None if there are not two.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, decode, encode, read_head, why_unsendable
+from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, decode, encode, read_head, read_type, why_unsendable
 from genbatch.proto.errors import (
     ErrorInfo,
     FrameTooLarge,
@@ -87,10 +87,15 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A message that was not taken; `reply` is to be sent."""
+    """A message that was not taken; `reply` is to be sent.
+
+    Args:
+        is_foreign: it does not even begin as a message of this protocol does, so its sender speaks another.
+    """
 
     error: GenbatchError
     reply: bytes
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +240,9 @@ class ServerConnection:
         try:
             return self._read(decode(data, REQUEST_LIMITS))
         except GenbatchError as error:
-            return Refused(error, self.refusal(data, error))
+            message_type = read_type(data)
+            is_foreign = type(message_type) is not int or message_type not in (REQUEST, RESPONSE, NOTIFICATION)
+            return Refused(error, self.refusal(data, error), is_foreign)
 
     def token(self, msgid: int, token: Token) -> TokenArray | None:
         """A call's next token as it travels, for `token_message`; None once the call is cancelled."""

@@ -5,8 +5,9 @@
     print(gateway.address)
 
 The same sessions, methods and limits as over ZeroMQ; here a connection's end tells at once that its client is gone. An
-RPCConnection is one client on a byte stream, from its first byte to its end. Where tokens are asked for, the first
-message is a `hello` request with one, and nothing else is read before it.
+RPCConnection is one client on a byte stream, from its first byte to its end. Over TCP, and where tokens are asked for,
+the first request is a `hello`, and nothing else is acted on before it: a web page can connect to a port of this
+machine, too, but cannot say hello (ADR 32).
 """
 
 import logging
@@ -30,24 +31,25 @@ from genbatch.actors.security.security import Authenticate, Security
 from genbatch.proto.codec import MAX_FEED_BYTES, MAX_TRANSPORT_BYTES, MessageSplitter, StreamBroken
 from genbatch.proto.errors import Cancelled, GenbatchError, Unauthenticated, Unavailable
 from genbatch.proto.messages import HelloRequest, check_type
-from genbatch.proto.rpc import CallReceived, ServerConnection, error_message
+from genbatch.proto.rpc import CallReceived, Refused, ServerConnection, error_message
+
+logger = logging.getLogger(__name__)
 
 # Nobody who has not said who they are may make the service hold more.
 MAX_HELLO_BYTES = 4096
 
 
-def read_hello(message: bytes) -> tuple[int | None, str | None]:
-    """The msgid and the token of a `hello` request; None for what it has not, or if it is something else."""
-    request = ServerConnection(max_calls=1).receive(message)
-    if not isinstance(request, CallReceived):
+def read_hello(event: CallReceived | Refused) -> tuple[int | None, HelloRequest | None]:
+    """The msgid of a request, and the request if it is a `hello`; None for what it is not."""
+    if isinstance(event, Refused):
         return None, None
-    if request.method != "hello":
-        return request.msgid, None
+    if event.method != "hello":
+        return event.msgid, None
     try:
-        hello: HelloRequest = check_type(request.params, HelloRequest)
+        hello: HelloRequest = check_type(event.params, HelloRequest)
     except GenbatchError:
-        return request.msgid, None
-    return request.msgid, hello.token
+        return event.msgid, None
+    return event.msgid, hello
 
 
 # Seconds in which a client must end a message that it has begun, say who it is, and read something.
@@ -69,7 +71,8 @@ class RPCConnection:
         host: where calls run.
         client: its name, for fairness and logs.
         authenticate: tells whose a token is; None lets everybody in who can reach the address.
-        on_sense: called when the client has said who it is, or its first message where nobody asks.
+        asks_for_hello: whether a `hello` must come before all else; so it is where a token is asked for.
+        on_sense: called when the client has said hello, or its first message where nobody asks.
     """
 
     def __init__(
@@ -80,15 +83,18 @@ class RPCConnection:
         *,
         client: str,
         authenticate: Authenticate | None = None,
+        asks_for_hello: bool = False,
         on_sense: Callable[[], None] = lambda: None,
     ) -> None:
         self.client = client
         self.last_heard = trio.current_time()
-        self.session: RPCSession | None = None  # None before the client has said who it is
+        self.session: RPCSession | None = None  # None before the client has said hello
         self._stream = stream
         self._dispatcher = dispatcher
         self._calls = host
         self._authenticate = authenticate
+        self._asks_for_hello = asks_for_hello or authenticate is not None
+        self._hello_by = trio.current_time() + HELLO_S
         self._on_sense = on_sense
         self._token = ""
         self._outbox = Outbox()
@@ -96,11 +102,11 @@ class RPCConnection:
         self._sent = trio.Event()  # there is less in it
         self._is_sending = False
         self._reading = trio.CancelScope()
-        self._splitter = MessageSplitter(MAX_TRANSPORT_BYTES if authenticate is None else MAX_HELLO_BYTES)
+        self._splitter = MessageSplitter(MAX_HELLO_BYTES if self._asks_for_hello else MAX_TRANSPORT_BYTES)
 
     async def run(self) -> None:
         """Serves until the client is gone, makes no sense any more, or `stop`; its calls end with it."""
-        if self._authenticate is None:
+        if not self._asks_for_hello:
             self.session = self._new_session(None)
         try:
             async with trio.open_nursery() as nursery:
@@ -137,8 +143,13 @@ class RPCConnection:
         if self.session is not None:
             self.session.refuse(head, error)
         else:
-            self._outbox.post(error_message(None, error))
-            self._wake()
+            self._turn_away(None, error)
+
+    def _turn_away(self, msgid: int | None, error: GenbatchError) -> None:
+        """Answers a client that has not said hello."""
+        logger.info("turned client %s away: %s", self.client, error)
+        self._outbox.post(error_message(msgid, error))
+        self._wake()
 
     async def _part(self) -> None:
         """Lets the last messages arrive: a connection closed with something unread takes them back."""
@@ -177,7 +188,7 @@ class RPCConnection:
         """The next bytes; none at the client's end, None when it takes too long over what it has begun."""
         with trio.CancelScope() as scope:
             if self.session is None:
-                scope.deadline = self.last_heard + HELLO_S
+                scope.deadline = self._hello_by
             elif self._splitter.is_inside_message:
                 scope.deadline = trio.current_time() + MESSAGE_S
             try:
@@ -185,40 +196,42 @@ class RPCConnection:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return b""
         if self.session is None:
-            self.refuse(b"", Unauthenticated(f"no hello with a token came within {HELLO_S:g} s"))
+            self.refuse(b"", Unauthenticated(f"no hello came within {HELLO_S:g} s"))
         else:
             self.refuse(b"", Unavailable(f"the rest of a message did not come within {MESSAGE_S:g} s"))
         return None
 
     def _act(self, message: bytes) -> bool:
         """Acts on a message; returns whether the connection goes on."""
-        if self._authenticate is None:
-            assert self.session is not None
-            self._on_sense()
-            self.session.receive(message)
-            return True
         if self.session is None:
             return self._greet(message)
-        if self._authenticate(self._token) != self.session.tenant:
+        if self._authenticate is not None and self._authenticate(self._token) != self.session.tenant:
             self.session.refuse(message, Unauthenticated("the token is no longer valid"))
             self.cancel_all(Unauthenticated("the token is no longer valid"))
             return False
-        self.session.receive(message)
-        return True
+        is_message = self.session.receive(message)
+        if is_message:
+            self._on_sense()
+        return is_message
 
     def _greet(self, message: bytes) -> bool:
-        assert self._authenticate is not None
-        msgid, token = read_hello(message)
-        tenant = None if token is None else self._authenticate(token)
-        if token is None or tenant is None:
+        event = ServerConnection(max_calls=1).receive(message)
+        if not isinstance(event, CallReceived | Refused):
+            return True  # a notification, which clients of Neovim's begin with
+        msgid, hello = read_hello(event)
+        if hello is None and self._authenticate is None:
+            self._turn_away(msgid, Unauthenticated("over TCP the first request must be a hello"))
+            return False
+        token = None if hello is None else hello.token
+        tenant = self._authenticate(token) if self._authenticate is not None and token is not None else None
+        if self._authenticate is not None and tenant is None:
             asks = "the service asks for a token (--token), in a hello before all else"
             fault = "the token is not known" if token else asks
             error = Unauthenticated(f"{fault}; its operator makes one with `genbatch keys token NAME`")
-            self._outbox.post(error_message(msgid, error))
-            self._wake()
+            self._turn_away(msgid, error)
             return False
         self._on_sense()
-        self._token = token
+        self._token = token or ""
         self._splitter.max_bytes = MAX_TRANSPORT_BYTES
         self.session = self._new_session(tenant)
         self.session.receive(message)
@@ -261,8 +274,6 @@ class RPCConnection:
             self._sent = trio.Event()
             await self._sent.wait()
 
-
-logger = logging.getLogger(__name__)
 
 # Seconds between looks for clients that are silent or read nothing.
 SWEEP_S = 0.5
@@ -347,6 +358,7 @@ class RPCGateway:
                         self._calls,
                         client=f"rpc:{next(self._names)}",
                         authenticate=authenticate,
+                        asks_for_hello=stream.socket.family != socket.AF_UNIX,
                         on_sense=seat.settle,
                     )
                     await self._host(connection, seat)

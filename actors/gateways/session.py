@@ -232,14 +232,15 @@ class RPCSession:
         self._wake = wake
         self._connection = ServerConnection(dispatcher.max_calls)
         self._calls: dict[int, OpenCall] = {}
+        self._has_been_refused = False
 
     @property
     def num_calls(self) -> int:
         """Calls that have not ended."""
         return len(self._calls)
 
-    def receive(self, data: bytes, *, may_stream: bool = True) -> None:
-        """Acts on one message.
+    def receive(self, data: bytes, *, may_stream: bool = True) -> bool:
+        """Acts on one message; returns False for what does not even begin as a message of the protocol does.
 
         Args:
             data: the message.
@@ -255,9 +256,11 @@ class RPCSession:
                 self._wake()
             case Heartbeat(lease_s):
                 self.lease_s = lease_s
-            case Refused(error, reply):
-                logger.info("refused a message of client %s: %s", self.client, error)
+            case Refused(error, reply, is_foreign):
+                self._log_refusal(error)
                 self._post(reply)
+                return not is_foreign
+        return True
 
     def refuse(self, data: bytes, error: GenbatchError) -> None:
         """Answers a message that could not be received whole.
@@ -265,7 +268,7 @@ class RPCSession:
         Args:
             data: its beginning.
         """
-        logger.info("refused a message of client %s: %s", self.client, error)
+        self._log_refusal(error)
         self._post(self._connection.refusal(data, error))
 
     def heartbeat(self) -> None:
@@ -343,6 +346,12 @@ class RPCSession:
         except (TypeError, ValueError, OverflowError):
             logger.exception("the result of %s cannot be sent", request.method)
             return self._connection.error(request.msgid, EngineError("the result cannot be sent"))
+
+    def _log_refusal(self, error: GenbatchError) -> None:
+        """One line for a client, however many messages of it are refused; the rest only where all is logged."""
+        level = logging.DEBUG if self._has_been_refused else logging.INFO
+        self._has_been_refused = True
+        logger.log(level, "refused a message of client %s: %s", self.client, error)
 
     def _post(self, message: bytes) -> None:
         self._outbox.post(message)

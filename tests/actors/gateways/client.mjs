@@ -40,7 +40,9 @@ class Reader {
 }
 
 const [where, prompt] = process.argv.slice(2);
-const socket = net.connect(/^\d+$/.test(where) ? Number(where) : where);
+const isPort = /^\d+$/.test(where);
+const socket = net.connect(isPort ? Number(where) : where);
+if (isPort) socket.write(pack([0, 0, "hello", [{}]])); // over TCP it comes first
 socket.write(pack([0, 1, "stream", [{ prompt, max_tokens: 8 }]]));
 let held = Buffer.alloc(0);
 socket.on("data", (data) => {
@@ -50,6 +52,6 @@ socket.on("data", (data) => {
     try { message = reader.next(); } catch (error) { if (error instanceof RangeError) return; throw error; }
     const [kind, id, error, result] = message;
     if (kind === 2 && id === "token") console.log("token", ...error.slice(1));
-    if (kind === 1) { console.log(JSON.stringify(error ?? result)); socket.end(); }
+    if (kind === 1 && id !== 0) { console.log(JSON.stringify(error ?? result)); socket.end(); }
   }
 });

@@ -18,6 +18,8 @@ def connect(address: str) -> Any:
     host, _, port = rest.rpartition(":")
     session = socket_session(rest) if transport == "unix" else tcp_session(host, int(port))
     session.error_wrapper = lambda error: StrangeError(error["code"], error.get("field"))
+    if transport != "unix":
+        assert "generate" in session.request("hello")["methods"]
     return session
 
 

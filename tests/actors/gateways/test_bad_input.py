@@ -106,6 +106,9 @@ BAD: dict[str, tuple[bytes, int | None, str, str | None]] = {
 }
 
 
+FOREIGN = {"not an array", "an empty array", "an unknown type", "a boolean type"}
+
+
 @asynccontextmanager
 async def asking(address: str) -> AsyncIterator[Ask]:
     """Something that sends bytes and returns the next message, by either framing."""
@@ -139,6 +142,8 @@ async def test_every_bad_message_gets_its_typed_error_and_the_connection_survive
 ) -> None:
     async with served(tmp_path, transport) as service, asking(service.address) as ask:
         for name, (data, msgid, code, field) in BAD.items():
+            if name in FOREIGN and transport == "unix":
+                continue  # there it is the connection's end: test_rpc_gateway
             kind, got, error, result = await ask(data)
             assert (kind, got, error["code"], error.get("field"), result) == (1, msgid, code, field, None), (
                 name,

@@ -3,7 +3,7 @@
 import socket as sockets
 import stat
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class Socket:
 
 
 @asynccontextmanager
-async def connected(service: Served) -> AsyncIterator[Socket]:
+async def connected(service: Served, *, says_hello: bool = True) -> AsyncIterator[Socket]:
+    """A client; over TCP one that has said hello, unless it does not."""
     transport, _, rest = service.address.partition("://")
     if transport == "unix":
         stream = await trio.open_unix_socket(rest)
@@ -62,7 +63,10 @@ async def connected(service: Served) -> AsyncIterator[Socket]:
         host, port = rest.split(":")
         stream = await trio.open_tcp_stream(host, int(port))
     async with stream:
-        yield Socket(stream)
+        socket = Socket(stream)
+        if transport != "unix" and says_hello:
+            assert (await socket.ask([0, 0, "hello", []]))[3]["tenant"] is None
+        yield socket
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
@@ -158,11 +162,66 @@ async def test_our_own_fault_at_a_call_ends_that_call_alone(tmp_path: Path, monk
 
 async def test_what_follows_a_message_is_a_message_of_its_own(tmp_path: Path) -> None:
     async with served(tmp_path, "unix") as service, connected(service) as socket:
-        await socket.tell(msgpack.packb([0, 7, "generate", [{"prompt": "x"}]]) + b"\x00")
+        await socket.tell(msgpack.packb([0, 7, "generate", [{"prompt": "x"}]]) + b"\x91\x00")
         answers = [await socket.hear(), await socket.hear()]
         assert {answer[1] for answer in answers} == {None, 7}
         assert [answer[2]["code"] for answer in answers if answer[1] is None] == ["malformed_message"]
         assert (await socket.ask([0, 7, "stats", []]))[3]["steps"] == 7
+
+
+DRAIN = msgpack.packb([0, 1, "drain", [{"timeout_s": 0.0}]])
+POST = b"POST /v1 HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\nContent-Length: 100\r\n\r\n"
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("said", [POST + DRAIN * 3, b"\x00" + DRAIN, b"\x93\xc2\x01\xa1x" + DRAIN, b"\x90" + DRAIN])
+async def test_who_speaks_another_protocol_is_cut_off_and_nothing_behind_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str, said: bytes
+) -> None:
+    calls: list[str] = []
+    call = Dispatcher.call
+
+    async def remember(dispatcher: Dispatcher, method: str, *args: Any, **named: Any) -> object:
+        calls.append(method)
+        return await call(dispatcher, method, *args, **named)
+
+    monkeypatch.setattr(Dispatcher, "call", remember)
+    caplog.set_level("INFO")
+    async with served(tmp_path, transport) as service, connected(service, says_hello=False) as socket:
+        await socket.tell(said)
+        kind, msgid, error, _ = await socket.hear()
+        assert (kind, msgid) == (1, None) and error["code"] in ("malformed_message", "unauthenticated")
+        assert await socket.hear() is None
+    assert not calls
+    assert len(caplog.records) == 1
+
+
+async def test_over_tcp_nothing_is_done_before_a_hello(tmp_path: Path) -> None:
+    async with served(tmp_path, "tcp") as service:
+        for first in ([0, 1, "drain", [{}]], [0, 1, "generate", [{"prompt": "a"}]], [0, 1, "hello", [{"x": 1}]], [3]):
+            async with connected(service, says_hello=False) as socket:
+                await socket.tell([2, "anything", [1.0]])  # a notification is passed over
+                kind, msgid, error, _ = await socket.ask(first)
+                assert (kind, msgid, error["code"]) == (1, first[1] if len(first) > 1 else None, "unauthenticated")
+                assert "hello" in error["message"]
+                assert await socket.hear() is None
+        assert not service.batcher.requests
+        async with connected(service) as socket:
+            assert (await socket.ask([0, 1, "drain", [{"timeout_s": 3.0}]]))[3] == {"num_cancelled": 3}
+
+
+async def test_a_hello_in_pieces_has_its_time_from_the_connections_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_gateway, "HELLO_S", 0.1)
+    async with served(tmp_path, "tcp") as service, connected(service, says_hello=False) as socket:
+        with trio.move_on_after(PATIENCE_S), suppress(trio.BrokenResourceError):
+            for byte in b"\x94\x00\x00\xda\x04\x00" + b"x" * 1024:
+                await socket.tell(bytes([byte]))
+                await trio.sleep(0.01)
+            raise AssertionError("it is still read")
+        error = (await socket.hear())[2]
+        assert (error["code"], error["message"]) == ("unauthenticated", "no hello came within 0.1 s")
 
 
 async def test_a_message_that_is_begun_must_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
