@@ -77,7 +77,7 @@ SECURITY_GUARDS = (
     Mutation(
         "token before anything, msgpack-RPC",
         "actors/gateways/rpc_gateway.py",
-        "if token is None or tenant is None:",
+        "if self._authenticate is not None and tenant is None:",
         "if False:",
         ("clients/test_rpc.py::test_a_client_without_the_right_token_is_told_so",),
         "strangers are let in",
@@ -85,7 +85,7 @@ SECURITY_GUARDS = (
     Mutation(
         "size before the token",
         "actors/gateways/rpc_gateway.py",
-        "MAX_TRANSPORT_BYTES if authenticate is None else MAX_HELLO_BYTES",
+        "MAX_HELLO_BYTES if self._asks_for_hello else MAX_TRANSPORT_BYTES",
         "MAX_TRANSPORT_BYTES",
         ("clients/test_rpc.py::test_a_first_message_that_is_large_or_slow_is_not_read_on",),
         "strangers take memory",
@@ -93,10 +93,38 @@ SECURITY_GUARDS = (
     Mutation(
         "tokens taken off the list",
         "actors/gateways/rpc_gateway.py",
-        "if self._authenticate(self._token) != self.session.tenant:",
+        "if self._authenticate is not None and self._authenticate(self._token) != self.session.tenant:",
         "if False:",
         ("clients/test_rpc.py::test_a_token_that_is_taken_away_ends_the_connection",),
         "a revoked token is good for as long as it stays connected",
+    ),
+    Mutation(
+        "a hello first, over TCP",
+        "actors/gateways/rpc_gateway.py",
+        "asks_for_hello=stream.socket.family != socket.AF_UNIX",
+        "asks_for_hello=False",
+        ("actors/gateways/test_rpc_gateway.py::test_over_tcp_nothing_is_done_before_a_hello",),
+        "a web page stops the service",
+    ),
+    Mutation(
+        "another protocol is the connection's end",
+        "actors/gateways/session.py",
+        "return not is_foreign",
+        "return True",
+        (
+            "actors/gateways/test_rpc_gateway.py::test_who_speaks_another_protocol_is_cut_off_and_nothing_behind_it_is_done",
+        ),
+        "the body of an HTTP request is executed",
+    ),
+    Mutation(
+        "old greetings",
+        "actors/gateways/zeromq_guard.py",
+        "        socket.set(zmq.ZAP_DOMAIN, DOMAIN)\n        monitor",
+        "        monitor",
+        (
+            "actors/gateways/test_raw_zmtp.py::test_a_peer_of_another_protocol_or_version_is_cut_off_and_disturbs_nobody",
+        ),
+        "a web page reaches the ZeroMQ gateway",
     ),
     Mutation(
         "token before anything, HTTP",
