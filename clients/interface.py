@@ -76,11 +76,11 @@ class GenerateParams(TypedDict, total=False):
     """The parameters beside the prompt; GenerateRequest tells what each means and its range."""
 
     max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | None

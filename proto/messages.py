@@ -117,12 +117,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What to generate; exactly one of `prompt`, `token_ids` and `messages` is given.
 
+    Each of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` that is None is the value in the model's
+    files (`ModelCard.sampling`). Where these say nothing, the answer is greedy and the others are off.
+
     Args:
         prompt: text, continued as it is; not empty.
         token_ids: the prompt as token ids, each >= 0 and below the logits' width; at least one.
         messages: a conversation, rendered by the model's chat template; at least one.
         max_tokens: most tokens to generate, >= 1; as many as fit where these are fewer, and where it is None.
-        temperature: 0 is greedy, otherwise the logits' divisor; finite, >= 0.
+        temperature: 0 is greedy, otherwise the logits' divisor; finite, >= 0; None is the model's own.
         top_k: draw among the k most likely tokens; 0 is off.
         top_p: draw among the fewest most likely tokens that hold this share, 0 < top_p <= 1; 1 is off.
         min_p: draw among tokens at least this fraction as likely as the likeliest, 0 <= min_p <= 1; 0 is off.
@@ -162,11 +165,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     token_ids: list[int] | None = None
     messages: list[Message] | None = None
     max_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
@@ -499,7 +502,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         device: where, such as "cpu" or "cuda:0".
         embedding_size: elements of its embeddings; None where it gives none.
         generates: whether it continues text.
-        sampling: how its makers say to draw, by the names of GenerateRequest; requests take nothing from it unasked.
+        sampling: how its makers say to draw, by the names of GenerateRequest; requests that do not say it draw so.
         parent: the model that it adapts, where it is an adapter; None where it is a model by itself.
     """
 

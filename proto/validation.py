@@ -392,11 +392,11 @@ def _check_deadline(request: GenerateRequest | EmbedRequest, limits: RequestLimi
 
 
 def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
-    _check_range("temperature", request.temperature, 0, math.inf)
-    _check_range("top_k", request.top_k, 0, MAX_COUNT)
-    _check_range("top_p", request.top_p, 0, 1, above=True)
-    _check_range("min_p", request.min_p, 0, 1)
-    _check_range("repetition_penalty", request.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
+    _check_given_range("temperature", request.temperature, 0, math.inf)
+    _check_given_range("top_k", request.top_k, 0, MAX_COUNT)
+    _check_given_range("top_p", request.top_p, 0, 1, above=True)
+    _check_given_range("min_p", request.min_p, 0, 1)
+    _check_given_range("repetition_penalty", request.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
     _check_range("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_range("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_count("logit_bias", len(request.logit_bias or ()), limits.max_logit_bias)
@@ -404,12 +404,9 @@ def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
         _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if token_id < 0:
             raise InvalidRequest(f"logit_bias[{token_id}]", "the token id is negative")
-    if request.seed is not None:
-        _check_range("seed", request.seed, 0, MAX_SEED)
+    _check_given_range("seed", request.seed, 0, MAX_SEED)
     for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(request, name)
-        if wanted is not None:
-            _check_range(name, wanted, 0, limits.max_logprobs)
+        _check_given_range(name, getattr(request, name), 0, limits.max_logprobs)
 
 
 def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
@@ -422,6 +419,12 @@ def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
     for index, token_id in enumerate(request.stop_token_ids):
         if token_id < 0:
             raise InvalidRequest(f"stop_token_ids[{index}]", f"{token_id} is negative")
+
+
+def _check_given_range(field: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+    """As `_check_range`; None is not given."""
+    if value is not None:
+        _check_range(field, value, low, high, above=above)
 
 
 def _check_range(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:

@@ -48,6 +48,8 @@ from genbatch.proto.validation import (
 )
 
 MAX_SEED = 2**64
+# How tokens are drawn where neither a request nor the model's files say it.
+GREEDY: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 # What changes or adds to the draws, which a beam search does not make.
 SAMPLING_PARAMETERS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -174,7 +176,7 @@ class Intake:
             return
         plain = GenerateRequest()
         for name in SAMPLING_PARAMETERS:
-            if getattr(wanted, name) != getattr(plain, name):
+            if getattr(wanted, name) not in (getattr(plain, name), GREEDY.get(name)):
                 raise InvalidRequest(name, "a beam search ranks by the model's own log-probabilities")
 
     def _check_tokens(self, token_ids: ListOf[int]) -> None:
@@ -430,7 +432,7 @@ class Intake:
                 cache_key=prefix_key(wanted.tenant, digest),
                 scores_prompt=_scores_prompt(request) and choice == 0,
                 sampler=SamplerState(
-                    self._sampling(wanted, (seed + choice) % MAX_SEED, stop_ids),
+                    self._sampling(request, (seed + choice) % MAX_SEED, stop_ids),
                     request.prompt_tokens,
                     request.constraints[choice] if request.constraints else None,
                 ),
@@ -452,13 +454,18 @@ class Intake:
             return ""
         return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(tokens)
 
-    def _sampling(self, wanted: GenerateRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
+    def _sampling(self, request: Request, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
+        wanted = request.wanted
+        # A beam search draws nothing: it ranks by the model's own log-probabilities.
+        own = {} if request.beam_width > 1 else self._model.sampling
+        given = {name: value for name in GREEDY if (value := getattr(wanted, name)) is not None}
+        drawn = GREEDY | {**own, **given}
         return SamplingParams(
-            temperature=wanted.temperature,
-            top_k=wanted.top_k,
-            top_p=wanted.top_p,
-            min_p=wanted.min_p,
-            repetition_penalty=wanted.repetition_penalty,
+            temperature=float(drawn["temperature"]),
+            top_k=int(drawn["top_k"]),
+            top_p=float(drawn["top_p"]),
+            min_p=float(drawn["min_p"]),
+            repetition_penalty=float(drawn["repetition_penalty"]),
             presence_penalty=wanted.presence_penalty,
             frequency_penalty=wanted.frequency_penalty,
             logit_bias=wanted.logit_bias,

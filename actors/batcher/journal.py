@@ -102,7 +102,7 @@ class Journal:
                 "prompt_tokens": request.num_prompt_tokens,
                 "max_tokens": request.sequences[0].max_new_tokens,
                 "n": wanted.n,
-                "temperature": wanted.temperature,
+                "temperature": request.sequences[0].sampler.params.temperature,
             }
             kind = "text_completion" if wanted.messages is None else "chat"
             if request.embedding is not None:

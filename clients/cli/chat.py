@@ -250,7 +250,7 @@ def chat(
         check_request(None, [{"role": "user", "content": ""}], parameters)
         # A service that others use, too, keeps no KV for a session.
         async with open_client(connection, engine, finds_running=file is None) as client:
-            parameters.update(await _models_own(client, context))  # type: ignore[typeddict-item]  # names of its own
+            await _tell_models_own(client, context)
             store = None if file is None else ConversationStore(file, saved, client)
             with _terminal_restored():
                 await Conversation(client, system, parameters, store).run()
@@ -258,14 +258,13 @@ def chat(
     run_command(talk)
 
 
-async def _models_own(client: Client, context: typer.Context) -> dict[str, float]:
-    """How the model's makers say to draw, where no flag says otherwise; told, so that nobody wonders."""
+async def _tell_models_own(client: Client, context: typer.Context) -> None:
+    """Tells how the model's makers say to draw, where no flag says otherwise, so that nobody wonders."""
     cards = await client.models()  # none, while a fleet has no replica
     own = {name: value for card in cards[:1] for name, value in card.sampling.items() if not is_given(context, name)}
     if own and sys.stdin.isatty():
         told = ", ".join(f"{name} {value:g}" for name, value in own.items())
         Console(stderr=True, highlight=False).print(f"drawing as the model's makers say: {told}", style="dim")
-    return {name: int(value) if name == "top_k" else float(value) for name, value in own.items()}
 
 
 class Conversation:

@@ -60,22 +60,29 @@ class SamplingFlags:
         int | None,
         typer.Option(help="Most tokens to generate; as many as fit if not given.", rich_help_panel=_SAMPLING),
     ] = None
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)] = 0.0
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 is greedy. What is not given of these five is the model's own, or greedy and off.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     top_k: Annotated[
-        int, typer.Option(help="Draw among the k likeliest tokens; 0: off.", rich_help_panel=_SAMPLING)
-    ] = 0
+        int | None, typer.Option(help="Draw among the k likeliest tokens; 0: off.", rich_help_panel=_SAMPLING)
+    ] = None
     top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest tokens with this share; 1: off.", rich_help_panel=_SAMPLING)
-    ] = 1.0
+        float | None,
+        typer.Option(help="Draw among the likeliest tokens with this share; 1: off.", rich_help_panel=_SAMPLING),
+    ] = None
     min_p: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Draw among tokens this likely, relative to the likeliest; 0: off.", rich_help_panel=_SAMPLING
         ),
-    ] = 0.0
+    ] = None
     repetition_penalty: Annotated[
-        float, typer.Option(help="Divides the logits of tokens seen; 1: off.", rich_help_panel=_SAMPLING)
-    ] = 1.0
+        float | None, typer.Option(help="Divides the logits of tokens seen; 1: off.", rich_help_panel=_SAMPLING)
+    ] = None
     presence_penalty: Annotated[
         float, typer.Option(help="Taken once from tokens in the output; 0: off.", rich_help_panel=_SAMPLING)
     ] = 0.0

@@ -382,6 +382,7 @@ SCALARS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "min_length": ("min_tokens", int),
 }
 OTHERS = frozenset(["input_ids", "request_output_len", "beam_width", "end_id", "pad_id", "streaming"])
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 DRAWS = ("temperature", "top_k", "top_p")
 
 
@@ -447,8 +448,9 @@ def read_request(request: InferenceRequest, engine: GptEngine) -> GptRequest:
     for name, (ours, kind) in SCALARS.items():
         if name in tensors:
             parameters[ours] = _number(tensors, name, kind)
-    if any(name in parameters for name in DRAWS):
-        parameters.setdefault("temperature", 1.0)
+    # TensorRT-LLM takes nothing from a model's generation_config.
+    temperature = 1.0 if any(name in parameters for name in DRAWS) else 0.0
+    parameters = {**OFF, "temperature": temperature, **parameters}
     tag = object()
     keep = Keep(context=engine.build.context_logits, generation=engine.build.generation_logits)
     return GptRequest(

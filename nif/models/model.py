@@ -451,15 +451,17 @@ class _Directory:
         return frozenset(token_id for token_id in [*ids, tokenizer.eos_token_id] if token_id is not None)
 
     def sampling(self) -> Mapping[str, float]:
-        """What generation_config.json says, unless that is greedy."""
+        """What generation_config.json says, unless that is greedy. To draw without a temperature is to draw at 1."""
         try:
             said = json.loads((self.directory / "generation_config.json").read_text())
         except (OSError, ValueError):
             return {}
-        return own_sampling({} if said.get("do_sample") is False else said)
+        if said.get("do_sample") is False:
+            return {}
+        return ({"temperature": 1.0} if said.get("do_sample") is True else {}) | own_sampling(said)
 
 
-def own_sampling(said: Mapping[str, Any]) -> Mapping[str, float]:
+def own_sampling(said: Mapping[str, Any]) -> dict[str, float]:
     """The parameters among those that are in their range; a file may say anything."""
     ranges: dict[str, Callable[[float], bool]] = {
         "temperature": lambda value: 0 < value < math.inf,

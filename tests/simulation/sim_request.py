@@ -118,7 +118,7 @@ def draw_request(
         wanted = GenerateRequest(**given, **fields | _draw_stop(rng, answer))
         answer = _alone(model, prompt, wanted, 0)
     # Each choice has its own draws.
-    draws = wanted.temperature > 0
+    draws = bool(wanted.temperature)
     others = [_alone(model, prompt, wanted, choice) if draws else answer for choice in range(1, wanted.n)]
     return SimRequest(wanted, prompt, (answer, *others), False)
 
@@ -161,9 +161,9 @@ def _alone(
     )
     output = Output(model.tokenizer.backend, prompt, rules)
     params = SamplingParams(
-        temperature=wanted.temperature,
-        top_k=wanted.top_k,
-        repetition_penalty=wanted.repetition_penalty,
+        temperature=wanted.temperature or 0.0,
+        top_k=wanted.top_k or 0,
+        repetition_penalty=wanted.repetition_penalty or 1.0,
         frequency_penalty=wanted.frequency_penalty,
         logit_bias=wanted.logit_bias,
         seed=(wanted.seed or 0) + choice,

@@ -9,7 +9,7 @@ import msgspec
 
 from genbatch.actors.gateways.http.bodies import MESSAGES_PATH, describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.openai_request import DEFAULT_TEMPERATURE, OpenAIRequest
+from genbatch.actors.gateways.http.openai_request import OpenAIRequest
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage
 
@@ -83,11 +83,9 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
     fields = reader.read(body, MessageFields)
     params, names = _conversation(fields, reader)
     params |= {"max_tokens": fields.max_tokens, "reasoning": True}
-    params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
-    same = {"stop_sequences": "stop", "top_p": "top_p", "top_k": "top_k", "deadline_s": "deadline_s"}
-    for theirs, ours in same.items():
-        if getattr(fields, theirs) is not None:
-            params[ours] = getattr(fields, theirs)
+    for name in ("stop_sequences", "temperature", "top_p", "top_k", "deadline_s"):
+        if getattr(fields, name) is not None:
+            params["stop" if name == "stop_sequences" else name] = getattr(fields, name)
     if fields.output_config is not None and fields.output_config.format is not None:
         params["response_format"] = msgspec.structs.asdict(fields.output_config.format)
     last = params["messages"][-1] if params["messages"] else {}

@@ -333,7 +333,7 @@ class ServiceRoutes:
     def _card(self, card: ModelCard) -> dict[str, Any]:
         """As OpenAI's, with vLLM's names for the context and for what an adapter adapts."""
         made = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
-        made |= {"parent": card.parent, "max_model_len": card.n_ctx}
+        made |= {"parent": card.parent, "max_model_len": card.n_ctx, "sampling": card.sampling}
         if card.embedding_size is not None:
             made["embedding_size"] = card.embedding_size
         return made

@@ -117,8 +117,7 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 
 Kind = Literal["chat", "completion", "response", "message"]
 
-# OpenAI's documented defaults, where they are not ours.
-DEFAULT_TEMPERATURE = 1.0
+# OpenAI's documented default.
 DEFAULT_COMPLETION_TOKENS = 16
 # What a function is described by.
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
@@ -128,7 +127,16 @@ MAX_PROMPTS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SAME_NAME = (
-    *("n", "max_tokens", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty"),
+    *(
+        "n",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_p",
+        "repetition_penalty",
+    ),
     *("ignore_eos", "min_tokens", "stop_token_ids", "priority", "deadline_s", "stop"),
     *("grammar", "regex"),
 )
@@ -305,7 +313,6 @@ def _request(
 def _shared(fields: GenerationFields) -> dict[str, Any]:
     """The parameters that both endpoints have."""
     params = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
-    params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
     if fields.top_k is not None:
         params["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # vLLM's way to say "off"
     if fields.seed is not None:

@@ -16,7 +16,6 @@ from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
 from genbatch.actors.gateways.http.openai_request import (
-    DEFAULT_TEMPERATURE,
     ROLES,
     TOOL_FIELDS,
     OpenAIRequest,
@@ -137,9 +136,9 @@ def read_response(
     offered, namespaces = _read_tools(fields.tools or [], names, reader)
     asked = [*before, *read_items(items, names, len(system) + len(before), reader, namespaces)]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
-    params["temperature"] = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
-    same = {"max_output_tokens": "max_tokens", "top_p": "top_p", "seed": "seed", "deadline_s": "deadline_s"}
-    for theirs, ours in (same | {"chat_template_kwargs": "chat_template_kwargs"}).items():
+    same = {"max_output_tokens": "max_tokens"}
+    same |= {name: name for name in ("temperature", "top_p", "seed", "deadline_s", "chat_template_kwargs")}
+    for theirs, ours in same.items():
         if getattr(fields, theirs) is not None:
             params[ours] = getattr(fields, theirs)
     if offered:
@@ -387,7 +386,7 @@ class ResponseAnswer:
             "previous_response_id": body.get("previous_response_id"),
             "reasoning": {"effort": None, "summary": None},
             "store": body.get("store") is not False,
-            "temperature": params["temperature"],
+            "temperature": params.get("temperature"),
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],

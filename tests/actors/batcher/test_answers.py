@@ -1,5 +1,6 @@
 """What callers of a Batcher get: the same texts under every pressure, typed errors, faults that stay with their own."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.batcher.slots import Slots
@@ -19,7 +21,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, PromptTooLong, QueueFull
-from genbatch.proto.messages import Message, StatsRequest, Token
+from genbatch.proto.messages import GenerateRequest, Message, StatsRequest, Token
 from tests.actors.batcher.bench import Bench, OracleOf, TinyModel, batcher, gather, prompt_of
 from tests.waiting import a_moment
 
@@ -287,6 +289,30 @@ async def test_an_answer_that_does_not_fit_is_cut_to_the_room_that_is_left(tiny_
             assert (result.token_ids, result.finish_reason) == (unlimited.token_ids, "length")
         with pytest.raises(PromptTooLong):  # there is no room for one token
             await bench.generate(token_ids=prompt_of(256, 1), max_tokens=1)
+
+
+@pytest.mark.trio
+async def test_what_a_request_does_not_say_of_drawing_is_the_models_own(tiny_model: TinyModel) -> None:
+    own = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.5}
+    plain, drawing = tiny_model("llama"), replace(tiny_model("llama"), sampling=own)
+    asked = {"token_ids": prompt_of(9, 1), "max_tokens": 20, "ignore_eos": True, "seed": 3}
+    async with batcher(plain) as bench:
+        greedy = (await bench.generate(**asked, temperature=0.0)).token_ids
+        assert (await bench.generate(**asked)).token_ids == greedy
+        drawn, hotter, penalized = [
+            (await bench.generate(**asked | own | more)).token_ids
+            for more in ({}, {"temperature": 5.0}, {"temperature": 0.0})
+        ]
+        beams = await bench.ref.call(Generate(GenerateRequest(**asked | {"seed": None}), beam_width=2), timeout=None)
+    assert len({tuple(ids) for ids in (greedy, drawn, hotter, penalized)}) == 4
+    async with batcher(drawing) as bench:
+        assert (await bench.generate(**asked)).token_ids == drawn
+        assert (await bench.generate(**asked, temperature=5.0)).token_ids == hotter
+        assert (await bench.generate(**asked, temperature=0.0)).token_ids == penalized
+        off = {"temperature": 0.0, "top_k": 0, "repetition_penalty": 1.0}
+        assert (await bench.generate(**asked, **off)).token_ids == greedy
+        same = await bench.ref.call(Generate(GenerateRequest(**asked | {"seed": None}), beam_width=2), timeout=None)
+        assert same.choices == beams.choices, "a beam search draws nothing"
 
 
 @pytest.mark.trio

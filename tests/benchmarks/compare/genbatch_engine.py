@@ -42,7 +42,7 @@ class Commands:
         answers: list[list[int]] = [[] for _ in prompts]
 
         async def ask(index: int) -> None:
-            params = {"max_tokens": max_tokens, "ignore_eos": True}
+            params = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0, "repetition_penalty": 1.0}
             answers[index] = list((await self._batcher.generate(prompts[index], **params)).token_ids)
 
         async with trio.open_nursery() as nursery:

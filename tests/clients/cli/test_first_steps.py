@@ -223,12 +223,12 @@ async def test_commands_find_the_running_service_and_import_no_torch(
         out, told = await said("chat", stdin="hello\n")
         assert service.address in told and not ENGINE & imported(told)
         assert service.batcher.requests[-1].request.messages[-1].content == "hello"  # type: ignore[index]
-        # As the model's makers say, where no flag says otherwise, and not without end.
+        # What no flag says is left to the model's files, and an answer has an end.
         asked = service.batcher.requests[-1].request
-        assert (asked.temperature, asked.top_k, asked.top_p, asked.max_tokens) == (0.6, 20, 0.95, 1024)
+        assert (asked.temperature, asked.top_k, asked.top_p, asked.max_tokens) == (None, None, None, 1024)
         await said("chat", "--temperature", "0", "--max-tokens", "5", stdin="hello\n")
         asked = service.batcher.requests[-1].request
-        assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 20, 5)
+        assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, None, 5)
         out, told = await said("stats", "--json")
         assert '"steps":7' in out and not ENGINE & imported(told)
 

@@ -292,6 +292,7 @@ def test_a_layer_whose_window_contradicts_the_configuration_is_refused(
     ("said", "kept"),
     [
         ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}, {"temperature", "top_p", "top_k"}),
+        ({"top_k": 64, "do_sample": True, "temperature": 1.0}, {"temperature", "top_k"}),
         ({"temperature": 0.6, "do_sample": False}, set()),  # greedy, whatever else it says
         (
             {"temperature": 0.0, "top_p": 7, "top_k": -1, "min_p": "x", "repetition_penalty": 1.1},

@@ -131,7 +131,7 @@ def _(url: str) -> None:
 def _(url: str) -> None:
     nothing: Any = {"type": "object", "properties": {}, "additionalProperties": False}
     other: Any = {"type": "function", "function": {"name": "o" * 64, "parameters": nothing}}
-    asked: Any = {"model": "model", "messages": [USER], "max_tokens": 900, "n": 2, "stream": True}
+    asked: Any = {"model": "model", "messages": [USER], "max_tokens": 900, "n": 2, "stream": True, "temperature": 1}
     for seed in range(20):  # how many calls there are is drawn
         calls: dict[tuple[int, int], list[str]] = {}
         ends = {}

@@ -217,7 +217,7 @@ async def test_errors_are_raised_as_the_clients_own_types(serve: Any, tmp_path: 
                 await client.embeddings.create(model=model, input="a")
             for stream in (False, True):
                 with pytest.raises(openai.BadRequestError) as bad:
-                    await client.completions.create(model=model, prompt="a", max_tokens=5000, stream=stream)  # type: ignore[call-overload]
+                    await client.completions.create(model=model, prompt="a", max_tokens=-5, stream=stream)  # type: ignore[call-overload]
                 assert bad.value.param == "max_tokens"
             with pytest.raises(openai.BadRequestError) as long:
                 await client.completions.create(model=model, prompt="a" * 4000)

@@ -18,11 +18,11 @@ from genbatch.proto.validation import RequestLimits, validate_request
 USER = {"role": "user", "content": "x"}
 
 
-def test_defaults_are_openais() -> None:
+def test_the_length_of_a_completion_has_openais_default_and_drawing_is_left_to_the_model() -> None:
     (chat,) = read_chat({"messages": [USER]}).params
-    assert chat == {"messages": [USER], "temperature": 1.0, "reasoning": True}
+    assert chat == {"messages": [USER], "reasoning": True}
     (completion,) = read_completion({"prompt": "x"}).params
-    assert completion == {"prompt": "x", "temperature": 1.0, "max_tokens": 16}
+    assert completion == {"prompt": "x", "max_tokens": 16}
 
 
 def test_every_parameter_arrives_under_our_name() -> None:
