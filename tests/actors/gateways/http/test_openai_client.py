@@ -203,7 +203,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(serve: Any) -
 async def test_errors_are_raised_as_the_clients_own_types(serve: Any, tmp_path: Path) -> None:
     store = KeyStore(tmp_path)
     token = store.new_token("alice")
-    options: dict[str, Any] = {"n_parallel": 1, "max_queue": 1, "scheduler": holding_scheduler.NAME}
+    options: dict[str, Any] = {"n_parallel": 1, "max_queue": 2, "scheduler": holding_scheduler.NAME}
     async with serve(tokens=str(store.tokens), **options) as service:
         async with connect(service) as stranger:
             with pytest.raises(openai.AuthenticationError):
