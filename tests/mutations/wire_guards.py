@@ -20,8 +20,8 @@ WIRE_GUARDS = (
     Mutation(
         "cap on logprobs",
         VALIDATION,
-        "_check_range(name, wanted, 0, limits.max_logprobs)",
-        "_check_range(name, wanted, 0, MAX_COUNT)",
+        "_check_given_range(name, getattr(request, name), 0, limits.max_logprobs)",
+        "_check_given_range(name, getattr(request, name), 0, MAX_COUNT)",
         CAPS,
         "each token brings the whole vocabulary",
     ),
