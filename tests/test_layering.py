@@ -40,7 +40,9 @@ def test_imports_run_one_way(path: Path) -> None:
 def test_the_lower_layers_know_no_event_loop_and_no_sockets(layer: str) -> None:
     for path in (ROOT / layer).rglob("*.py"):
         names = {name.split(".")[0] for name in imported_modules(path)}
-        assert not names & {"trio", "zmq", "asyncio", "socket"}, path
+        # Chat templates run in child processes, each of which has a socketpair's end.
+        allowed = {"socket"} if path.name in ("templates.py", "template_child.py") else set()
+        assert not names & {"trio", "zmq", "asyncio", "socket"} - allowed, path
 
 
 def test_the_runtime_knows_nothing_of_batching() -> None:

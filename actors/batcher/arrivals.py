@@ -12,7 +12,6 @@ PromptSharing knows the beginnings of prompts that are held, and which requests 
 held is configured, or is a first message that came a second time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -26,10 +25,10 @@ from genbatch.actors.batcher.intake import Intake, Prompt
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
+from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
 from genbatch.actors.batcher.requests import HeldPrompt, Request, TimeLimits, account_of
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
-from genbatch.actors.runtime.worker import Worker
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import GenerateRequest
 
@@ -82,10 +81,6 @@ class PromptSharing:
         return held
 
 
-# Prompts with more characters than this are tokenized off the event loop.
-INLINE_PROMPT_CHARS = 8192
-
-
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A long prompt has been tokenized, or the texts of an embedding request."""
@@ -104,7 +99,7 @@ class Arrivals:
         options: how much may wait.
         intake: checks, tokenizes and makes sequences.
         grammars: answers with Compiled.
-        worker: the tokenizer's thread.
+        reader: makes tokens of prompts.
         owner: the actor that this belongs to: it watches over callers, and gets Encoded.
     """
 
@@ -114,7 +109,7 @@ class Arrivals:
         options: BatcherOptions,
         intake: Intake,
         grammars: Grammars,
-        worker: Worker,
+        reader: PromptReader,
         owner: GenServer,
     ) -> None:
         self._slots = state.slots
@@ -126,7 +121,7 @@ class Arrivals:
         self._options = options
         self._intake = intake
         self._grammars = grammars
-        self._worker = worker
+        self._reader = reader
         self._owner = owner
         self._num_away = 0  # sequences of requests that are with the tokenizer's thread
         self._with_grammars: dict[int, Request] = {}  # by number, whose grammar is compiled or waits for that
@@ -245,16 +240,18 @@ class Arrivals:
 
     def _encode(self, request: Request) -> Request | None:
         """Tokenizes the prompt, a long one off the event loop."""
-        wanted, owner = request.wanted, self._owner
-        read: Callable[[], Any] = partial(self._intake.read, wanted)
-        size = self._intake.size(wanted)
+        intake, wanted, owner = self._intake, request.wanted, self._owner
+        reading: ReadJob[Any]
         if request.embedding is not None:
             texts = request.embedding.wanted
-            read, size = partial(self._intake.embeddings.read, texts), self._intake.embeddings.size(texts)
-        if size <= INLINE_PROMPT_CHARS:
-            return self._finish(request, outcome.capture(read))
+            reading = without_template(partial(intake.embeddings.read, texts), intake.embeddings.size(texts))
+        else:
+            start, read = partial(intake.start_prompt, wanted), partial(intake.read, wanted)
+            reading = ReadJob(start, read, intake.size(wanted))
+        prompt = self._reader.read(reading, lambda prompt: owner.ref.info(Encoded(request, prompt), control=True))
+        if prompt is not None:
+            return self._finish(request, prompt)
         self._num_away += wanted.n
-        self._worker.submit(read, on_done=lambda prompt: owner.ref.info(Encoded(request, prompt), control=True))
         return None
 
     def _finish(self, request: Request, prompt: "outcome.Outcome[Any]") -> Request | None:

@@ -9,14 +9,16 @@ them.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import outcome
 
-from genbatch.actors.batcher.intake import Intake
+from genbatch.actors.batcher.intake import CHARS_PER_TOKEN, Intake
 from genbatch.actors.batcher.messages import LoadSession, SaveSession
 from genbatch.actors.batcher.open_requests import BatchState
+from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
 from genbatch.actors.batcher.requests import HeldPrompt, Request
 from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.runtime.actor import From, Timer, reply, reply_error
@@ -25,6 +27,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.errors import AdapterError, BatchError, OutOfBlocks
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.runner import LoraAdapter
+from genbatch.nif.text.tokenizer import ChatPrompt
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, ModelNotFound, Unavailable
 from genbatch.proto.messages import (
     DetokenizeRequest,
@@ -36,58 +39,60 @@ from genbatch.proto.messages import (
     UnloadAdapterRequest,
 )
 
-# What takes longer than some milliseconds would hold up every other caller.
-INLINE_TOKEN_IDS = 2048
-
 
 class TextCalls:
     """Calls that need the tokenizer and no model.
 
     Args:
         intake: knows vocabulary and template.
-        worker: the tokenizer's thread.
-        inline_chars: prompts with more characters are tokenized on the thread.
+        reader: makes tokens of prompts.
     """
 
-    def __init__(self, intake: Intake, worker: Worker, inline_chars: int) -> None:
+    def __init__(self, intake: Intake, reader: PromptReader) -> None:
         self._intake = intake
-        self._worker = worker
-        self._inline_chars = inline_chars
+        self._reader = reader
 
     def answer(self, message: TokenizeRequest | DetokenizeRequest, from_: "From[Any]") -> None:
-        """Replies, now or from the thread."""
+        """Replies, now or later."""
         try:
             if isinstance(message, TokenizeRequest):
-                self._intake.check_tokenize(message)
-                is_long = self._intake.size(message) > self._inline_chars
+                reading = self._tokenizing(message, from_)
             else:
-                is_long = len(message.token_ids) > INLINE_TOKEN_IDS
-                if not is_long:  # else it takes milliseconds, which the thread has
-                    self._intake.check_detokenize(message)
+                reading = self._text(message, from_)
         except GenbatchError as error:
             reply_error(from_, error)
             return
-        job = self._job(message, is_long)
-        if is_long:
-            # Whoever has left by its turn costs nobody the time.
-            self._worker.submit(
-                lambda: job() if from_.alive else None,
-                on_done=lambda result: _reply(from_, result, "tokenizing failed"),
-            )
-        else:
-            _reply(from_, outcome.capture(job), "tokenizing failed")
 
-    def _job(self, message: TokenizeRequest | DetokenizeRequest, is_long: bool) -> Callable[[], TokenIds | Text]:
+        def done(result: "outcome.Outcome[TokenIds | Text | None]") -> None:
+            _reply(from_, result, "tokenizing failed")
+
+        result = self._reader.read(reading, done)
+        if result is not None:
+            done(result)
+
+    def _tokenizing(self, wanted: TokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
         intake = self._intake
-        if isinstance(message, TokenizeRequest):
-            return lambda: TokenIds(token_ids=intake.tokenize(message))
+        intake.check_tokenize(wanted)
 
-        def detokenize() -> Text:
-            if is_long:
-                intake.check_detokenize(message)
-            return Text(text=intake.detokenize(message))
+        # A call that was given up by its turn costs nobody the time.
+        def begin() -> ChatPrompt | None:
+            return intake.start_prompt(wanted) if from_.alive else None
 
-        return detokenize
+        def finish(prompt: ChatPrompt | None) -> TokenIds | None:
+            return TokenIds(token_ids=intake.tokenize(wanted, prompt)) if from_.alive else None
+
+        return ReadJob(begin, finish, intake.size(wanted))
+
+    def _text(self, wanted: DetokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
+        intake = self._intake
+
+        def text() -> Text | None:
+            if not from_.alive:
+                return None
+            intake.check_detokenize(wanted)
+            return Text(text=intake.detokenize(wanted))
+
+        return without_template(text, CHARS_PER_TOKEN * len(wanted.token_ids))
 
 
 SESSION_FAULT = "the session's KV cannot be copied"
@@ -121,7 +126,7 @@ class SessionCalls:
         ctx: whose sequences.
         held: where a loaded conversation lives, and whose slots are used meanwhile.
         intake: renders conversations.
-        worker: the tokenizer's thread.
+        reader: makes tokens of prompts.
         send: brings SessionRead back to the actor that owns this.
     """
 
@@ -130,13 +135,13 @@ class SessionCalls:
         ctx: Context,
         held: HeldPrompts,
         intake: Intake,
-        worker: Worker,
+        reader: PromptReader,
         send: Callable[[SessionRead], None],
     ) -> None:
         self._ctx = ctx
         self._held = held
         self._intake = intake
-        self._worker = worker
+        self._reader = reader
         self._send = send
         self._reading: list[From[Any]] = []
         self._calls: deque[tuple[LoadSession | SessionRead, From[Any]]] = deque()
@@ -156,10 +161,9 @@ class SessionCalls:
             self._calls.append((message, from_))
             return
         self._reading.append(from_)
-        send = self._send
-        self._worker.submit(
-            self._intake.tokenize, message.request, on_done=lambda tokens: send(SessionRead(message, from_, tokens))
-        )
+        send, intake, wanted = self._send, self._intake, message.request
+        reading = ReadJob(partial(intake.start_prompt, wanted), partial(intake.tokenize, wanted), intake.size(wanted))
+        self._reader.submit(reading, lambda tokens: send(SessionRead(message, from_, tokens)))
 
     def read(self, message: SessionRead) -> None:
         """Goes on with a call whose conversation was tokenized."""

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -26,9 +27,10 @@ from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.text.response_template import TemplateReader
-from genbatch.nif.text.tokenizer import ChatTemplateError
+from genbatch.nif.text.templates import ChatTemplateError, TemplateEnded
+from genbatch.nif.text.tokenizer import ChatPrompt
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader, forced_format, tool_grammar
-from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong
+from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong, QueueFull
 from genbatch.proto.messages import (
     DetokenizeRequest,
     GenerateRequest,
@@ -75,6 +77,8 @@ _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 PREFIX_RENDERINGS = 7
 # What decoding a token takes, in characters to tokenize.
 CHARS_PER_TOKEN = 4
+# When a request may come again that a slow chat template has ended.
+RETRY_AFTER_TEMPLATE_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +162,17 @@ class Intake:
         """
         said = [message.content.strip() for message in wanted.messages or () if message.role == "user"]
         for text in (wanted.prompt or "", *said):
-            if len(text) <= self.max_positions:
-                continue  # no token is shorter than a quarter of a character
-            least = self._tokenizer.least_tokens(text)
-            if least > self.max_positions:
-                raise PromptTooLong(
-                    f"a text of {len(text)} characters has {least} tokens at least, and {self.max_positions} fit",
-                    field="prompt" if wanted.messages is None else "messages",
-                )
+            self._check_text(text, "prompt" if wanted.messages is None else "messages")
+
+    def _check_text(self, text: str, field: str) -> None:
+        if len(text) <= self.max_positions:
+            return  # no token is shorter than a quarter of a character
+        least = self._tokenizer.least_tokens(text)
+        if least > self.max_positions:
+            raise PromptTooLong(
+                f"a text of {len(text)} characters has {least} tokens at least, and {self.max_positions} fit",
+                field=field,
+            )
 
     def check_beams(self, beam_width: int, wanted: GenerateRequest) -> None:
         """Raises InvalidRequest for a beam search that cannot be run as asked."""
@@ -212,56 +219,70 @@ class Intake:
                 size += PREFIX_RENDERINGS * len(first.content)
         return size
 
-    def read(self, wanted: GenerateRequest) -> Prompt:
-        """Tokenizes the prompt and what others may share of it; safe to run on another thread.
+    def start_prompt(self, wanted: GenerateRequest | TokenizeRequest) -> ChatPrompt | None:
+        """Begins to render a conversation; None where there is none. Safe to run on another thread.
 
         Raises:
-            InvalidRequest: nothing is left of the prompt, or the model has no chat template.
+            InvalidRequest: the model has no chat template, or that cannot be compiled.
         """
-        tokens = self._encode(wanted)
+        if wanted.messages is None or (isinstance(wanted, GenerateRequest) and wanted.token_ids is not None):
+            return None
+        tools, goes_on, first = wanted.tools, False, None
+        if isinstance(wanted, GenerateRequest):
+            tools, goes_on = (wanted.tools if wanted.tool_choice != "none" else []), wanted.continue_final_message
+            first = self._first_key(wanted) if wanted.prompt_logprobs is None else None
+        turns = [self._turn(message) for message in wanted.messages]
+        with _named_refusals():
+            return self._tokenizer.start_prompt(
+                turns,
+                [_offer(tool) for tool in tools],
+                wanted.chat_template_kwargs,
+                goes_on=goes_on,
+                with_others=first is not None and first not in self._prefixes,
+            )
+
+    def read(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:
+        """Tokenizes the prompt and what others may share of it; safe to run on another thread.
+
+        Args:
+            prompt: what `start_prompt` returned, rendered.
+
+        Raises:
+            InvalidRequest: nothing is left of the prompt, or the chat template refuses it.
+            QueueFull: the chat template was ended to make room for others.
+            PromptTooLong: what the chat template wrote does not fit.
+        """
+        tokens = self._encode(wanted, prompt)
         fits = len(tokens) < self.max_positions  # what does not is refused, and nothing of it is remembered
         shares = wanted.messages and wanted.prompt_logprobs is None and fits
-        return Prompt(tokens, self._first_message(wanted) if shares else [], self._echo(wanted, tokens) if fits else "")
+        first = self._first_message(wanted, prompt) if shares else []
+        return Prompt(tokens, first, self._echo(wanted, tokens) if fits else "")
 
-    def _encode(self, wanted: GenerateRequest) -> list[int]:
+    def _encode(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> list[int]:
         if wanted.token_ids is not None:
             return list(wanted.token_ids)
-        if wanted.messages is not None:
-            tools = wanted.tools if wanted.tool_choice != "none" else []
-            return self._render(
-                wanted.messages, tools, wanted.chat_template_kwargs, goes_on=wanted.continue_final_message
-            )
+        if prompt is not None:
+            with _named_refusals():
+                text = prompt.text
+            self._check_text(text, "messages")  # a few words may become a megabyte
+            return self._tokenizer.encode_prompt(text)
         assert wanted.prompt is not None
         tokens = self._tokenizer.encode(wanted.prompt)
         if not tokens:
             raise InvalidRequest("prompt", "is empty")
         return tokens
 
-    def tokenize(self, wanted: TokenizeRequest) -> list[int]:
-        """A text's token ids, which may be none; raises and runs as `encode`."""
-        if wanted.messages is not None:
-            return self._render(wanted.messages, wanted.tools, wanted.chat_template_kwargs)
+    def tokenize(self, wanted: TokenizeRequest, prompt: ChatPrompt | None) -> list[int]:
+        """A text's token ids, which may be none; raises and runs as `read`."""
+        if prompt is not None:
+            with _named_refusals():
+                return self._tokenizer.encode_prompt(prompt.text)
         assert wanted.prompt is not None
         return self._tokenizer.encode(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
 
     def detokenize(self, wanted: DetokenizeRequest) -> str:
         """The text of token ids; safe to run on another thread."""
         return self._tokenizer.decode(wanted.token_ids)
-
-    def _render(
-        self,
-        messages: list[Message],
-        tools: ListOf[Tool] = (),
-        variables: dict[str, Any] | None = None,
-        *,
-        goes_on: bool = False,
-    ) -> list[int]:
-        try:
-            turns = [self._turn(message) for message in messages]
-            offered = [_offer(tool) for tool in tools]
-            return self._tokenizer.apply_chat_template(turns, offered, variables, goes_on=goes_on)
-        except ChatTemplateError as error:
-            raise InvalidRequest("messages", str(error)) from error
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """A message as templates take it."""
@@ -334,23 +355,33 @@ class Intake:
         shown = frozenset(found for mark in marks if (found := self._tokenizer.special_id(mark)) is not None)
         return Reading(reader, shown, wanted.parallel_tool_calls)
 
-    def _first_message(self, wanted: GenerateRequest) -> list[int]:
-        assert wanted.messages
-        if wanted.tools or wanted.chat_template_kwargs:
-            return []  # what is in front of it depends on these
-        first = wanted.messages[0]
-        return self._prefix_of(first.role, first.content)
+    @staticmethod
+    def _first_key(wanted: GenerateRequest) -> tuple[str, str] | None:
+        """Names the first message, if what conversations share that begin with it depends on nothing else."""
+        if not wanted.messages or wanted.tools or wanted.chat_template_kwargs:
+            return None
+        return wanted.messages[0].role, wanted.messages[0].content
+
+    def _first_message(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> list[int]:
+        key = self._first_key(wanted)
+        if key is None or prompt is None:
+            return []
+        return self._prefix_of(key, prompt)
 
     def system_prompt(self, content: str) -> list[int]:
         """The tokens that conversations with this system message start with."""
-        return self._prefix_of("system", content)
+        return self._prefix_of(("system", content), None)
 
-    def _prefix_of(self, role: str, content: str) -> list[int]:
-        key = role, content
+    def _prefix_of(self, key: tuple[str, str], prompt: ChatPrompt | None) -> list[int]:
+        """Args:
+        prompt: a rendering that others were rendered with, unless the prefix was known when it began.
+        """
         with self._prefixes_lock:
             found = self._prefixes.pop(key, None)
-        if found is None:
-            found = self._tokenizer.template_prefix([{"role": role, "content": content}])
+        if found is None and prompt is not None and prompt.num_others:
+            found = self._tokenizer.common_prefix(prompt.others)
+        elif found is None:
+            found = self._tokenizer.template_prefix([{"role": key[0], "content": key[1]}])
         with self._prefixes_lock:
             self._prefixes[key] = found  # the last is the one used last
             if len(self._prefixes) > MAX_PREFIXES:
@@ -474,6 +505,17 @@ class Intake:
             min_tokens=wanted.min_tokens,
             suppress=stop_ids,
         )
+
+
+@contextmanager
+def _named_refusals() -> Iterator[None]:
+    """A chat template's refusal, as the error that a client gets."""
+    try:
+        yield
+    except TemplateEnded as error:
+        raise QueueFull(str(error), retry_after_ms=RETRY_AFTER_TEMPLATE_MS) from error
+    except ChatTemplateError as error:
+        raise InvalidRequest("messages", str(error)) from error
 
 
 def _offer(tool: Tool) -> dict[str, Any]:

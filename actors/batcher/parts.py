@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS, Arrivals, PromptSharing
+from genbatch.actors.batcher.arrivals import Arrivals, PromptSharing
 from genbatch.actors.batcher.calls import AdapterCalls, SessionCalls, TextCalls
 from genbatch.actors.batcher.draining import Draining
 from genbatch.actors.batcher.grammars import Grammars
@@ -19,6 +19,7 @@ from genbatch.actors.batcher.journal import Journal, OpenFlight, unrecorded
 from genbatch.actors.batcher.open_requests import BatchState, OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
+from genbatch.actors.batcher.prompt_reader import PromptReader
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
 from genbatch.actors.batcher.stats import BatcherStats, StallWatch, model_cards, stats_report
 from genbatch.actors.batcher.stepper import StepCommit, Stepper
@@ -73,6 +74,7 @@ class BatcherParts(GenServer):
     async def init(self) -> None:
         self._worker = self._open_worker("genbatch-model")
         self._tokenizing = self._open_worker("genbatch-tokenizer")
+        self._reader = PromptReader(self._tokenizing, self._open_worker)
         try:
             await self._open()
         except BaseException:
@@ -92,20 +94,20 @@ class BatcherParts(GenServer):
     async def _open(self) -> None:
         self.ctx = await self._worker.run(self._open_context)
         self.intake = self._open_intake()
-        self._texts = TextCalls(self.intake, self._tokenizing, INLINE_PROMPT_CHARS)
+        self._texts = TextCalls(self.intake, self._reader)
         self.grammars = Grammars(self.ctx.model, self.options.limits.max_grammar_s, self._send, self._open_worker)
         self._watch = StallWatch(self.options.stall_s, trio.current_time())
         self.swap = Swap(self.ctx, self.options.cpu_offload_space)
         self._flight = self._open_flight(self.options)
         self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name, self._flight.now)
         state = self._open_state(self.options.n_parallel, self._flight.now)
-        self.sessions = SessionCalls(self.ctx, self.held, self.intake, self._tokenizing, self._send)
+        self.sessions = SessionCalls(self.ctx, self.held, self.intake, self._reader, self._send)
         self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._tell_models)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
         self.intake.longest = view.longest
         self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held)
         self.sharing = PromptSharing(self.intake, self.held, self.slots)
-        self.arrivals = self.arrivals_type(state, self.options, self.intake, self.grammars, self._tokenizing, self)
+        self.arrivals = self.arrivals_type(state, self.options, self.intake, self.grammars, self._reader, self)
         self.commit = StepCommit(state)
         self.stepper = Stepper(state, self.commit, self._worker, self._send, looks_up=self.options.prompt_lookup)
         self._flight.begin(self.ctx, [self.intake.system_prompt(content) for content in self.options.system_prompts])
@@ -148,6 +150,7 @@ class BatcherParts(GenServer):
     async def _close_workers(self) -> None:
         if hasattr(self, "grammars"):  # else it did not get that far
             await self.grammars.close()
+        await self._reader.close()
         await self._tokenizing.close()
         await self._worker.close()
 

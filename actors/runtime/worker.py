@@ -96,6 +96,11 @@ class Worker:
         self._tell(lambda: _call_back(self.name, callback, *args))
 
     @staticmethod
+    def wait(job: Callable[[float], T], timeout_s: float) -> T:
+        """`job(timeout_s)`, here and now: it blocks the event loop. In a simulation nothing it waits for is late."""
+        return job(timeout_s)
+
+    @staticmethod
     def now() -> float:
         """The clock for how long something in a job takes, in seconds."""
         return time.perf_counter()

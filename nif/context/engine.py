@@ -25,7 +25,8 @@ from genbatch.nif.runner import HoldsMemory, KnowsStep, Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.sampler import choice_bytes
-from genbatch.nif.text.tokenizer import ChatTemplateError, check_template
+from genbatch.nif.text.templates import ChatTemplateError
+from genbatch.nif.text.tokenizer import check_template
 
 log = logging.getLogger("genbatch")
 
@@ -150,6 +151,8 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
         engine.rename(options.served_model_name)
     if template is not None:
         engine.model.tokenizer.set_template(template)
+    if engine.model.tokenizer.has_chat_template:
+        engine.model.tokenizer.renderer.prepare()
     load_adapters(engine, options.lora)
     return engine
 

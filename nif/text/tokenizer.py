@@ -2,21 +2,17 @@
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-import jinja2.meta
-import jinja2.nodes
-import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from genbatch.nif.errors import NativeError
 from genbatch.nif.text.response_template import THINKING, checked_template
+from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, ToolFormat, plain_conversation, tool_format
 
 if TYPE_CHECKING:
@@ -42,12 +38,45 @@ _CONTINUATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 
 
+# The names that transformers gives to one of several templates; a single one has the first.
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+
 # What `apply_chat_template` takes beside a template's variables, and what the template gets from it.
 _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages", "self"}
 
 
-class ChatTemplateError(NativeError):
-    """A conversation cannot become a prompt: the model has no template, or its template refuses it."""
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation on its way to be a prompt.
+
+    Args:
+        rendering: of the conversation and, behind it, of others that begin with the same message.
+        num_others: how many others.
+    """
+
+    rendering: Rendering
+    num_others: int = 0
+
+    @property
+    def text(self) -> str:
+        """The prompt, once the rendering is done; raises ChatTemplateError as it does."""
+        return self.rendering.prompt(0)
+
+    @property
+    def num_characters(self) -> int:
+        """How long the prompts are that were rendered."""
+        return self.rendering.num_characters
+
+    @property
+    def others(self) -> list[str]:
+        """The prompts of those others that the template admits."""
+        prompts = []
+        for index in range(self.num_others):
+            try:
+                prompts.append(self.rendering.prompt(1 + index))
+            except ChatTemplateError:
+                continue  # a template that wants other roles at this place
+        return prompts
 
 
 class Tokenizer:
@@ -63,8 +92,7 @@ class Tokenizer:
         # Limits are the context's business; a limit kept here would only warn.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self._is_read = False
-        self._template_names: frozenset[str] = frozenset()
+        self._renderer: TemplateRenderer | None = None
         self.response_template = self._response_template()
         marks = json.dumps(self.response_template, ensure_ascii=False).replace("\\", "")
         names = self.backend.get_added_tokens_decoder().items() if self.response_template is not None else ()
@@ -126,7 +154,7 @@ class Tokenizer:
     def set_template(self, template: str) -> None:
         """Takes this chat template in the place of the model's own."""
         self.hf.chat_template = template
-        self._is_read = False
+        self._renderer = None
         self.response_template = None  # it was the other template's
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -169,7 +197,12 @@ class Tokenizer:
         Raises:
             ChatTemplateError: no messages, no template, or the template refuses these.
         """
-        text = self._render(messages, tools, variables or {}, goes_on=goes_on)
+        prompt = self.start_prompt(messages, tools, variables, goes_on=goes_on)
+        prompt.rendering.wait()
+        return self.encode_prompt(prompt.text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt that a chat template wrote, which has its own start token."""
         return self._ids(text, False)
 
     @property
@@ -200,16 +233,33 @@ class Tokenizer:
             template = template.get("tool_use", template.get("default", ""))
         return template or ""
 
+    @property
+    def renderer(self) -> TemplateRenderer:
+        """Runs the chat templates; its processes start when it is first used."""
+        if self._renderer is None:
+            template = self.hf.chat_template or ""
+            sources = template if isinstance(template, dict) else {_DEFAULT: template}
+            self._renderer = TemplateRenderer({str(name): str(source) for name, source in sources.items()})
+        return self._renderer
+
+    def _template_name(self, *, has_tools: bool) -> str:
+        """Which of several templates transformers takes."""
+        names = self.hf.chat_template if isinstance(self.hf.chat_template, dict) else (_DEFAULT,)
+        if has_tools and _TOOL_USE in names:
+            return _TOOL_USE
+        if _DEFAULT not in names:
+            raise ChatTemplateError(f"the model has no chat template for such a request; it has {', '.join(names)}")
+        return _DEFAULT
+
     def _names(self) -> frozenset[str]:
         """The variables that the template reads."""
-        if not self._is_read:
-            try:
-                names = jinja2.meta.find_undeclared_variables(_parse(self._template()))
-            except jinja2.TemplateError:
-                names = {"tools"} if "tools" in self._template() else set()
-            self._template_names = frozenset(names)
-            self._is_read = True
-        return self._template_names
+        if not self.has_chat_template:
+            return frozenset()
+        names = self.hf.chat_template if isinstance(self.hf.chat_template, dict) else (_DEFAULT,)
+        name = next((name for name in (_TOOL_USE, _DEFAULT) if name in names), None)
+        if name is None or self.renderer.fault(name):
+            return frozenset({"tools"} if "tools" in self._template() else ())
+        return self.renderer.variables(name)
 
     def template_prefix(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens with which every conversation that begins with `messages[0]` begins.
@@ -221,65 +271,60 @@ class Tokenizer:
         Raises:
             ChatTemplateError: no messages, or no template.
         """
-        self._check(messages)
-        rendered = []
-        for continuation in _CONTINUATIONS:
-            following = [{"role": role, "content": content} for role, content in continuation]
-            try:
-                rendered.append(self.apply_chat_template([messages[0], *following]))
-            except ChatTemplateError:
-                continue  # a template that wants other roles at this place
-        return _common_prefix(rendered) if len(rendered) > 1 else []
+        prompt = self.start_prompt(messages[:1], with_others=True)
+        prompt.rendering.wait()
+        return self.common_prefix(prompt.others)
 
-    def _render(
+    def common_prefix(self, prompts: Sequence[str]) -> list[int]:
+        """The tokens that prompts have in common; none of fewer than two."""
+        rows = [self.encode_prompt(prompt) for prompt in prompts]
+        return _common_prefix(rows) if len(rows) > 1 else []
+
+    def start_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         *,
-        goes_on: bool,
-    ) -> str:
-        self._check(messages)
-        reserved = _RESERVED.intersection(variables)
-        if reserved:
-            raise ChatTemplateError(f"{min(reserved)!r} is no variable that a request may set")
-        conversation = [dict(message) for message in messages]
-        if not self.knows_tools:
-            conversation = plain_conversation(conversation, tools)
-            tools = ()
-        try:
-            text = self.hf.apply_chat_template(
-                conversation,
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
-                **variables,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as fault:
-            raise ChatTemplateError(f"the model's chat template refuses these messages: {fault}") from fault
-        assert isinstance(text, str)
-        return text
+        goes_on: bool = False,
+        with_others: bool = False,
+    ) -> ChatPrompt:
+        """Begins to render a conversation; the arguments and errors are those of `apply_chat_template`.
 
-    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        Args:
+            with_others: also conversations that go on otherwise after the first message.
+        """
         if not self.has_chat_template:
             raise ChatTemplateError("the model has no chat template; send a prompt instead of messages")
         if not messages:
             raise ChatTemplateError("a conversation needs at least one message")
+        reserved = _RESERVED.intersection(variables or ())
+        if reserved:
+            raise ChatTemplateError(f"{min(reserved)!r} is no variable that a request may set")
+        conversations: list[Sequence[Mapping[str, Any]]] = [messages]
+        if with_others:
+            others = ([{"role": role, "content": text} for role, text in following] for following in _CONTINUATIONS)
+            conversations += [[messages[0], *following] for following in others]
+        if not self.knows_tools:
+            conversations = [
+                plain_conversation(conversation, () if index else tools)
+                for index, conversation in enumerate(conversations)
+            ]
+            tools = ()
+        rendering = self.renderer.start(
+            self._template_name(has_tools=bool(tools)),
+            conversations,
+            {"documents": None, **self.hf.special_tokens_map, "tools": list(tools) or None, **(variables or {})},
+            goes_on=goes_on,
+        )
+        return ChatPrompt(rendering, len(conversations) - 1)
 
 
 def check_template(template: str) -> None:
-    """Raises ChatTemplateError where it cannot be parsed."""
-    try:
-        _parse(template)
-    except jinja2.TemplateError as fault:
-        raise ChatTemplateError(str(fault)) from fault
-
-
-def _parse(template: str) -> jinja2.nodes.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    # A block of transformers' own, which plain jinja does not know.
-    return environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
+    """Raises ChatTemplateError where it cannot be compiled."""
+    fault = TemplateRenderer({_DEFAULT: template}).fault(_DEFAULT)
+    if fault:
+        raise ChatTemplateError(fault)
 
 
 def _common_prefix(rows: Sequence[list[int]]) -> list[int]:

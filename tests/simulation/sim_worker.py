@@ -49,6 +49,9 @@ class SimWorker:
     def tell(self, callback: Callable[..., object], *args: object) -> None:
         self._told.append(lambda: callback(*args))
 
+    def wait(self, job: Callable[[float | None], Any], timeout_s: float) -> Any:
+        return job(None)
+
     def now(self) -> float:
         return trio.current_time()
 

@@ -19,7 +19,7 @@ from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.text.tokenizer import Tokenizer
+from genbatch.nif.text.tokenizer import ChatPrompt, Tokenizer
 from genbatch.proto.errors import EngineError, PromptTooLong, Unavailable
 from genbatch.proto.messages import GenerateRequest, Message, Result, Token
 from tests.actors.batcher.bench import Bench, OracleOf, TinyModel, batcher, gather, prompt_of
@@ -195,10 +195,10 @@ async def test_a_prompt_that_breaks_the_tokenizer_fails_alone(
     async with batcher(tiny_model("llama")) as bench:
         read = bench.actor.intake.read
 
-        def fragile(wanted: GenerateRequest) -> Prompt:
+        def fragile(wanted: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:
             if wanted.prompt == "poison":
                 raise RuntimeError("no such merge")
-            return read(wanted)
+            return read(wanted, prompt)
 
         monkeypatch.setattr(bench.actor.intake, "read", fragile)
         with pytest.raises(EngineError, match="no such merge"):

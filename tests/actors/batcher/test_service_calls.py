@@ -8,11 +8,9 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from genbatch.actors.batcher import arrivals
-from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
-from genbatch.actors.batcher.calls import INLINE_TOKEN_IDS
-from genbatch.actors.batcher.intake import Intake
+from genbatch.actors.batcher.intake import CHARS_PER_TOKEN, Intake
 from genbatch.actors.batcher.messages import SaveSession
+from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.nif.models.model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import (
@@ -64,7 +62,7 @@ async def test_long_texts_are_tokenized_off_the_event_loop_with_the_same_result(
         text = "word " * (INLINE_PROMPT_CHARS // 4)
         ids = await tokenize(bench, TokenizeRequest(prompt=text, add_special_tokens=False))
         assert ids == tiny_model("llama").tokenizer.encode(text, add_special_tokens=False)
-        assert len(ids) > INLINE_TOKEN_IDS
+        assert len(ids) > (INLINE_PROMPT_CHARS // CHARS_PER_TOKEN)
         assert await bench.ref.call(DetokenizeRequest(token_ids=ids)) == Text(text=text)
 
 
@@ -80,7 +78,10 @@ async def test_many_token_ids_are_checked_off_the_event_loop(
 
     monkeypatch.setattr(Intake, "check_detokenize", note)
     async with batcher(tiny_model("llama")) as bench:
-        for count, thread in ((INLINE_TOKEN_IDS, "MainThread"), (INLINE_TOKEN_IDS + 1, "genbatch-tokenizer")):
+        for count, thread in (
+            ((INLINE_PROMPT_CHARS // CHARS_PER_TOKEN), "MainThread"),
+            ((INLINE_PROMPT_CHARS // CHARS_PER_TOKEN) + 1, "genbatch-tokenizer"),
+        ):
             for wrong in (-1, tiny_model("llama").vocab_size):
                 with pytest.raises(InvalidRequest) as caught:
                     await bench.ref.call(DetokenizeRequest(token_ids=[*[5] * (count - 1), wrong]))
@@ -119,16 +120,16 @@ async def test_nothing_long_is_tokenized_on_the_event_loop(
 
         def method(first: Any, *rest: Any, **named: Any) -> Any:
             if threading.current_thread() is threading.main_thread():
-                size = sum(len(turn["content"]) for turn in first) if name == "apply_chat_template" else len(first)
+                size = sum(len(turn["content"]) for turn in first) if name == "start_prompt" else len(first)
                 inline[name] = inline.get(name, 0) + size
             return whole(first, *rest, **named)
 
         monkeypatch.setattr(tokenizer, name, method)
 
-    for name in ("encode", "apply_chat_template", "decode"):
+    for name in ("encode", "start_prompt", "encode_prompt", "decode"):
         watched(name)
-    monkeypatch.setattr(arrivals, "INLINE_PROMPT_CHARS", 100)
     async with batcher(tiny_model("llama"), n_ctx=512) as bench:
+        monkeypatch.setattr(bench.actor._reader, "_inline_chars", 100)
         for number in range(3):
             inline.clear()
             system = Message(role="system", content=f"be kind, {number} times")
@@ -159,13 +160,13 @@ async def test_what_is_long_beside_the_words_of_a_conversation_is_not_rendered_o
 ) -> None:
     """A template may show all of it, and cutting a MB into tokens takes everybody's time."""
     tokenizer = tiny_model("llama").tokenizer
-    whole, inline = tokenizer.apply_chat_template, list[bool]()
+    whole, inline = tokenizer.start_prompt, list[bool]()
 
     def watched(*arguments: Any, **named: Any) -> Any:
         inline.append(threading.current_thread() is threading.main_thread())
         return whole(*arguments, **named)
 
-    monkeypatch.setattr(tokenizer, "apply_chat_template", watched)
+    monkeypatch.setattr(tokenizer, "start_prompt", watched)
     chat = {"messages": [Message(role="user", content="Hi")]}
     async with batcher(tiny_model("llama"), n_ctx=512) as bench:
         await bench.ref.call(TokenizeRequest(**chat), timeout=None)

@@ -81,7 +81,7 @@ async def test_a_text_that_can_never_fit_is_refused_before_it_is_cut_into_tokens
             raise AssertionError("the tokenizer is asked")
 
         monkeypatch.setattr(type(tokenizer), "encode", asked)
-        monkeypatch.setattr(type(tokenizer), "apply_chat_template", asked)
+        monkeypatch.setattr(type(tokenizer), "start_prompt", asked)
         for request, field in (
             ({"prompt": "word " * 200_000}, "prompt"),
             ({"messages": [{"role": "user", "content": "word " * 200_000}]}, "messages"),

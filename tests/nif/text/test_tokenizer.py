@@ -14,7 +14,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from genbatch.nif.models.model import Model
-from genbatch.nif.text.tokenizer import ChatTemplateError, Tokenizer
+from genbatch.nif.text.templates import ChatTemplateError
+from genbatch.nif.text.tokenizer import Tokenizer
 
 SYSTEM = {"role": "system", "content": "You are terse."}
 

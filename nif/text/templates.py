@@ -1,0 +1,430 @@
+"""TemplateRenderer: renders chat templates in processes that can be ended.
+
+    renderer = TemplateRenderer({"default": source})
+    rendering = renderer.start("default", [messages], variables)      # returns at once
+    if rendering.wait(0.005):                                         # else it goes on, soon at low priority
+        prompt = rendering.prompt(0)
+
+A template is a program, and comes from a model's file: it may loop, or ask for more memory than there is. So a process
+renders it, under limits of processor time and memory (template_child.py). A rendering that takes long has its worker
+for itself, and the next one gets another worker: nobody waits behind it.
+"""
+
+import atexit
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import count
+from threading import RLock
+from typing import Any
+
+from genbatch.nif.errors import NativeError
+from genbatch.nif.text.template_child import (
+    COMPILE,
+    COMPILE_S,
+    FORK,
+    HEADER,
+    KILL,
+    LENGTH,
+    MAX_MEMORY,
+    MAX_PROMPT,
+    MEMORY_PER_BYTE,
+    PROMPT_PER_BYTE,
+    RENDER,
+    RENDER_S,
+    RENDER_S_PER_BYTE,
+    YIELD,
+)
+
+# Bytes of a template's source; the longest that is known has 20 kB.
+MAX_SOURCE = 2**20
+# Renderings at once. The oldest is ended where there would be more.
+MAX_RENDERINGS = 8
+# Seconds after which a rendering lets others go first.
+YIELD_S = 0.05
+# Workers that wait for work: the one that is used, and one that is there when that takes long.
+MAX_IDLE = 2
+# Seconds after which a rendering is ended that was never given the processor time that it may take.
+MAX_WAIT_S = 30.0
+# Worker processes that have seen more than this many bytes are not used again: they keep the memory.
+MAX_REUSED = 2**18
+_CHARACTER_BYTES = 12  # most bytes of one character in JSON
+
+
+class ChatTemplateError(NativeError):
+    """A conversation cannot become a prompt: the model has no template, or its template refuses it."""
+
+
+class TemplateEnded(ChatTemplateError):
+    """A rendering was ended to make room for others; the same conversation may be tried again."""
+
+
+class _Node:
+    """This process's end of the socket to one of the processes of template_child.py."""
+
+    def __init__(self, parent: "_Node | None", number: int = 0) -> None:
+        self._parent = parent
+        self._number = number
+        self._numbers = count(1)
+        self._lock = RLock()  # a message to a node that forks is whole
+        ours, theirs = socket.socketpair()
+        self.socket = ours
+        with theirs:
+            try:
+                if parent is None:
+                    self._process = _start_root(theirs)
+                else:
+                    parent._tell(FORK, number, theirs)
+            except OSError:
+                ours.close()
+                raise
+
+    def fork(self) -> "_Node":
+        """A child of this node.
+
+        Raises:
+            OSError: the node has ended.
+        """
+        return _Node(self, next(self._numbers))
+
+    def kill(self) -> None:
+        """Ends the process, whatever it does."""
+        self._tell_parent(KILL)
+
+    def yield_to_others(self) -> None:
+        """Has it run at low priority."""
+        self._tell_parent(YIELD)
+
+    def send(self, kind: bytes, payload: bytes) -> None:
+        """Sends a job; blocks only where it is larger than the socket's buffer.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        self.socket.settimeout(MAX_WAIT_S)
+        self.socket.sendall(HEADER.pack(kind, len(payload)) + payload)
+
+    def close(self) -> None:
+        """The process ends, once it is idle; so do its children."""
+        self.socket.close()
+        if self._parent is None:
+            self._process.wait()
+
+    def _tell_parent(self, kind: bytes) -> None:
+        assert self._parent is not None
+        with suppress(OSError):  # then it has ended already
+            self._parent._tell(kind, self._number)
+
+    def _tell(self, kind: bytes, number: int, hand_over: socket.socket | None = None) -> None:
+        with self._lock:
+            sockets = [] if hand_over is None else [hand_over.fileno()]
+            socket.send_fds(self.socket, [HEADER.pack(kind, number)], sockets)
+
+
+def _start_root(end: socket.socket) -> subprocess.Popen[bytes]:
+    # Not a fork of this process: its threads and locks must not be copied.
+    code = "from genbatch.nif.text.template_child import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, str(end.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[end.fileno()],
+        start_new_session=True,  # the terminal's Ctrl-C is not for it
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+@lru_cache(maxsize=1)
+def _root(_process_id: int) -> _Node:
+    """One for this process, which may be a fork of another."""
+    node = _Node(None)
+    atexit.register(node.close)
+    return node
+
+
+def _new_keeper() -> _Node:
+    for _ in range(2):
+        root = _root(os.getpid())
+        try:
+            return root.fork()
+        except OSError:  # it was killed from outside
+            _root.cache_clear()
+            atexit.unregister(root.close)
+            root.close()
+    raise ChatTemplateError("the process that renders chat templates ends as soon as it is started")
+
+
+class TemplateRenderer:
+    """The chat templates of one tokenizer; its processes start when they are first needed, and end with it.
+
+    Threads may share it.
+
+    Args:
+        sources: the templates by name.
+    """
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._sources = dict(sources)
+        self._fitting = {name: source for name, source in sources.items() if len(source) <= MAX_SOURCE}
+        self._lock = RLock()
+        self._keeper: _Node | None = None
+        self._idle: list[_Node] = []
+        self._running: list[Rendering] = []
+        self._answer: _Answer | None = None
+        self._compiled: dict[str, tuple[list[str], str]] = {}  # what is read, and why it is refused
+        self._open: set[_Node] = set()
+        weakref.finalize(self, _close_all, self._open)
+
+    def prepare(self) -> None:
+        """Begins to start the processes and to compile the templates, where that was not done yet."""
+        with self._lock:
+            if self._keeper is not None:
+                return
+            self._keeper = keeper = _new_keeper()
+            self._open.add(keeper)
+            self._answer = _Answer(keeper)
+            with suppress(OSError):  # its end is noticed where the answer is needed
+                keeper.send(COMPILE, json.dumps(self._fitting).encode())
+
+    def fault(self, name: str) -> str:
+        """Why a template cannot be compiled; "" if it can."""
+        return self._facts(name)[1]
+
+    def variables(self, name: str) -> frozenset[str]:
+        """What a template reads; nothing where it cannot be compiled."""
+        return frozenset(self._facts(name)[0])
+
+    def start(
+        self,
+        name: str,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        variables: Mapping[str, Any],
+        *,
+        goes_on: bool = False,
+    ) -> "Rendering":
+        """Begins to render conversations with one template, one after another.
+
+        Args:
+            goes_on: the prompts end within their last message.
+
+        Raises:
+            ChatTemplateError: the template cannot be compiled, or what is to be rendered is no JSON.
+        """
+        if self.fault(name):
+            raise ChatTemplateError(f"the model's chat template cannot be compiled: {self.fault(name)}")
+        job = {"template": name, "conversations": conversations, "variables": variables, "goes_on": goes_on}
+        try:
+            payload = json.dumps(job, default=_placeholder).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"a conversation for a chat template must be JSON: {error}") from error
+        with self._lock:
+            if len(self._running) >= MAX_RENDERINGS:
+                self._running[0].end_for_others()
+            worker = self._take_worker()
+            rendering = Rendering(self, worker, len(payload))
+            self._running.append(rendering)
+        with suppress(OSError):  # its end is noticed by who waits for the answer
+            worker.send(RENDER, payload)
+        return rendering
+
+    def _facts(self, name: str) -> tuple[list[str], str]:
+        with self._lock:
+            if not self._compiled:
+                self._compile()
+        return self._compiled[name]
+
+    def _compile(self) -> None:
+        self.prepare()
+        assert self._keeper is not None and self._answer is not None
+        self._compiled = dict.fromkeys(self._sources, ([], f"its source has more than {MAX_SOURCE} characters"))
+        if self._answer.receive(MAX_WAIT_S) and self._answer.value is not None:
+            self._compiled.update(self._answer.value)
+        else:
+            self._keeper.kill()
+            fault = f"it takes more than {COMPILE_S:g} s or {MAX_MEMORY >> 20} MiB"
+            self._compiled.update(dict.fromkeys(self._fitting, ([], fault)))
+
+    def _take_worker(self) -> _Node:
+        worker = None
+        while self._idle and worker is None:
+            worker = self._idle.pop()
+            if _has_ended(worker):
+                self._close(worker)
+                worker = None
+        worker = worker or self._fork()
+        if not self._idle:  # the next one comes while this one works
+            self._idle.append(self._fork())
+        return worker
+
+    def _fork(self) -> _Node:
+        for _ in range(2):
+            self.prepare()
+            assert self._keeper is not None
+            try:
+                worker = self._keeper.fork()
+            except OSError:  # it was killed from outside
+                self._close(self._keeper)
+                self._keeper = None
+            else:
+                self._open.add(worker)
+                return worker
+        raise ChatTemplateError("the process that renders chat templates ends as soon as it is started")
+
+    def _ended(self, rendering: "Rendering", worker: _Node, *, reusable: bool) -> None:
+        with self._lock:
+            if rendering in self._running:
+                self._running.remove(rendering)
+            if reusable and len(self._idle) < MAX_IDLE:
+                self._idle.append(worker)
+            else:
+                self._close(worker)
+
+    def _close(self, node: _Node) -> None:
+        self._open.discard(node)
+        node.close()
+
+
+def _close_all(nodes: set[_Node]) -> None:
+    for node in nodes:
+        node.close()
+
+
+def _has_ended(worker: _Node) -> bool:
+    return bool(select.select([worker.socket], [], [], 0)[0])
+
+
+def _placeholder(value: object) -> str:
+    """What a template sees in the place of an object, as with transformers."""
+    return f"<{type(value).__name__}>"
+
+
+class _Answer:
+    """What a process answers to the job that it was sent."""
+
+    def __init__(self, node: _Node, most: int = 2**24) -> None:
+        self._socket = node.socket
+        self._most = most  # bytes
+        self._data = bytearray()
+        self._size = LENGTH.size
+        self._has_length = False
+        self.value: Any = None  # None where the process ended without an answer
+        self.is_there = False  # or the process has ended
+
+    def receive(self, timeout_s: float) -> bool:
+        """Waits for it; whether it is there."""
+        until = time.monotonic() + timeout_s
+        while not self.is_there:
+            self._socket.settimeout(max(until - time.monotonic(), 0.0))
+            try:
+                data = self._socket.recv(self._size - len(self._data))
+            except (TimeoutError, BlockingIOError):
+                return False
+            except OSError:
+                data = b""
+            self._take(data)
+        return True
+
+    def _take(self, data: bytes) -> None:
+        self._data += data
+        if not data:
+            self.is_there = True
+        elif len(self._data) == self._size:
+            if self._has_length:
+                self.is_there = True
+                with suppress(ValueError, RecursionError):
+                    self.value = json.loads(self._data)
+            else:
+                self._has_length = True
+                self._size = LENGTH.unpack(self._data)[0]
+                self._data.clear()
+                self.is_there = self._size > self._most
+
+
+class Rendering:
+    """A job of a worker's; one thread at a time waits for it."""
+
+    def __init__(self, renderer: TemplateRenderer, worker: _Node, size: int) -> None:
+        self._renderer = renderer
+        self._worker = worker
+        self._size = size  # bytes
+        most = _CHARACTER_BYTES * (MAX_PROMPT + PROMPT_PER_BYTE * size)
+        self._answer = _Answer(worker, most)
+        began = time.monotonic()
+        self._yields_at = began + YIELD_S
+        self._until = began + MAX_WAIT_S
+        self._has_yielded = False
+        self._makes_room = False
+        self._is_done = False
+        self._prompts: list[tuple[str, str]] = []
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until it has ended; whether it has.
+
+        Args:
+            timeout_s: how long at most.
+        """
+        if self._is_done:
+            return True
+        now = time.monotonic()
+        until = self._until if timeout_s is None else min(self._until, now + timeout_s)
+        is_there = self._answer.receive(min(until, self._yields_at) - now)
+        if not is_there and until > self._yields_at:
+            if not self._has_yielded:
+                self._worker.yield_to_others()
+                self._has_yielded = True
+            is_there = self._answer.receive(until - time.monotonic())
+        if not is_there and until == self._until:
+            self._worker.kill()
+            is_there = True
+        if is_there:
+            self._finish()
+        return is_there
+
+    @property
+    def num_characters(self) -> int:
+        """How long all prompts are, once `wait` has said that it is done."""
+        return sum(len(text) for text, _ in self._prompts)
+
+    def prompt(self, index: int) -> str:
+        """The prompt of one of the conversations, once `wait` has said that it is done.
+
+        Raises:
+            TemplateEnded: it was ended to make room for others.
+            ChatTemplateError: the template refuses the conversation, or exceeds a limit.
+        """
+        assert self._is_done
+        if self._prompts:
+            text, fault = self._prompts[index]
+            if not fault:
+                return text
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {fault}")
+        if self._makes_room:
+            raise TemplateEnded("the model's chat template takes long, and others were waiting")
+        seconds = RENDER_S + RENDER_S_PER_BYTE * self._size
+        memory = MAX_MEMORY + MEMORY_PER_BYTE * self._size >> 20
+        raise ChatTemplateError(
+            f"the model's chat template takes more than {seconds:.2g} s or {memory} MiB for these messages"
+        )
+
+    def end_for_others(self) -> None:
+        """Kills the worker; who waits for it is told."""
+        self._makes_room = True
+        self._renderer._running.remove(self)
+        self._worker.kill()
+
+    def _finish(self) -> None:
+        self._is_done = True
+        reusable = False
+        if self._answer.value is not None:
+            self._prompts, has_memory = self._answer.value
+            reusable = has_memory and not self._has_yielded and self._size < MAX_REUSED
+        self._renderer._ended(self, self._worker, reusable=reusable)
