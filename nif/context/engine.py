@@ -11,6 +11,7 @@ import torch
 
 from genbatch.nif.context.context import Context
 from genbatch.nif.context.tensor_parallel import TensorParallelRunner, open_ranks
+from genbatch.nif.cores import available_cores
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_gpu_memory, free_host_memory
@@ -241,8 +242,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
     """
     if options.tensor_parallel > 1:
         raise OptionError("tensor_parallel", f"{model.name} is loaded whole in this process; load it with load_engine")
-    if options.n_threads and model.device.type == "cpu":
-        torch.set_num_threads(options.n_threads)
+    if model.device.type == "cpu":
+        torch.set_num_threads(options.n_threads or min(torch.get_num_threads(), available_cores()))
     on_gpu = model.device.type == "cuda"
     if model.pooling is not None:
         return _pooling_runner(model, options)

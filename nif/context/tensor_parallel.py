@@ -40,6 +40,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from genbatch.nif.cores import available_cores
 from genbatch.nif.engine_options import EngineOptions, is_torchrun
 from genbatch.nif.errors import DeviceFault, NativeError, OptionError
 from genbatch.nif.models.model import Model, load_model
@@ -504,8 +505,7 @@ def threads_per_rank(options: EngineOptions) -> int:
     """Threads of a step in each rank on this machine."""
     if options.n_threads:
         return options.n_threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", options.tensor_parallel)))
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", options.tensor_parallel)))
 
 
 class OtherRanks:

@@ -11,11 +11,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
+from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import NativeError
 from genbatch.nif.models.model_source import OTHER_CACHE, cache_directory
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
@@ -29,18 +29,6 @@ class NativeUnavailable(NativeError):
         self.reason = reason
 
 
-def available_cores() -> int:
-    """Cores that this process may use: its affinity and, in a container, its quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup of this version: only the affinity counts
-    return cores
-
-
 log = logging.getLogger("genbatch")
 
 SOURCE_DIRECTORY = Path(__file__).parent
@@ -48,6 +36,10 @@ SOURCE_DIRECTORY = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 300
+# Object files, the library and what the compiler writes between: 6 MB.
+_BUILD_BYTES = 2**24
+# A file system in memory, for machines where everything else is full.
+_MEMORY_FOLDER = "/dev/shm"
 
 
 def native_flags() -> tuple[str, ...]:
@@ -75,42 +67,114 @@ def build_library(
         NativeUnavailable: there is no compiler, or it failed.
     """
     compiler = _compiler()
-    flags = [*FLAGS, *(native_flags() if machine_flags is None else machine_flags)]
-    sources = sorted(SOURCE_DIRECTORY.glob("*.c"))
+    flags = (*FLAGS, *(native_flags() if machine_flags is None else machine_flags))
+    sources = tuple(sorted(SOURCE_DIRECTORY.glob("*.c")))
     if not sources:
         raise NativeUnavailable("the installation lacks the C sources")
-    target = _library_folder() / f"{_key(compiler, flags)}.so"
+    target = cache_directory() / "native" / f"{_key(compiler, flags)}.so"
     if is_ours(target):
         return target
+    try:
+        private_folder(target.parent)
+        if is_ours(target):  # the folder was open to others
+            return target
+        _check_room(target.parent)
+    except (NotOurs, OSError) as fault:
+        return _built_for_this_process(compiler, flags, sources, target, str(fault), progress)
     progress("compile", 0, 0)
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            output = Path(scratch) / "library.so"
-            compile_sources(compiler, flags, sources, output)
-            # A rename replaces atomically: a second process may have built the same meanwhile.
-            output.replace(target)
-    except OSError as fault:
+        _build(compiler, flags, sources, target)
+    except (NativeUnavailable, OSError) as fault:
+        try:
+            _check_room(target.parent)
+        except OSError as full:  # it was filled meanwhile
+            return _built_for_this_process(compiler, flags, sources, target, str(full), progress)
+        if isinstance(fault, NativeUnavailable):
+            raise
         raise NativeUnavailable(f"cannot write the compiled kernels to {target.parent}: {fault}") from fault
     return target
 
 
-def _library_folder() -> Path:
-    """Where the library is kept: in the cache, or for this process alone where that cannot be written or believed."""
-    wanted = cache_directory() / "native"
-    try:
-        folder = private_folder(wanted)
-        with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
-            return folder
-    except (NotOurs, OSError) as fault:
-        return _folder_of_this_process(wanted, str(fault))
+def _build(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        output = Path(scratch) / "library.so"
+        compile_sources(compiler, flags, sources, output)
+        # A rename replaces atomically: a second process may have built the same meanwhile.
+        output.replace(target)
 
 
-@cache
-def _folder_of_this_process(wanted: Path, reason: str) -> Path:
-    log.warning("the kernels of %s are compiled for this process alone: %s; %s", wanted, reason, OTHER_CACHE)
-    folder = tempfile.mkdtemp(prefix="genbatch-native-")
+def _check_room(folder: Path) -> None:
+    """Raises OSError where a build cannot be written: the file system may be full or read-only, or a quota used up."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(bytes(_BUILD_BYTES))
+        probe.flush()
+
+
+_built: dict[Path, Path] = {}  # libraries of this process alone, by their place in the cache
+
+
+def _built_for_this_process(
+    compiler: str,
+    flags: Sequence[str],
+    sources: Sequence[Path],
+    target: Path,
+    reason: str,
+    progress: Callable[[str, int, int], None],
+) -> Path:
+    """A library that no other process finds: in memory, or in a folder for this user alone that goes with this process.
+
+    Raises:
+        NativeUnavailable: there is no room for it anywhere.
+    """
+    if target in _built:
+        return _built[target]
+    log.warning("the kernels of %s are compiled for this process alone: %s; %s", target.parent, reason, OTHER_CACHE)
+    progress("compile", 0, 0)
+    folder = _private_scratch()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    try:
+        _build(compiler, flags, sources, folder / target.name)
+        _built[target] = _in_memory(folder / target.name)
+    except OSError as fault:
+        raise NativeUnavailable(f"cannot write the compiled kernels to {folder}: {fault}") from fault
+    return _built[target]
+
+
+def _in_memory(library: Path) -> Path:
+    """Moves a library to memory that only this process can name, where the system has such memory.
+
+    A file system for temporary files may forbid to run what lies in it.
+    """
+    if not hasattr(os, "memfd_create"):
+        return library
+    descriptor = os.memfd_create("genbatch-kernels")
+    with library.open("rb") as source, open(descriptor, "wb", closefd=False) as copy:
+        shutil.copyfileobj(source, copy)
+    library.unlink()
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _private_scratch() -> Path:
+    """A new folder for this user alone where there is room for a build.
+
+    Raises:
+        NativeUnavailable: there is none.
+    """
+    faults = []
+    for parent in (tempfile.gettempdir(), _MEMORY_FOLDER):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="genbatch-native-", dir=parent))
+        except OSError as fault:
+            faults.append(f"{parent}: {fault.strerror}")
+            continue
+        try:
+            _check_room(folder)
+        except OSError as fault:
+            faults.append(f"{parent}: {fault.strerror}")
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            return folder
+    raise NativeUnavailable(f"there is no room to compile the kernels in ({'; '.join(faults)})")
 
 
 def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:
@@ -119,20 +183,29 @@ def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path]
     Raises:
         NativeUnavailable: the compiler failed; the reason holds the first line of its complaint.
     """
+    # The compiler's own files between its passes lie there, too.
+    environment = {**os.environ, "TMPDIR": str(output.parent)}
     objects = [output.with_name(f"{source.stem}.o") for source in sources]
     with ThreadPoolExecutor(available_cores()) as threads:
         jobs = [
-            threads.submit(_run, compiler, (*flags, "-c", str(source), "-o", str(target)))
+            threads.submit(_run, compiler, (*flags, "-c", str(source), "-o", str(target)), environment)
             for source, target in zip(sources, objects, strict=True)
         ]
     for job in jobs:
         job.result()
-    _run(compiler, (*flags, "-shared", *map(str, objects), "-o", str(output), "-lm"))
+    _run(compiler, (*flags, "-shared", *map(str, objects), "-o", str(output), "-lm"), environment)
 
 
-def _run(compiler: str, arguments: Sequence[str]) -> None:
+def _run(compiler: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     try:
-        done = subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [compiler, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env=environment,
+        )
     except (OSError, subprocess.TimeoutExpired) as fault:
         raise NativeUnavailable(f"{compiler} did not run: {fault}") from fault
     if done.returncode != 0:

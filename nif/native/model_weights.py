@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.models.architectures import (
     ACTIVATIONS,
@@ -24,7 +25,7 @@ from genbatch.nif.models.architectures import (
     kv_heads_of,
 )
 from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource
-from genbatch.nif.native.build import NativeUnavailable, available_cores
+from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.library import (
     ALL_POSITIONS,
     COLUMNS,

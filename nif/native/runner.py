@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.native.build import available_cores
 from genbatch.nif.native.library import (
     KV_BF16,
     KV_F32,

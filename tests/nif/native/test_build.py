@@ -1,12 +1,13 @@
 """Building the kernels: the cache, lesser machines, sanitizers, and the reasons why there may be no kernels."""
 
 import ctypes
+import errno
 import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,82 @@ def test_where_the_cache_cannot_be_written_the_kernels_are_built_for_this_proces
     assert first.read_bytes() == b"a library" and build_library() == first
     [told] = [record.getMessage() for record in caplog.records]
     assert "compiled for this process alone" in told and "$GENBATCH_CACHE" in told
+
+
+# Run where the cache is a file system of its own: full, or read-only once the library is there.
+IN_PLACE = """
+import logging, os, subprocess, sys
+from pathlib import Path
+
+cache, kind = Path(os.environ["GENBATCH_CACHE"]), sys.argv[1]
+tmpfs = ["mount", "-t", "tmpfs", "-o", "mode=700,size=" + ("256k" if kind == "full" else "64m"), "none", str(cache)]
+if subprocess.run(tmpfs, stderr=subprocess.DEVNULL).returncode:
+    sys.exit(77)
+from genbatch.nif.native import build, library
+
+logging.basicConfig(format="%(message)s")
+if kind != "full":
+    cached = build.build_library(("-O0",))
+    subprocess.run(["mount", "-o", "remount,ro", str(cache)], check=True)
+    assert build.build_library(("-O0",)) == cached
+flags = ("-O0", "-DX")
+built = build.build_library(flags)
+assert built == build.build_library(flags) and not built.is_relative_to(cache)
+library.open_library(built)
+print(sorted(path.name for path in cache.rglob("genbatch*")), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_a_full_or_read_only_cache_leaves_the_kernels_to_this_process(tmp_path: Path, kind: str) -> None:
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("unshare, by which a test mounts a file system, is not installed")
+    done = subprocess.run(
+        [unshare, "--user", "--map-root-user", "--mount", sys.executable, "-c", IN_PLACE, kind],
+        env={**os.environ, "GENBATCH_CACHE": str(tmp_path), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode in (1, 77) and "genbatch" not in done.stderr:
+        pytest.skip("this system mounts no file system for a test")
+    assert done.returncode == 0, done.stderr
+    reason = "No space left" if kind == "full" else "Read-only file system"
+    assert "compiled for this process alone" in done.stderr and reason in done.stderr
+    assert done.stderr.endswith("[]\n")  # nothing of the build is left
+
+
+def test_a_cache_that_is_filled_while_the_compiler_runs_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path))
+    full: list[Path] = []
+
+    def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:
+        if output.is_relative_to(tmp_path):
+            full.append(tmp_path)
+            raise NativeUnavailable("cc failed: cannot write")
+        output.write_bytes(b"a library")
+
+    def check_room(folder: Path) -> None:
+        if folder.is_relative_to(tmp_path) and full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build, "compile_sources", compile_sources)
+    monkeypatch.setattr(build, "_check_room", check_room)
+    assert build_library(("-DFILLED",)).read_bytes() == b"a library"
+    assert "No space left" in caplog.text
+
+
+def test_without_room_anywhere_the_reason_names_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_room(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_check_room", check_room)
+    with pytest.raises(NativeUnavailable, match=r"no room .*/dev/shm: No"):
+        build_library(("-DNOWHERE",))
 
 
 @pytest.mark.parametrize(

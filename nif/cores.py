@@ -1,0 +1,76 @@
+"""The cores that this process may use: its CPU affinity and, in a container, its CPU quota.
+
+A quota is a share of each period of 100 ms or so. More threads than it has cores for use it up early in the period,
+and then all of them stand still. It may be set for the process's own control group or for any group above it.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+
+def available_cores() -> int:
+    """How many threads may run at once; at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, max(1, int(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores by the smallest quota of this process's control groups, of version 1 and 2; None where there is none.
+
+    Args:
+        root: holds proc/self and the mounted control groups.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None  # a system without control groups
+    quotas = [
+        quota
+        for kind, folder, group in _mounted(groups, mounts)
+        for directory in _up_to(root / folder.lstrip("/"), group)
+        if (quota := _read(directory, kind)) is not None
+    ]
+    return min(quotas, default=None)
+
+
+def _mounted(groups: list[str], mounts: list[str]) -> Iterator[tuple[str, str, PurePosixPath]]:
+    """For each hierarchy that has CPU quotas: its kind, where it is mounted, and this process's group below that."""
+    paths: dict[str, str] = {}
+    for line in groups:  # "4:cpu,cpuacct:/docker/1f", or "0::/user.slice" in version 2
+        _, controllers, own = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), own))
+    for line in mounts:  # "33 24 0:30 /docker/1f /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct"
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        mounted, place = (_unescaped(field) for field in before.split(" ")[3:5])
+        controller = "cpu" if kind == "cgroup" and "cpu" in options.split(",") else "" if kind == "cgroup2" else None
+        if controller is not None and controller in paths:
+            group = PurePosixPath(paths[controller])
+            # Of another namespace's groups only the mounted one can be seen.
+            yield kind, place, group.relative_to(mounted) if group.is_relative_to(mounted) else PurePosixPath()
+
+
+def _unescaped(field: str) -> str:
+    """A path of mountinfo, which writes a space as \\040."""
+    return field.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+
+
+def _up_to(folder: Path, group: PurePosixPath) -> Iterator[Path]:
+    """A group's directory and those above it."""
+    inside = PurePosixPath(*(part for part in group.parts if part != ".."))
+    yield from (folder / step for step in (inside, *inside.parents))
+
+
+def _read(directory: Path, kind: str) -> float | None:
+    try:
+        if kind == "cgroup2":
+            quota, period = (directory / "cpu.max").read_text().split()
+        else:
+            quota = (directory / "cpu.cfs_quota_us").read_text()
+            period = (directory / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+    except (OSError, ValueError):
+        return None  # no quota is set here ("max", -1), or the group has none
