@@ -90,6 +90,16 @@ class MessageSplitter:
         """Whether the beginning of a message has arrived and not its end."""
         return bool(self._held)
 
+    @property
+    def num_held(self) -> int:
+        """Bytes of the message that is arriving; its memory is two to three times as much."""
+        return len(self._held)
+
+    def clear(self) -> None:
+        """Gives its memory back; nothing may be fed any more."""
+        self._held = bytearray()
+        self._walker = self._new_walker()
+
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The messages that end in `data`, at most MAX_FEED_BYTES of it, in order.
 
@@ -113,7 +123,7 @@ class MessageSplitter:
             yield message
         if len(self._held) > self.max_bytes:
             reason = f"{len(self._held)} bytes and more in one message, {self.max_bytes} can be passed over"
-            raise StreamBroken(self._head(), FrameTooLarge(reason))
+            raise StreamBroken(self.head(), FrameTooLarge(reason))
 
     def _new_walker(self) -> msgpack.Unpacker:
         most = max(self.max_bytes, MAX_TRANSPORT_BYTES) + MAX_FEED_BYTES
@@ -127,10 +137,11 @@ class MessageSplitter:
             return False
         except (ValueError, msgpack.UnpackException) as error:  # a byte that starts nothing; endless nesting
             reason = "nested too deeply" if isinstance(error, msgpack.StackError) else "not msgpack"
-            raise StreamBroken(self._head(), MalformedMessage(f"{reason}, and the connection ends here")) from None
+            raise StreamBroken(self.head(), MalformedMessage(f"{reason}, and the connection ends here")) from None
         return True
 
-    def _head(self) -> bytes:
+    def head(self) -> bytes:
+        """The beginning of the message that is arriving."""
         return bytes(memoryview(self._held)[:32])
 
 

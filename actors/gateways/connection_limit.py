@@ -1,10 +1,14 @@
-"""ConnectionLimit: how many connections a gateway keeps, so that strangers cannot use up the process's descriptors.
+"""What strangers share of a gateway: its connections, and the memory of messages that have begun and not ended.
 
 limit = ConnectionLimit(max_connections())
 with trio.CancelScope() as scope, limit.seat(scope.cancel) as seat:
     ...  # the handshake
     seat.settle()
     ...  # the client is served
+
+room = MessageRoom(MAX_HALF_MESSAGES)
+with room.share(give_up) as share:
+    share.holds(1000)
 """
 
 import resource
@@ -89,3 +93,60 @@ class ConnectionLimit:
         finally:
             seat.settle()
             self._taken -= 1
+
+
+# Bytes of messages that have begun and not ended, of all connections of a gateway. They take up to three times as much
+# of memory.
+MAX_HALF_MESSAGES = 32 * 2**20
+
+
+class Share:
+    """What one connection holds; made by `MessageRoom.share`.
+
+    Args:
+        give_up: ends the connection soon, and its half message at once.
+    """
+
+    __slots__ = ("_room", "give_up")
+
+    def __init__(self, room: "MessageRoom", give_up: Callable[[], None]) -> None:
+        self._room = room
+        self.give_up = give_up
+
+    def holds(self, num_bytes: int) -> None:
+        """The connection's half message has so many bytes now."""
+        self._room.put(self, num_bytes)
+
+
+class MessageRoom:
+    """Has the connections give up that are in the middle of a message for longest without a byte more of it.
+
+    So a flood of messages that do not end pushes itself out, and a message that arrives without a pause gets in.
+
+    Args:
+        max_bytes: of all half messages together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._held: dict[Share, int] = {}  # the one that has grown last comes last
+        self.num_bytes = 0
+
+    @contextmanager
+    def share(self, give_up: Callable[[], None]) -> Iterator[Share]:
+        """A share for as long as the body runs, of nothing at first."""
+        share = Share(self, give_up)
+        try:
+            yield share
+        finally:
+            self.put(share, 0)
+
+    def put(self, share: Share, num_bytes: int) -> None:
+        """Changes what a share holds; the others' `give_up` may be called, or its own."""
+        self.num_bytes += num_bytes - self._held.pop(share, 0)
+        if num_bytes:
+            self._held[share] = num_bytes
+        while self.num_bytes > self.max_bytes:
+            oldest = next(iter(self._held))
+            self.num_bytes -= self._held.pop(oldest)
+            oldest.give_up()

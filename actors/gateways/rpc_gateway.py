@@ -23,7 +23,14 @@ import trio
 
 from genbatch.actors.gateways.accepting import accept_from
 from genbatch.actors.gateways.addresses import check_rpc_address, listen, listening_address
-from genbatch.actors.gateways.connection_limit import ConnectionLimit, Seat, max_connections
+from genbatch.actors.gateways.connection_limit import (
+    MAX_HALF_MESSAGES,
+    ConnectionLimit,
+    MessageRoom,
+    Seat,
+    Share,
+    max_connections,
+)
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
@@ -60,6 +67,8 @@ LINGER_S = 0.5
 MAX_SEND_BYTES = 2**16
 # Messages acted on before other tasks run.
 MESSAGES_PER_TURN = 64
+# Milliseconds after which a client may come again that found no room.
+RETRY_AFTER_FULL_MS = 1000
 
 
 class RPCConnection:
@@ -69,6 +78,7 @@ class RPCConnection:
         stream: connected, and through with its TLS handshake where it has one.
         dispatcher: runs the methods.
         host: where calls run.
+        room: what its half messages share with those of other connections.
         client: its name, for fairness and logs.
         authenticate: tells whose a token is; None lets everybody in who can reach the address.
         asks_for_hello: whether a `hello` must come before all else; so it is where a token is asked for.
@@ -81,6 +91,7 @@ class RPCConnection:
         dispatcher: Dispatcher,
         host: CallHost,
         *,
+        room: MessageRoom,
         client: str,
         authenticate: Authenticate | None = None,
         asks_for_hello: bool = False,
@@ -92,6 +103,7 @@ class RPCConnection:
         self._stream = stream
         self._dispatcher = dispatcher
         self._calls = host
+        self._room = room
         self._authenticate = authenticate
         self._asks_for_hello = asks_for_hello or authenticate is not None
         self._hello_by = trio.current_time() + HELLO_S
@@ -112,8 +124,9 @@ class RPCConnection:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write, nursery.cancel_scope)
                 is_there = True
-                with self._reading:
-                    is_there = await self._read()
+                with self._reading, self._room.share(self._give_up_message) as share:
+                    is_there = await self._read(share)
+                self._splitter.clear()  # at once: this object is garbage of a kind that is looked for seldom
                 if is_there:
                     with trio.move_on_after(LINGER_S):
                         await self._part()
@@ -128,6 +141,15 @@ class RPCConnection:
     def stop(self) -> None:
         """Ends it after a last moment for what is still to be sent."""
         self._reading.cancel()
+
+    def _give_up_message(self) -> None:
+        """Others need the memory of the message that does not end."""
+        error = Unavailable(
+            f"messages that do not end have {self._room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS
+        )
+        self.refuse(self._splitter.head(), error)
+        self._splitter.clear()
+        self.stop()
 
     def cancel_all(self, reason: GenbatchError) -> None:
         """Ends its calls."""
@@ -167,7 +189,7 @@ class RPCConnection:
 
     # Reading
 
-    async def _read(self) -> bool:
+    async def _read(self, share: Share) -> bool:
         """Acts on what comes until nothing can be understood; returns whether the client is still there."""
         while data := await self._receive_some():
             self.last_heard = trio.current_time()
@@ -182,6 +204,7 @@ class RPCConnection:
             except StreamBroken as broken:
                 self.refuse(broken.head, broken.error)
                 return True
+            share.holds(self._splitter.num_held)
         return data is None
 
     async def _receive_some(self) -> bytes | None:
@@ -279,7 +302,6 @@ class RPCConnection:
 SWEEP_S = 0.5
 # Seconds of silence after which the kernel asks whether the other machine is still there, and how often it does.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 5, 2, 3
-RETRY_AFTER_FULL_MS = 1000
 
 
 class RPCGateway:
@@ -298,6 +320,7 @@ class RPCGateway:
         self._connections: set[RPCConnection] = set()
         self._names = count(1)
         self._limit = ConnectionLimit(max_connections())
+        self._room = MessageRoom(MAX_HALF_MESSAGES)
         self._calls: CallHost
 
     @property
@@ -356,6 +379,7 @@ class RPCGateway:
                         secured,
                         self._dispatcher,
                         self._calls,
+                        room=self._room,
                         client=f"rpc:{next(self._names)}",
                         authenticate=authenticate,
                         asks_for_hello=stream.socket.family != socket.AF_UNIX,

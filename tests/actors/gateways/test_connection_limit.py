@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from genbatch.actors.gateways.connection_limit import ConnectionLimit, max_connections
+from genbatch.actors.gateways.connection_limit import ConnectionLimit, MessageRoom, max_connections
 
 
 def test_a_newcomer_pushes_out_the_one_that_was_silent_longest() -> None:
@@ -47,6 +47,26 @@ def test_who_was_busy_is_a_newcomer_again_and_the_last_to_go() -> None:
         assert pushed == [1, 2, 3]
         stack.enter_context(limit.seat(pytest.fail))
         assert pushed == [1, 2, 3, 0]
+
+
+def test_the_half_message_that_has_not_grown_for_longest_makes_room_for_others() -> None:
+    room = MessageRoom(100)
+    pushed: list[int] = []
+    with ExitStack() as stack:
+        shares = [stack.enter_context(room.share(partial(pushed.append, index))) for index in range(4)]
+        for share in shares[:3]:
+            share.holds(30)
+        shares[0].holds(40)  # it grows, so the second is the oldest
+        assert not pushed and room.num_bytes == 100
+        shares[3].holds(10)
+        assert pushed == [1] and room.num_bytes == 80
+        shares[2].holds(0)  # it has ended
+        shares[3].holds(90)
+        assert pushed == [1, 0] and room.num_bytes == 90
+        shares[3].holds(101)  # it is the only one
+        assert pushed == [1, 0, 3] and room.num_bytes == 0
+        shares[0].holds(50)
+    assert room.num_bytes == 0
 
 
 @pytest.mark.parametrize(("soft", "most"), [(1024, 256), (10**6, 4096), (3, 1), (resource.RLIM_INFINITY, 4096)])

@@ -224,6 +224,38 @@ async def test_a_hello_in_pieces_has_its_time_from_the_connections_begin(
         assert (error["code"], error["message"]) == ("unauthenticated", "no hello came within 0.1 s")
 
 
+async def test_messages_without_an_end_share_a_bound_which_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_gateway, "MAX_HALF_MESSAGES", 1_000_000)
+    begin = b"\x94\x00\x07\xa8generate\x91\x81\xa6prompt\xdb\x00\x03\xe8\x00"  # 256,000 bytes follow
+    async with served(tmp_path, "unix") as service, AsyncExitStack() as stack:
+        assert isinstance(service.gateway, RPCGateway)
+        room, most = service.gateway._room, 0
+        honest = await stack.enter_async_context(connected(service))
+        await honest.tell(begin)
+        flood = []
+        for _ in range(12):
+            socket = await stack.enter_async_context(connected(service))
+            flood.append(socket)
+            await socket.tell(begin + bytes(200_000))
+            await honest.tell(b"x" * 1000)
+            await trio.testing.wait_all_tasks_blocked()
+            most = max(most, room.num_bytes)
+        connections = list(service.gateway._connections)
+        assert 800_000 < most <= 1_000_000
+        for socket in flood[:7]:
+            kind, msgid, error, _ = await socket.hear()
+            assert (kind, msgid, error["code"], error["retry_after_ms"]) == (1, 7, "unavailable", 1000)
+            assert await socket.hear() is None
+        assert (await honest.ask(b"x" * (256_000 - 12_000)))[3]["token_ids"] == [100]  # it never stood still
+        await stack.aclose()
+        while service.gateway._connections:
+            await trio.testing.wait_all_tasks_blocked()
+        assert room.num_bytes == 0
+        assert not any(connection._splitter.num_held for connection in connections)
+
+
 async def test_a_message_that_is_begun_must_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_gateway, "MESSAGE_S", 0.05)
     async with served(tmp_path, "unix") as service, connected(service) as idle, connected(service) as socket:
