@@ -124,7 +124,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         prompt: text, continued as it is; not empty.
         token_ids: the prompt as token ids, each >= 0 and below the logits' width; at least one.
         messages: a conversation, rendered by the model's chat template; at least one.
-        max_tokens: most tokens to generate, >= 1; as many as fit where these are fewer, and where it is None.
+        max_tokens: most tokens to generate, >= 1, or 0 with `echo` or `prompt_logprobs`; as many as fit where these are
+            fewer, and where it is None.
         temperature: 0 is greedy, otherwise the logits' divisor; finite, >= 0; None is the model's own.
         top_k: draw among the k most likely tokens; 0 is off.
         top_p: draw among the fewest most likely tokens that hold this share, 0 < top_p <= 1; 1 is off.

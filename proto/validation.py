@@ -378,7 +378,8 @@ def _check_json(field: str, value: object) -> None:
 
 def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
     if request.max_tokens is not None:
-        _check_range("max_tokens", request.max_tokens, 1, MAX_COUNT)
+        shows_prompt = request.echo or request.prompt_logprobs is not None
+        _check_range("max_tokens", request.max_tokens, 0 if shows_prompt else 1, MAX_COUNT)
     _check_range("min_tokens", request.min_tokens, 0, MAX_COUNT)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise InvalidRequest("min_tokens", f"{request.min_tokens} is more than max_tokens, {request.max_tokens}")

@@ -181,6 +181,8 @@ class Intake:
             raise InvalidRequest("beam_width", f"must be at least 1 and at most {most}, not {beam_width}")
         if beam_width == 1:
             return
+        if wanted.max_tokens == 0:
+            raise InvalidRequest("max_tokens", "must be at least 1: a beam search is for what follows the prompt")
         plain = GenerateRequest()
         for name in SAMPLING_PARAMETERS:
             if getattr(wanted, name) not in (getattr(plain, name), GREEDY.get(name)):
@@ -453,7 +455,7 @@ class Intake:
                 request_id=request_id,
                 arrival=request_id,
                 num_prompt_tokens=len(request.prompt_tokens),
-                max_new_tokens=max_tokens,
+                max_new_tokens=max(max_tokens, 1),  # the one of none is drawn with the prompt, and dropped
                 priority=wanted.priority,
                 turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s,
                 tokens=list(request.prompt_tokens),

@@ -280,6 +280,11 @@ class Output:
         self.text_parts.append(piece)
         return piece
 
+    def end(self) -> None:
+        """Ends an output that has no token: all of its text is the echo."""
+        self.text_parts.append(self._rules.echo)
+        self.finish_reason = "length"
+
     def _match(self, text: str) -> tuple[str, bool]:
         return self._stop.push(text, may_end=len(self.token_ids) >= self._rules.min_tokens)
 

@@ -415,6 +415,10 @@ class StepCommit:
 
     def _accept(self, sequence: Sequence, drawn: Sampled) -> None:
         request = sequence.request
+        if request.wanted.max_tokens == 0:  # its prompt is evaluated, and nothing more was asked for
+            sequence.output.end()
+            self._requests.finish(sequence, "length")
+            return
         index = sequence.num_generated
         self._count_token(sequence)
         sequence.tokens.append(drawn.token_id)

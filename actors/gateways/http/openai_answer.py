@@ -195,7 +195,9 @@ class OpenAIAnswer:
         index = 0
         for result in results:
             for choice in _choices(result):
-                body = b'"delta":{}' if self._is_chat else b'"text":""'
+                # A prompt that is repeated stands in front of the first token, if there is one.
+                text = choice.text if self._request.echo and not choice.token_ids else ""
+                body = b'"delta":{}' if self._is_chat else b'"text":' + to_json(text)
                 parts.append(self.opening(index))
                 parts.append(self._event(index, body, b"null", to_json(choice.finish_reason)))
                 index += 1

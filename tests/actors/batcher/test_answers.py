@@ -187,6 +187,23 @@ async def test_prompt_logprobs_echo_and_logprobs_agree_with_a_plain_forward(
 
 
 @pytest.mark.trio
+async def test_a_prompt_is_scored_without_a_token_behind_it(tiny_model: TinyModel) -> None:
+    asked = {"token_ids": prompt_of(40, 6), "prompt_logprobs": 2, "echo": True}
+    async with batcher(tiny_model("llama"), max_batch_tokens=16) as bench:
+        one = await bench.generate(**asked, max_tokens=1)
+        tokens: list[Token] = []
+        none = await bench.generate(tokens.append, **asked, max_tokens=0, n=2)
+        for choice in none.choices:
+            assert (choice.token_ids, choice.finish_reason) == ([], "length")
+            assert choice.text == tiny_model("llama").tokenizer.decode(asked["token_ids"])
+        assert (none.prompt_logprobs, tokens, none.usage.completion_tokens) == (one.prompt_logprobs, [], 0)
+        for nothing in ({"token_ids": [5]}, {"token_ids": [5], "logprobs": 1}):
+            with pytest.raises(InvalidRequest) as caught:
+                await bench.generate(**nothing, max_tokens=0)
+            assert caught.value.field == "max_tokens"
+
+
+@pytest.mark.trio
 async def test_a_prompt_of_one_token_has_log_probs_of_which_nothing_is_known(tiny_model: TinyModel) -> None:
     async with batcher(tiny_model("llama")) as bench:
         result = await bench.generate(token_ids=[5], max_tokens=2, prompt_logprobs=2, logprobs=1)

@@ -142,6 +142,18 @@ async def test_completions_take_texts_and_token_ids_and_echo_them_with_their_log
             assert table.tokens is not None and table.text_offset is not None
             starts = [len("".join(table.tokens[:place])) for place in range(len(table.tokens))]
             assert table.text_offset == starts
+        for stream in (False, True):  # as lm-eval and others score a text
+            got = await client.completions.create(
+                model=model, prompt="The capital", max_tokens=0, temperature=0, echo=True, stream=stream,
+                logprobs=None if stream else 1,
+            )  # type: ignore[call-overload]  # fmt: skip
+            parts = [part async for part in got] if stream else [got]
+            assert "".join(part.choices[0].text for part in parts) == "The capital"
+            assert parts[-1].choices[0].finish_reason == "length"
+            if not stream:
+                scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
+                assert got.choices[0].logprobs.token_logprobs == [None, *scores]
+                assert got.usage.completion_tokens == 0
         alone = await client.completions.create(  # of a prompt of one token nothing is foretold
             model=model, prompt=ids[:1], max_tokens=2, temperature=0, echo=True, logprobs=0
         )
