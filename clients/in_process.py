@@ -11,11 +11,14 @@ a stream's body, cancels the request and frees its KV.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import fields
-from typing import Any, Unpack
+from functools import partial
+from types import TracebackType
+from typing import Any
 
 import msgspec
+from anyio.from_thread import start_blocking_portal
 
 from genbatch.actors.batcher.messages import LoadSession, SaveSession
 from genbatch.actors.batcher.options import BatcherOptions
@@ -23,14 +26,11 @@ from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
+from genbatch.clients.bridge import AsyncCalls, BlockingClient, TrioThread, hosted, runs_on_asyncio
 from genbatch.clients.interface import (
-    GenerateParams,
     MessageLike,
-    ServiceCalls,
-    Stream,
     TokenStream,
     asked_method,
-    build_request,
     build_tokenize,
 )
 from genbatch.nif.engine_options import EngineOptions
@@ -42,33 +42,24 @@ from genbatch.proto.messages import GenerateRequest, Result, Token
 CLIENT = ""
 
 
-class BatcherClient(ServiceCalls):
-    """The in-process client; any number of tasks may use it at once. Implements `Client`."""
+class BatcherClient(AsyncCalls):
+    """The in-process client; any number of tasks may use it at once. Implements `Client`, on trio and on asyncio.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        service: owns the Batcher.
+        thread: where trio runs, for a program on asyncio.
+    """
+
+    def __init__(self, service: Service, thread: TrioThread | None = None) -> None:
         self.service = service
+        self._thread = thread
         self._dispatcher = Dispatcher(service.batcher)
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Result:
-        """See `Client.generate`."""
-        return await self._call(build_request(prompt, messages, params), None)
+    async def _generate(self, request: GenerateRequest) -> Result:
+        return await self._call(request, None)
 
     @asynccontextmanager
-    async def stream(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> AsyncIterator[Stream]:
-        """See `Client.stream`."""
-        request = build_request(prompt, messages, params)
+    async def _stream(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
         stream = TokenStream()
 
         async def produce() -> None:
@@ -81,8 +72,7 @@ class BatcherClient(ServiceCalls):
             nursery.start_soon(produce)
             yield stream
 
-    async def ask(self, request: msgspec.Struct) -> Any:
-        """See `ServiceCalls.ask`."""
+    async def _ask(self, request: msgspec.Struct) -> Any:
         # A struct's constructor checks no types; the dispatcher checks those of a map.
         fields = msgspec.structs.asdict(request)
         return await self._dispatcher.call(asked_method(request).name, fields, client=CLIENT, on_token=None)
@@ -122,7 +112,7 @@ class BatcherClient(ServiceCalls):
     async def _session(self, message: SaveSession | LoadSession) -> Any:
         if self.service.engine is None:
             raise Unavailable("sessions are kept only where the model is in this process")
-        return await self.service.batcher.call(message, timeout=None)
+        return await self._run(partial(self.service.batcher.call, timeout=None), message)
 
     async def _call(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         method = "generate" if on_token is None else "stream"
@@ -131,14 +121,53 @@ class BatcherClient(ServiceCalls):
         return result
 
 
-@asynccontextmanager
-async def open_batcher(
+class BatcherOpening:
+    """What `open_batcher` returns: enter it once, with `async with` on trio or asyncio, or with a plain `with`."""
+
+    def __init__(self, open_client: Callable[[], AbstractAsyncContextManager[BatcherClient]]) -> None:
+        self._open_client = open_client
+        self._exits: AsyncExitStack | None = None
+        self._exit: ExitStack | None = None
+
+    async def __aenter__(self) -> BatcherClient:
+        async with AsyncExitStack() as exits:
+            if runs_on_asyncio():
+                thread, client = await exits.enter_async_context(hosted(self._open_client()))
+                client = BatcherClient(client.service, thread)
+            else:
+                client = await exits.enter_async_context(self._open_client())
+            self._exits = exits.pop_all()
+        return client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        assert self._exits is not None
+        return await self._exits.__aexit__(kind, error, traceback)
+
+    def __enter__(self) -> BlockingClient:
+        with ExitStack() as exits:
+            portal = exits.enter_context(start_blocking_portal("trio", name="genbatch-trio"))
+            client = exits.enter_context(portal.wrap_async_context_manager(self._open_client()))
+            self._exit = exits.pop_all()
+        return BlockingClient(TrioThread(portal), client)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        assert self._exit is not None
+        return self._exit.__exit__(kind, error, traceback)
+
+
+def open_batcher(
     model: str = "smollm2",
     *,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
-) -> AsyncIterator[BatcherClient]:
-    """Loads a model and serves it to this program.
+) -> BatcherOpening:
+    """Loads a model and serves it to this program; for `async with` on trio or asyncio, and for a plain `with`.
+
+    On asyncio, and without an event loop, the Batcher runs on a thread of its own.
 
     Args:
         model: a name ("smollm2"), a Hugging Face directory or id, or a .gguf file.
@@ -150,6 +179,13 @@ async def open_batcher(
         ModelError: the model cannot be found, read or served.
         OptionError: there is no such option, or its value is out of range.
     """
+    return BatcherOpening(partial(_open_client, model, progress, options))
+
+
+@asynccontextmanager
+async def _open_client(
+    model: str, progress: Callable[[str, int, int], None] | None, options: dict[str, Any]
+) -> AsyncIterator[BatcherClient]:
     engine_options, batcher_options, service_options = split_options(model, options)
     async with open_service(engine_options, batcher_options, service_options, progress=progress) as service:
         yield BatcherClient(service)

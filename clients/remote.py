@@ -17,27 +17,19 @@ service said when (Retry), and tells the service how long its callers wait (Dead
 import math
 import random
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack, cast
+from typing import Any, Protocol, Self, cast
 
 import msgspec
 import stamina
 import trio
 
 from genbatch.actors.gateways.addresses import default_address
-from genbatch.clients.interface import (
-    CallResult,
-    ClientClosed,
-    GenerateParams,
-    MessageLike,
-    ServiceCalls,
-    TokenStream,
-    asked_method,
-    build_request,
-)
+from genbatch.clients.bridge import AsyncCalls, hosted, runs_on_asyncio
+from genbatch.clients.interface import CallResult, ClientClosed, TokenStream, asked_method
 from genbatch.clients.transports import RPCTransport, Transport, ZeroMQTransport, load_client_keys
 from genbatch.proto.codec import to_answer
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage, QueueFull, Unavailable
@@ -288,8 +280,10 @@ HEARTBEAT_S, LEASE_S = 1.0, 5.0
 WINDOW = 1024
 
 
-class RemoteClient(ServiceCalls):
-    """Has the interface of `Client`. Use it inside `async with`; any number of tasks may use one at once.
+class RemoteClient(AsyncCalls):
+    """Has the interface of `Client`, on trio and on asyncio. Use it inside `async with`.
+
+    Any number of tasks may use one client at once.
 
     Args:
         transport: carries the messages.
@@ -311,51 +305,49 @@ class RemoteClient(ServiceCalls):
         self._busy = trio.Event()  # there are calls, so silence matters
 
     async def __aenter__(self) -> Self:
-        self._manager = trio.open_nursery()
-        self._tasks = await self._manager.__aenter__()
-        try:
-            await self._tasks.start(self._transport.run, self._receive, self._fail_all)
-        except BaseException as error:
-            self._tasks.cancel_scope.cancel()
-            await self._manager.__aexit__(None, None, None)
-            raise error
-        self._is_open = True
-        self._tasks.start_soon(self._beat)
+        async with AsyncExitStack() as exits:
+            if runs_on_asyncio():
+                self._thread, _ = await exits.enter_async_context(hosted(self._opened()))
+            else:
+                await exits.enter_async_context(self._opened())
+            self._exits = exits.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # The nursery is not shown the body's exception, which it would wrap in a group.
-        self._fail_all(Unavailable("the client was closed"))
-        self._is_open = False
-        self._tasks.cancel_scope.shield = True
-        self._tasks.cancel_scope.cancel()
-        await self._manager.__aexit__(None, None, None)
+        await self._exits.__aexit__(kind, error, traceback)
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Result:
-        """See `Client.generate`."""
-        request = build_request(prompt, messages, params)
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        """The client, ready for calls on trio."""
+        manager = trio.open_nursery()
+        self._tasks = await manager.__aenter__()
+        try:
+            await self._tasks.start(self._transport.run, self._receive, self._fail_all)
+        except BaseException as error:
+            self._tasks.cancel_scope.cancel()
+            await manager.__aexit__(None, None, None)
+            raise error
+        self._is_open = True
+        self._tasks.start_soon(self._beat)
+        try:
+            yield
+        finally:
+            # The nursery is not shown the body's exception, which it would wrap in a group.
+            self._fail_all(Unavailable("the client was closed"))
+            self._is_open = False
+            self._tasks.cancel_scope.shield = True
+            self._tasks.cancel_scope.cancel()
+            await manager.__aexit__(None, None, None)
+
+    async def _generate(self, request: GenerateRequest) -> Result:
         deadline = Deadline(request, trio.current_time, trio.current_effective_deadline())
         result: Result = await self._ask_again(METHODS["generate"], deadline.remaining_request)
         return result
 
     @asynccontextmanager
-    async def stream(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> AsyncIterator[TokenStream]:
-        """See `Client.stream`."""
-        request = build_request(prompt, messages, params)
+    async def _stream(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
         deadline = Deadline(request, trio.current_time, trio.current_effective_deadline())
         options = StreamOptions(credit=WINDOW, coalesce=True)
         msgid = 0
@@ -375,8 +367,7 @@ class RemoteClient(ServiceCalls):
         finally:
             self._close(msgid)
 
-    async def ask(self, request: msgspec.Struct) -> Any:
-        """See `ServiceCalls.ask`."""
+    async def _ask(self, request: msgspec.Struct) -> Any:
         return await self._ask_again(asked_method(request), lambda: request)
 
     async def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:

@@ -1,0 +1,376 @@
+"""The bridge to trio: clients that are written for trio, used from asyncio and from plain threads.
+
+    asyncio task --TrioThread.run--> portal --> trio task of the client, on a thread of its own
+                 <--- call_soon_threadsafe ---
+
+Every client has two faces here. `AsyncCalls` is for trio and asyncio: on trio a method runs where it is called, on
+asyncio it runs on the bridge's thread. `BlockingClient` is for programs without an event loop. Cancelling an asyncio
+task, or leaving a stream's body, cancels the trio task, which frees the sequence.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeVar, Unpack
+
+import msgspec
+import outcome
+import sniffio
+import trio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from genbatch.clients.interface import (
+    CallResult,
+    ClientClosed,
+    GenerateParams,
+    MessageLike,
+    ServiceCalls,
+    SyncServiceCalls,
+    TokenStream,
+    build_request,
+)
+from genbatch.proto.errors import GenbatchError
+from genbatch.proto.messages import GenerateRequest, Result, Token
+
+T = TypeVar("T")
+# Tokens of a stream that the bridge holds for a reader before it reads no more of them.
+WINDOW = 256
+
+
+def runs_on_asyncio() -> bool:
+    """Whether the caller is a task of asyncio."""
+    try:
+        return sniffio.current_async_library() == "asyncio"
+    except sniffio.AsyncLibraryNotFoundError:
+        return False
+
+
+class ForeignStream(CallResult):
+    """The tokens of a stream that runs on trio's thread, for a reader on another.
+
+    `feed` runs on trio. `changed` is called there, and wakes the reader.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._room = trio.Event()
+        self._token: trio.lowlevel.TrioToken | None = None
+
+    async def feed(self, opening: AbstractAsyncContextManager[Any]) -> None:
+        """Reads a stream to its end; waits while `WINDOW` tokens have not been read."""
+        self._token = trio.lowlevel.current_trio_token()
+        try:
+            async with opening as source:
+                async for token in source:
+                    self.push(token)
+                    while len(self.tokens) >= WINDOW:
+                        self._room = trio.Event()
+                        if len(self.tokens) >= WINDOW:  # else the reader came first, and sets nothing
+                            await self._room.wait()
+                self.finish(source.result)
+        except GenbatchError as error:
+            self.fail(error)
+
+    def cut(self, done: "Future[None]") -> None:
+        """Ends the stream where `feed` has ended without the final, such as with the client."""
+        if self.final is None:
+            fault = None if done.cancelled() else done.exception()
+            self.final = outcome.Error(fault or ClientClosed())
+            self.changed()
+
+    def take(self) -> Token:
+        """The next token; lets `feed` go on where it waits."""
+        token = self.tokens.popleft()
+        if len(self.tokens) == WINDOW // 2 and self.final is None and self._token is not None:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._make_room)
+        return token
+
+    def _make_room(self) -> None:
+        self._room.set()
+
+
+class AsyncioStream(ForeignStream):
+    """Read by one task of asyncio."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return self
+
+    async def __anext__(self) -> Token:
+        while not self.tokens and self.final is None:
+            reader = self._reader = self._loop.create_future()
+            if self.tokens or self.final is not None:  # they came before `changed` could see the reader
+                break
+            await reader
+        self._reader = None
+        if self.tokens:
+            return self.take()
+        self.unwrap()
+        raise StopAsyncIteration
+
+    def changed(self) -> None:
+        """Wakes the reader."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._loop.call_soon_threadsafe(_wake, reader)
+
+
+def _wake(reader: "asyncio.Future[None]") -> None:
+    if not reader.done():
+        reader.set_result(None)
+
+
+class BlockingStream(ForeignStream):
+    """Read by one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._news = threading.Event()
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        while not self.tokens and self.final is None:
+            self._news.wait()
+            self._news.clear()
+        if self.tokens:
+            return self.take()
+        self.unwrap()
+        raise StopIteration
+
+    def changed(self) -> None:
+        """Wakes the reader."""
+        self._news.set()
+
+
+class TrioThread:
+    """A trio event loop on a thread of its own.
+
+    Args:
+        portal: of the thread.
+    """
+
+    def __init__(self, portal: BlockingPortal) -> None:
+        self._portal = portal
+
+    def start(self, call: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
+        """Starts a call on trio; cancelling the future cancels it.
+
+        Raises:
+            ClientClosed: the thread has ended.
+        """
+        try:
+            return self._portal.start_task_soon(call, *args)
+        except RuntimeError as error:
+            raise ClientClosed from error
+
+    async def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Awaits a call on trio; cancelling the task cancels it there."""
+        return await asyncio.wrap_future(self.start(call, *args))
+
+    @asynccontextmanager
+    async def stream(self, opening: AbstractAsyncContextManager[Any]) -> AsyncIterator[AsyncioStream]:
+        """A stream of trio's, read on asyncio; leaving the body cancels it."""
+        stream = AsyncioStream()
+        feeding = self.start(stream.feed, opening)
+        feeding.add_done_callback(stream.cut)
+        try:
+            yield stream
+        finally:
+            feeding.cancel()
+
+
+@asynccontextmanager
+async def hosted(manager: AbstractAsyncContextManager[T]) -> AsyncIterator[tuple[TrioThread, T]]:
+    """Enters a context manager of trio's from asyncio, on a thread that ends with the body.
+
+    Where the manager's own tasks fail, the body is cancelled and their error is raised.
+    """
+    thread = start_blocking_portal("trio", name="genbatch-trio")
+    portal = thread.__enter__()  # takes a millisecond
+    try:
+        hosting = Hosting(manager)
+        running = portal.start_task_soon(hosting.run)
+        running.add_done_callback(hosting.ended)
+        try:
+            value = await asyncio.wrap_future(hosting.ready)
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        async with _cancelled_with(running):
+            try:
+                yield TrioThread(portal), value
+            finally:
+                portal.start_task_soon(hosting.leave.set)
+    finally:
+        portal.start_task_soon(portal.stop, True)
+        # Joining waits: in another thread, so that the event loop goes on meanwhile.
+        await _to_the_end(asyncio.to_thread(thread.__exit__, None, None, None))
+
+
+class Hosting:
+    """A context manager of trio's that stays open until `leave` is set."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[Any]) -> None:
+        self.ready: Future[Any] = Future()
+        self.leave = trio.Event()
+        self._manager = manager
+
+    async def run(self) -> None:
+        """Enters it, makes `ready` known, and leaves it when told to."""
+        async with self._manager as value:
+            self.ready.set_result(value)
+            await self.leave.wait()
+
+    def ended(self, done: "Future[None]") -> None:
+        """Where `run` ended before it was ready, `ready` has the error."""
+        if not self.ready.done():
+            fault = None if done.cancelled() else done.exception()
+            self.ready.set_exception(fault or ClientClosed())
+
+
+@asynccontextmanager
+async def _cancelled_with(running: "Future[None]") -> AsyncIterator[None]:
+    """Cancels the body when `running` ends first, and waits for its end after the body."""
+    loop, body = asyncio.get_running_loop(), asyncio.current_task()
+    assert body is not None
+    is_leaving = has_failed = False
+
+    def fail() -> None:
+        nonlocal has_failed
+        if not is_leaving:
+            has_failed = True
+            body.cancel()
+
+    running.add_done_callback(lambda _: loop.call_soon_threadsafe(fail))
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not has_failed or body.uncancel() > 0:
+            raise
+    finally:
+        is_leaving = True
+        await _to_the_end(asyncio.wrap_future(running))
+
+
+async def _to_the_end(work: Awaitable[T]) -> T:
+    """Awaits something that must not be left half done; a cancellation that comes meanwhile is raised afterwards."""
+    future = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except BaseException:
+            break  # the result raises it
+    if cancelled is not None and not future.cancelled() and future.exception() is None:
+        raise cancelled
+    return future.result()
+
+
+class AsyncCalls(ServiceCalls):
+    """`Client` for trio and asyncio; a subclass has the calls as they are on trio."""
+
+    _thread: TrioThread | None = None  # where the calls run, on asyncio
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        **params: Unpack[GenerateParams],
+    ) -> Result:
+        """See `Client.generate`."""
+        return await self._run(self._generate, build_request(prompt, messages, params))
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        **params: Unpack[GenerateParams],
+    ) -> AsyncIterator[TokenStream | AsyncioStream]:
+        """See `Client.stream`."""
+        opening = self._stream(build_request(prompt, messages, params))
+        async with opening if self._thread is None else self._thread.stream(opening) as stream:
+            yield stream
+
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """See `ServiceCalls.ask`."""
+        return await self._run(self._ask, request)
+
+    async def _run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
+        if self._thread is not None:
+            return await self._thread.run(call, *args)
+        return await call(*args)
+
+    async def _generate(self, request: GenerateRequest) -> Result:
+        raise NotImplementedError
+
+    def _stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[TokenStream]:
+        raise NotImplementedError
+
+    async def _ask(self, request: msgspec.Struct) -> Any:
+        raise NotImplementedError
+
+
+class BlockingClient(SyncServiceCalls):
+    """`SyncClient` over a client of trio's on another thread.
+
+    Args:
+        thread: where trio runs.
+        client: runs there.
+    """
+
+    def __init__(self, thread: TrioThread, client: AsyncCalls) -> None:
+        self._thread = thread
+        self._client = client
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        **params: Unpack[GenerateParams],
+    ) -> Result:
+        """See `Client.generate`."""
+        return self._run(self._client._generate, build_request(prompt, messages, params))
+
+    @contextmanager
+    def stream(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        **params: Unpack[GenerateParams],
+    ) -> Iterator[BlockingStream]:
+        """See `Client.stream`."""
+        stream = BlockingStream()
+        feeding = self._thread.start(stream.feed, self._client._stream(build_request(prompt, messages, params)))
+        feeding.add_done_callback(stream.cut)
+        try:
+            yield stream
+        finally:
+            feeding.cancel()
+
+    def ask(self, request: msgspec.Struct) -> Any:
+        """See `SyncServiceCalls.ask`."""
+        return self._run(self._client._ask, request)
+
+    def _run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
+        calling = self._thread.start(call, *args)
+        try:
+            return calling.result()
+        except BaseException:  # such as Ctrl-C
+            calling.cancel()
+            raise
