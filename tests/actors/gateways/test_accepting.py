@@ -5,7 +5,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from genbatch.actors.gateways import accepting, addresses
-from genbatch.actors.gateways.accepting import accept_from
+from genbatch.actors.gateways.accepting import Leftovers, accept_from
 from tests.actors.gateways.scripted_batcher import PATIENCE_S
 
 pytestmark = pytest.mark.trio
@@ -116,6 +116,38 @@ async def test_who_has_said_all_they_want_to_say_is_served(door: Door) -> None:
         assert one.recv(10) == b"", "its connection is not closed"
 
 
+async def test_clients_that_still_send_are_served_before_those_that_have_said_all(door: Door) -> None:
+    for number in range(100):
+        one = door.connect()
+        one.send(bytes([number]))
+        if number % 10 != 5:
+            one.shutdown(socket.SHUT_WR)
+    async with accepting_at(door):
+        await door.until_heard(100)
+    assert door.heard[:10] == [bytes([number]) for number in range(5, 100, 10)]
+    assert door.heard[10:] == [bytes([number]) for number in range(100) if number % 10 != 5]
+
+
+async def test_few_of_those_that_have_said_all_wait_and_the_others_are_closed(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "MAX_LEFTOVERS", 3)
+    flood = [door.connect() for _ in range(20)]
+    for one in flood:
+        one.send(b"a")
+        one.shutdown(socket.SHUT_WR)
+    last = door.connect()
+    last.send(b"last")
+    async with accepting_at(door):
+        await door.until_heard(4)
+        assert door.heard == [b"last", b"a", b"a", b"a"]
+        for one in flood[3:]:
+            one.setblocking(False)
+            await trio.lowlevel.wait_readable(one)
+            with suppress(ConnectionError):
+                assert one.recv(10) == b""
+
+
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOBUFS])
 async def test_while_there_is_no_room_for_a_connection_it_waits(
     door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
@@ -123,12 +155,12 @@ async def test_while_there_is_no_room_for_a_connection_it_waits(
     monkeypatch.setattr(accepting, "NO_ROOM_S", 0)
     left, next_of = 3, accepting._next_of
 
-    def without_room(queue: socket.socket) -> socket.socket | None:
+    def without_room(queue: socket.socket, leftovers: Leftovers) -> socket.socket | None:
         nonlocal left
         left -= 1
         if left >= 0:
             raise OSError(error, "no room")
-        return next_of(queue)
+        return next_of(queue, leftovers)
 
     monkeypatch.setattr(accepting, "_next_of", without_room)
     door.connect().send(b"a")
@@ -139,7 +171,7 @@ async def test_while_there_is_no_room_for_a_connection_it_waits(
 
 
 async def test_a_queue_that_is_no_more_ends_accepting(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(queue: socket.socket) -> None:
+    def fail(queue: socket.socket, leftovers: Leftovers) -> None:
         raise OSError(errno.EBADF, "no such queue")
 
     monkeypatch.setattr(accepting, "_next_of", fail)
