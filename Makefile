@@ -114,7 +114,6 @@ overload: $(VENV)/.test
 bench: $(VENV)/.demo
 	$(BIN)/python -m tests.benchmarks.compare $(ARGS)
 	$(BIN)/python tests/benchmarks/gateway.py
-	@$(PIP) install -e ".[http]"
 	tests/benchmarks/guidellm.sh $(VENV)
 
 $(VENV)/.torch:

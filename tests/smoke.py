@@ -6,8 +6,8 @@ from importlib.resources import files
 
 import trio
 
-# What a GPU, HTTP, grammars and traces need.
-EXTRAS = {"triton", "starlette", "h11", "prometheus_client", "llguidance", "opentelemetry"}
+# What a GPU and traces need.
+EXTRAS = {"triton", "opentelemetry"}
 for layer in ("genbatch", "genbatch.nif", "genbatch.proto", "genbatch.actors", "genbatch.clients"):
     package = importlib.import_module(layer)
     assert "site-packages" in package.__path__[0], package.__path__

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # imports llguidance, which is an extra
     from genbatch.nif.sampling.grammar import GrammarCompiler
 
 # For a client, who cannot install anything: its operator can.
-MISSING = "needs llguidance, which the service was installed without (its extra genbatch[grammar])"
 # Before the next grammar its thread rests as long as the last one took, up to this. Else a flood of small ones has all
 # slots filled in every step: a step of eight sequences that begin takes 2.4 times that of two.
 MAX_REST_S = 0.05
@@ -143,10 +142,8 @@ class Grammars:
         assert grammar is not None
         if request.replied:  # its caller left while it waited
             return []
-        try:
-            from genbatch.nif.sampling.grammar import GrammarCompiler, GrammarError
-        except ImportError:
-            raise InvalidRequest(grammar.field, MISSING) from None
+        from genbatch.nif.sampling.grammar import GrammarCompiler, GrammarError  # when the first grammar comes
+
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._model, self._max_s)
         try:

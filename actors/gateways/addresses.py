@@ -3,7 +3,7 @@
 An address is checked before a model is loaded; a socket file is made where only its owner can reach it, and one that
 a dead service left is taken away.
 
-So is what is written after `--http`, without importing anything of the extra `genbatch[http]`.
+So is what is written after `--http`, without importing a web framework.
 """
 
 import errno
@@ -13,14 +13,12 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import trio
 
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, check_bind, is_loopback
-from genbatch.nif.errors import OptionError, how_to_install
 from genbatch.nif.trusted_files import NotOurs, check_ours
 
 LOOPBACK = "127.0.0.1"
@@ -68,9 +66,6 @@ def parse_http_address(text: str) -> HTTPAddress:
     return HTTPAddress(LOOPBACK if host in ("", "localhost") else host, int(port))
 
 
-NEEDED = ("starlette", "h11", "prometheus_client")
-
-
 def check_http(address: str, security: Security) -> HTTPAddress:
     """Where the gateway is to listen.
 
@@ -80,21 +75,10 @@ def check_http(address: str, security: Security) -> HTTPAddress:
 
     Raises:
         AddressError: it is no address, or one that strangers could reach.
-        OptionError: the extra is not installed.
     """
     wanted = parse_http_address(address)
     check_bind("http", address, wanted.host, lacking=security.lacking_for_http)
-    check_extra("http")
     return wanted
-
-
-def check_extra(option: str) -> None:
-    """Raises:
-    OptionError: the libraries that HTTP needs are not installed; it says how to get them.
-    """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise OptionError(option, f"needs {', '.join(missing)}; {how_to_install('http')}")
 
 
 def host_and_port(address: str, rest: str) -> tuple[str, int]:

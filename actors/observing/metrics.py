@@ -2,7 +2,7 @@
 
     body, content_type = render(await batcher.call(StatsRequest(), control=True))
 
-Needs prometheus-client, which comes with `genbatch[http]`. The stats may come from another process: everything here is
+The stats may come from another process: everything here is
 computed from plain data, at the time of a scrape.
 """
 

@@ -30,7 +30,6 @@ from genbatch.actors.engine.child_process import (
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
 from genbatch.actors.gateways.addresses import (
     check_address,
-    check_extra,
     check_http,
     check_nobody_listens,
     check_rpc_address,
@@ -182,7 +181,6 @@ def check_listeners(options: ServiceOptions) -> Security:
         check_http(options.http, security)
     if options.metrics is not None:
         parse_http_address(options.metrics)
-        check_extra("metrics")
     return security
 
 

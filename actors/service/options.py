@@ -19,8 +19,7 @@ class ServiceOptions:
         bind: a ZeroMQ address to listen at, ipc://PATH or tcp://127.0.0.1:PORT. If not given, `genbatch serve` makes a
             socket in the user's runtime directory, and a program has no callers but its own.
         rpc_bind: an address for msgpack-RPC clients, unix://PATH or tcp://127.0.0.1:PORT.
-        http: where OpenAI's API and a page to try it are served over HTTP, :PORT (of 127.0.0.1) or HOST:PORT. Needs the
-            extra `genbatch[http]`.
+        http: where OpenAI's API and a page to try it are served over HTTP, :PORT (of 127.0.0.1) or HOST:PORT.
         metrics: where /metrics and /health alone are served over HTTP, :PORT (of 127.0.0.1) or HOST:PORT, without TLS
             and without asking for a token. Whoever reaches it learns the tenants' names.
         keys: folder made by `genbatch keys new`: ZeroMQ clients need a key of its list, and all is encrypted.

@@ -30,7 +30,6 @@ from rich.text import Text
 from genbatch.clients.cli.command import UsageError, printable, run_command, with_flag_groups
 from genbatch.clients.cli.connection import AddressFlags, address_of, remote_client
 from genbatch.clients.interface import Client
-from genbatch.nif.errors import how_to_install
 from genbatch.nif.models.model_names import written_path
 from genbatch.proto.errors import GenbatchError
 
@@ -89,9 +88,7 @@ _LEFT_OUT = {"scheduled_entries", "histograms", "slots", "tenants"}
 def stats(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    prometheus: Annotated[
-        bool, typer.Option("--prometheus", help="Print them as /metrics does; needs the extra genbatch[http].")
-    ] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print them as /metrics does.")] = False,
     service: AddressFlags,
 ) -> None:
     """Show what a running service has counted.
@@ -120,10 +117,8 @@ async def _stats(json: bool, prometheus: bool, service: AddressFlags) -> None:
 
 
 def _exposition(counted: Mapping[str, Any]) -> str:
-    try:
-        from genbatch.actors.observing.metrics import render
-    except ImportError as error:
-        raise UsageError(f"prometheus: {error.name} is not installed; {how_to_install('http')}") from error
+    from genbatch.actors.observing.metrics import render
+
     return render(counted)[0].decode()
 
 

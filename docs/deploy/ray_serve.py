@@ -1,6 +1,6 @@
 """genbatch behind Ray Serve: each of Serve's replicas is a genbatch service, and OpenAI's API is passed through to it.
 
-pip install 'genbatch[http]' 'ray[serve]'
+pip install genbatch 'ray[serve]'
 GENBATCH_MODEL=smollm2 serve run ray_serve:app     # in this folder; then http://127.0.0.1:8000/v1
 """
 

@@ -1,4 +1,4 @@
-"""Grammars: what an answer must match, compiled once and followed token by token. Needs `genbatch[grammar]`."""
+"""Grammars: what an answer must match, compiled once and followed token by token."""
 
 import hashlib
 import time

@@ -3,7 +3,7 @@
 #
 #   tests/benchmarks/guidellm.sh VENV [MODEL] [STREAMS] [REQUESTS]
 #
-# VENV has genbatch[http]; guidellm gets a venv of its own beside it, since its dependencies are many and its own.
+# VENV has genbatch; guidellm gets a venv of its own beside it, since its dependencies are many and its own.
 set -euo pipefail
 
 venv=$(realpath "$1")

@@ -151,9 +151,7 @@ def test_the_containers_instructions_are_those_that_there_are_and_its_commands_a
     makefile = (ROOT / "Makefile").read_text()
     for pinned in re.findall(r'"([\w-]+==[\w.]+)"', packages):
         assert pinned in makefile, pinned
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (wanted,) = re.findall(r'"\.\[(.*?)\]"', packages)
-    assert set(wanted.split(",")) <= extras.keys()
+    assert '"."' in packages
 
 
 def test_what_the_container_copies_is_enough_to_build_the_package(tmp_path: Path) -> None:

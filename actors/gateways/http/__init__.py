@@ -1,1 +1,1 @@
-"""The HTTP endpoint: OpenAI's API, health and counters, and a page to try it. Needs the extra `genbatch[http]`."""
+"""The HTTP endpoint: OpenAI's API, health and counters, and a page to try it."""

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -401,15 +400,3 @@ async def test_grammars_that_wait_are_bounded_and_those_of_callers_that_left_are
             queued.set()
     assert [text for text in order if text.startswith("m")] == []
     assert order == ["b", "a"]
-
-
-@pytest.mark.trio
-async def test_without_the_extra_the_error_names_it(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("genbatch.nif.sampling.grammar")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
-    async with batcher(tiny_model("llama")) as bench:
-        with pytest.raises(InvalidRequest, match=r"genbatch\[grammar\]") as caught:
-            await bench.generate(response_format=ResponseFormat(type="json_object"))
-        assert caught.value.field == "response_format"
-        await bench.generate(max_tokens=2)

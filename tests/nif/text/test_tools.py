@@ -187,7 +187,7 @@ WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "requir
 
 
 def accepts(grammar: str, text: str) -> bool:
-    llguidance = pytest.importorskip("llguidance", reason="needs genbatch[grammar]")
+    llguidance = pytest.importorskip("llguidance")
     tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
     tokens = tokenizer.tokenize_str(text)

@@ -21,7 +21,6 @@ from genbatch.actors.gateways.http.front import Front
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.security.key_files import InsecureBind, TokenFile, server_context
 from genbatch.actors.security.security import Security
-from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, EngineError, Forbidden, GenbatchError, Unavailable
 from genbatch.proto.messages import Choice, Health, Result, Usage
 from tests.actors.gateways.http.serving import served_http
@@ -488,12 +487,6 @@ async def test_counters_have_an_address_of_their_own_without_a_token(
         assert (await served.client.get("/health")).status_code == 200
         for path in (CHAT, COMPLETION, "/v1/models", "/stats", "/tokenize", "/"):
             assert (await served.client.post(path, json={})).status_code == 404
-
-
-def test_a_missing_extra_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genbatch.actors.gateways.addresses.find_spec", lambda name: None if name == "h11" else name)
-    with pytest.raises(OptionError, match=r"h11; run: .* -m pip install .*h11"):
-        check_http(":8000", Security())
 
 
 @pytest.mark.parametrize(
