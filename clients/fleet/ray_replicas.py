@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -320,7 +320,7 @@ class RayReplicas:
         """Finds the version of our options among those that are there, or makes them a new one, the latest."""
         theirs = {_version_and_index(name)[0] for name in await self.names()}
         ours = [version for version in theirs if version.endswith(f"-{self.options.digest}")]
-        self._version = max(ours) if ours else f"{time.time_ns():020d}-{self.options.digest}"
+        self._version = max(ours) if ours else new_version(theirs, self.options.digest)
 
     @property
     def prefix(self) -> str:
@@ -412,6 +412,12 @@ class RayReplicas:
 
 async def _on_thread(work: Any) -> Any:
     return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+
+
+def new_version(others: Collection[str], digest: str) -> str:
+    """A version that is later than all others, also where the wall clock was set back or another node's is ahead."""
+    latest = max((int(version.partition("-")[0]) for version in others), default=0)
+    return f"{max(time.time_ns(), latest + 1):020d}-{digest}"
 
 
 def _version_and_index(name: str) -> tuple[str, int]:
