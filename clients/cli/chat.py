@@ -4,6 +4,8 @@ A SessionFile has its turns as JSON in the first line; the rest is its KV as `Co
 where the service is this program's own, so that it goes on at once. Nothing in it is executed.
 """
 
+import fcntl
+import glob
 import hashlib
 import os
 import re
@@ -94,7 +96,7 @@ class SessionFile:
         return Session(system=head.system, turns=head.turns, state=state if intact else b"", is_damaged=not intact)
 
     def write(self, session: Session) -> None:
-        """Replaces the file as a whole: whoever is interrupted leaves the old one or the new one.
+        """Replaces the file as a whole: a program that is killed meanwhile leaves the old one or the new one.
 
         Raises:
             SessionFileError: it cannot be written.
@@ -113,6 +115,8 @@ class SessionFile:
             raise SessionFileError(f"{self.path} cannot be written: {error.strerror}") from error
         try:
             with os.fdopen(descriptor, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._remove_unfinished()
                 file.write(msgspec.json.encode(head) + b"\n")
                 file.write(session.state)
                 file.flush()
@@ -123,6 +127,13 @@ class SessionFile:
             if isinstance(error, OSError):
                 raise SessionFileError(f"{self.path} cannot be written: {error.strerror}") from error
             raise
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a killed program has left beside the file; one that still writes has a lock on its own."""
+        for path in self.path.parent.glob(f".{glob.escape(self.path.name)}.????????"):
+            with suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 @runtime_checkable

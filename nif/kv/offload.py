@@ -56,7 +56,9 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
             raise ValueError("its tokens are no list of ids")
         tokens = tensors["tokens"].tolist()
         contents = [tensors[f"group.{index}"] for index in range(num_groups)]
-    except (SafetensorError, ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        if not isinstance(metadata, dict):
+            raise ValueError("its metadata is no map")
+    except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise BatchError(f"not a saved sequence: {error}") from error
     if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
         raise BatchError("the saved sequence is of another model, precision or block size")

@@ -294,10 +294,16 @@ def test_a_damaged_or_foreign_saved_sequence_is_refused(tiny_model: TinyModel) -
     context.prefill(prompt_of(10, 1), 0, 0)
     data = context.seq_save(0)
     other = make_context(tiny_model("qwen3"))
-    for context_, damaged in ((other, data), (context, data[:40]), (context, b""), (context, b"\xff" * 64)):
+    heads = [b"[]", b'{"__metadata__":5}', b'{"__metadata__":null}', b"[" * 99_999, b'{"tokens":1}', b"nul", b"\xff"]
+    nasty = [len(head).to_bytes(8, "little") + head for head in heads]
+    halves = [data[:size] for size in range(0, len(data), 97)]  # what a writer that is killed leaves
+    for damaged in (*nasty, *halves, b"\xff" * 64, data + b"x"):
         with pytest.raises(BatchError):
-            context_.seq_load(1, damaged)
-        assert context_.kv.length(1) == 0
+            context.seq_load(1, damaged)
+        assert context.kv.length(1) == 0
+    with pytest.raises(BatchError):
+        other.seq_load(1, data)
+    assert other.kv.length(1) == 0
     with pytest.raises(BatchError, match="empty"):
         context.seq_save(3)
     with pytest.raises(BatchError, match="already"):

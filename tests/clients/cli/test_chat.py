@@ -3,9 +3,11 @@
 `genbatch chat --session`: the conversation goes on in the next run, and what is evaluated is not evaluated again.
 """
 
+import fcntl
 import io
 import json
 import os
+import random
 import re
 import signal
 import stat
@@ -14,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -407,3 +410,46 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert files(tmp_path) == ["notes.chat"]
     with pytest.raises(SessionFileError, match="cannot be written"):
         SessionFile(tmp_path / "absent" / "notes.chat").write(Session())
+
+
+WRITES = """
+import os, sys
+from pathlib import Path
+from genbatch.clients.cli.chat import Session, SessionFile
+from genbatch.proto.messages import Message
+
+file, number = SessionFile(Path(sys.argv[1])), 0
+while True:
+    number += 1
+    file.write(Session(turns=[Message(role="user", content=str(number))], state=b"%d" % (number % 10) * 2_000_000))
+    os.write(1, b"%d\\n" % number)
+"""
+
+
+@pytest.mark.trio
+async def test_a_program_that_is_killed_while_it_writes_leaves_a_whole_session(tmp_path: Path) -> None:
+    path, rng = tmp_path / "notes.chat", random.Random(1)
+    for _ in range(12):
+        command = [sys.executable, "-c", WRITES, str(path)]
+        async with trio.open_nursery() as nursery:
+            process = await nursery.start(partial(trio.run_process, command, stdout=subprocess.PIPE, check=False))
+            for _ in range(rng.randint(1, 3)):  # then it is within the next write
+                written = int((await process.stdout.receive_some()).split()[-1])
+            process.kill()
+        session = SessionFile(path).read()
+        [turn] = session.turns
+        assert not session.is_damaged and int(turn.content) >= written
+        assert session.state == str(int(turn.content) % 10).encode() * 2_000_000
+        assert len(files(tmp_path)) <= 2
+    SessionFile(path).write(Session(turns=TURNS))
+    assert files(tmp_path) == ["notes.chat"]  # what the killed ones had begun is gone
+
+
+def test_what_another_program_is_writing_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.chat"
+    writing, finished = tmp_path / ".notes.chat.12345678", tmp_path / ".notes.chat.abcdefgh"
+    finished.write_bytes(b"half")
+    with writing.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        SessionFile(path).write(Session(turns=TURNS))
+        assert sorted(files(tmp_path)) == [writing.name, "notes.chat"]
