@@ -84,7 +84,7 @@ differential: $(VENV)/.test
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
-# A steady stream beside clients that mean harm, one after another: make hostile MINUTES=8
+# Steady streams at every door beside clients that mean harm, one after another: make hostile MINUTES=8
 hostile: $(VENV)/.test
 	$(BIN)/python -m tests.hostile --minutes $(MINUTES) $(ARGS)
 

@@ -261,6 +261,48 @@ async def http_connections(place: Place, answers: Answers) -> None:
     answers["closed"] += CONNECTIONS
 
 
+async def http_gets(place: Place, answers: Answers) -> None:
+    """Connect, GET and close, without a look at the answer."""
+    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    for _ in range(CONNECTIONS):
+        with suppress(OSError, trio.BrokenResourceError):
+            async with await trio.open_tcp_stream("127.0.0.1", int(place.http)) as stream:
+                await stream.send_all(request)
+    answers["closed"] += CONNECTIONS
+
+
+async def http_2_resets(place: Place, answers: Answers) -> None:
+    """HTTP/2 at once: the preface, settings, and streams that are begun and reset."""
+    preface, settings = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0\0\0\4\0\0\0\0\0"
+    begun = [b"\0\0\1\1\5" + number.to_bytes(4) + b"\x82" for number in range(1, 400, 2)]
+    resets = [b"\0\0\4\3\0" + number.to_bytes(4) + b"\0\0\0\x08" for number in range(1, 400, 2)]
+    frames = b"".join(frame for pair in zip(begun, resets, strict=True) for frame in pair)
+    async with trio.open_nursery() as nursery:
+        for _ in range(SLOW):
+            nursery.start_soon(ask, place, answers, preface + settings + frames)
+
+
+async def slow_streams(place: Place, answers: Answers) -> None:
+    """Streams over HTTP/1.0 whose readers take a byte now and then, and leave in the middle."""
+    params = {"prompt": "I shall hardly read", "max_tokens": 64, "ignore_eos": True, "stream": True}
+    body = json.dumps(params).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {place.token}\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    async def read() -> None:
+        async with await trio.open_tcp_stream("127.0.0.1", int(place.http)) as stream:
+            await stream.send_all(request)
+            status = b""
+            with trio.fail_after(ANSWER_S):
+                while len(status) < 12 and (part := await stream.receive_some(1)):
+                    status += part
+        answers[f"http {status[9:12].decode()}" if status else "closed"] += 1
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(SLOW):
+            nursery.start_soon(read)
+
+
 Kind = Callable[[Place, Answers], Awaitable[None]]
 KINDS: dict[str, Kind] = {
     one.__name__: one
@@ -277,6 +319,9 @@ KINDS: dict[str, Kind] = {
         slow_headers,
         big_bodies,
         http_connections,
+        http_gets,
+        http_2_resets,
+        slow_streams,
     )
 }
 
