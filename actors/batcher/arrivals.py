@@ -244,10 +244,11 @@ class Arrivals:
         reading: ReadJob[Any]
         if request.embedding is not None:
             texts = request.embedding.wanted
-            reading = without_template(partial(intake.embeddings.read, texts), intake.embeddings.size(texts))
+            read_texts = partial(intake.embeddings.read, texts)
+            reading = without_template(read_texts, intake.embeddings.size(texts), request.account)
         else:
             start, read = partial(intake.start_prompt, wanted), partial(intake.read, wanted)
-            reading = ReadJob(start, read, intake.size(wanted))
+            reading = ReadJob(start, read, intake.size(wanted), request.account)
         prompt = self._reader.read(reading, lambda prompt: owner.ref.info(Encoded(request, prompt), control=True))
         if prompt is not None:
             return self._finish(request, prompt)

@@ -162,7 +162,8 @@ class SessionCalls:
             return
         self._reading.append(from_)
         send, intake, wanted = self._send, self._intake, message.request
-        reading = ReadJob(partial(intake.start_prompt, wanted), partial(intake.tokenize, wanted), intake.size(wanted))
+        start, tokenize = partial(intake.start_prompt, wanted), partial(intake.tokenize, wanted)
+        reading = ReadJob(start, tokenize, intake.size(wanted), message.tenant)
         self._reader.submit(reading, lambda tokens: send(SessionRead(message, from_, tokens)))
 
     def read(self, message: SessionRead) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import outcome
 
-from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.runtime.worker import SharedWorker, Worker
 from genbatch.nif.text.tokenizer import ChatPrompt
 
 T = TypeVar("T")
@@ -34,11 +34,13 @@ class ReadJob(Generic[T]):
         begin: starts the chat template; returns None where there is no conversation.
         finish: cuts the text into tokens.
         size: characters that there are.
+        client: takes turns with others at the tokenizer's thread; "" where a call asks for nothing but tokens or text.
     """
 
     begin: Callable[[], ChatPrompt | None]
     finish: Callable[[ChatPrompt | None], T]
     size: int
+    client: str = ""
 
 
 class PromptReader:
@@ -54,6 +56,7 @@ class PromptReader:
         self, worker: Worker, open_worker: Callable[[str], Worker], inline_chars: int = INLINE_PROMPT_CHARS
     ) -> None:
         self._worker = worker
+        self._turns = SharedWorker(worker)
         self._open_worker = open_worker
         self._inline_chars = inline_chars
         self._waiting: list[Worker] = []  # threads, all of them
@@ -76,7 +79,7 @@ class PromptReader:
             self._set_aside(reading, prompt, on_done)
             return None
         if prompt.num_characters > self._inline_chars:
-            self._worker.submit(reading.finish, prompt, on_done=on_done)
+            self._turns.submit(reading.client, partial(reading.finish, prompt), on_done=on_done)
             return None
         return outcome.capture(reading.finish, prompt)
 
@@ -99,7 +102,7 @@ class PromptReader:
             else:
                 self._set_aside(reading, prompt, on_done)
 
-        self._worker.submit(work, on_done=done)
+        self._turns.submit(reading.client, work, on_done=done)
 
     async def close(self) -> None:
         """Ends the threads; each waits for its template, which has its limits."""
@@ -116,14 +119,14 @@ class PromptReader:
 
         def rendered(_: "outcome.Outcome[bool]") -> None:
             self._free.append(waiting)
-            self._worker.submit(reading.finish, prompt, on_done=on_done)
+            self._turns.submit(reading.client, partial(reading.finish, prompt), on_done=on_done)
 
         waiting.submit(prompt.rendering.wait, on_done=rendered)
 
 
-def without_template(job: Callable[[], T], size: int) -> ReadJob[T]:
+def without_template(job: Callable[[], T], size: int, client: str = "") -> ReadJob[T]:
     """Something to read that is no conversation."""
-    return ReadJob(lambda: None, partial(_ignoring_prompt, job), size)
+    return ReadJob(lambda: None, partial(_ignoring_prompt, job), size, client)
 
 
 def _ignoring_prompt(job: Callable[[], T], _: ChatPrompt | None) -> T:

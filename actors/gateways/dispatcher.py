@@ -10,13 +10,14 @@ import logging
 import sys
 from array import array
 from base64 import b64encode
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import trio
 
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
@@ -57,6 +58,8 @@ RETRY_AFTER_FULL_MS = 100
 MAX_TEXT_CALLS = 32
 MAX_TEXT_BYTES = 2 * 2**20
 MAX_TEXTS_BYTES = 16 * 2**20
+# Bytes of one client's texts that are sent to the Batcher before the first of them is answered.
+TEXT_TURN_BYTES = 32 * 2**10
 RETRY_AFTER_TEXT_MS = 1000
 # What open requests of one client, and of all clients, may hold of the gateway's memory: while the engine stands still
 # nothing of it is given back. Calls are bounded already, and so is each one's size.
@@ -134,6 +137,61 @@ class TextRoom:
                 del self._bytes[payer], self._calls[payer]
 
 
+class TextTurns:
+    """Sends one client's texts a few at a time, so that texts of different clients take turns at the tokenizer.
+
+    A long text goes when the client's text before it is answered; short ones go together. The program that runs the
+    service, with the client name "", does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()  # of texts that were sent, by client
+        self._waiting: dict[str, deque[tuple[int, trio.Event]]] = {}
+
+    @asynccontextmanager
+    async def turn(self, payer: str, size: int) -> AsyncIterator[None]:
+        """Waits for the client's turn, and has it for as long as the body runs."""
+        if payer and (payer in self._waiting or not self._has_room(payer, size)):
+            await self._wait(payer, size)
+        else:
+            self._bytes[payer] += size
+        try:
+            yield
+        finally:
+            self._give_back(payer, size)
+
+    async def _wait(self, payer: str, size: int) -> None:
+        waiter = size, trio.Event()
+        self._waiting.setdefault(payer, deque()).append(waiter)
+        try:
+            await waiter[1].wait()
+        except trio.Cancelled:
+            if waiter[1].is_set():
+                self._give_back(payer, size)
+            else:
+                self._waiting[payer].remove(waiter)
+                self._call_next(payer)
+            raise
+
+    def _has_room(self, payer: str, size: int) -> bool:
+        return not self._bytes[payer] or self._bytes[payer] + size <= TEXT_TURN_BYTES
+
+    def _give_back(self, payer: str, size: int) -> None:
+        self._bytes[payer] -= size
+        self._call_next(payer)
+
+    def _call_next(self, payer: str) -> None:
+        waiting = self._waiting.get(payer)
+        while waiting and self._has_room(payer, waiting[0][0]):
+            size, called = waiting.popleft()
+            self._bytes[payer] += size
+            called.set()
+        if not waiting:
+            self._waiting.pop(payer, None)
+        if not self._bytes[payer]:
+            del self._bytes[payer]
+
+
 class Callee(Protocol):
     """Whom a gateway asks: a Batcher's ref, or what has its place."""
 
@@ -157,6 +215,7 @@ class Dispatcher:
         self.max_calls = MAX_GATEWAY_CALLS if of_fleet else MAX_CALLS
         # The tokenizer has one thread, and prompts wait for it in the Batcher's queue.
         self._texts = TextRoom(MAX_TEXT_BYTES, MAX_TEXTS_BYTES, MAX_TEXT_CALLS, "read")
+        self._turns = TextTurns()
         self._requests = TextRoom(MAX_REQUEST_BYTES, MAX_REQUESTS_BYTES, None, "answered")
 
     @staticmethod
@@ -227,8 +286,10 @@ class Dispatcher:
             case HealthRequest():
                 return await self._health(request)
         if method.lane is Lane.TEXT:
-            with self._texts.taken(self._text_payer(caller), held_bytes(request)):
-                return await self._batcher.call(request, timeout=method.timeout_s)
+            payer, size = self._text_payer(caller), held_bytes(request)
+            with self._texts.taken(payer, size):
+                async with self._turns.turn(payer, size):
+                    return await self._batcher.call(request, timeout=method.timeout_s)
         return await self._ask(request, method)
 
     async def _ask(self, request: msgspec.Struct, method: Method) -> object:

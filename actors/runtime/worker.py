@@ -6,12 +6,15 @@
     await worker.close()
 
 Jobs run one at a time, in order. A job cannot be interrupted.
+
+SharedWorker lets the jobs of several clients take turns on one worker.
 """
 
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple
@@ -128,6 +131,57 @@ class Worker:
     def _tell(self, callback: Callable[..., Any], *args: object) -> None:
         with suppress(trio.RunFinishedError):  # then nobody is left who could want the outcome
             self._token.run_sync_soon(callback, *args)
+
+
+class SharedWorker:
+    """Runs one job of each client in turn, so that a client with many jobs delays another client's by one of them.
+
+    shared = SharedWorker(worker)
+    shared.submit("alice", job, on_done=...)
+
+    Args:
+        worker: runs the jobs; whoever made it closes it. Jobs that still wait then are dropped.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._is_busy = False
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # by client, in the order of their turns
+
+    def submit(self, client: str, job: Callable[[], T], *, on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
+        """Runs `job` when it is this client's turn; see `Worker.submit` for `on_done`.
+
+        Raises:
+            WorkerClosed: the worker was closed.
+        """
+        if self._is_busy:
+            self._waiting.setdefault(client, deque()).append(lambda: self._begin(job, on_done))
+        else:
+            self._begin(job, on_done)
+
+    def _begin(self, job: Callable[[], T], on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
+        def done(result: "outcome.Outcome[T]") -> None:
+            self._is_busy = False
+            try:
+                on_done(result)
+            except ActorDown:
+                self._waiting.clear()  # nobody is left to be told
+                raise
+            finally:
+                self._next()
+
+        self._worker.submit(job, on_done=done)
+        self._is_busy = True
+
+    def _next(self) -> None:
+        if self._is_busy or not self._waiting:
+            return
+        client = next(iter(self._waiting))
+        jobs = self._waiting.pop(client)
+        begin = jobs.popleft()
+        if jobs:
+            self._waiting[client] = jobs  # behind all others
+        begin()
 
 
 def _call_back(worker: str, callback: Callable[..., object], *args: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import outcome
 import trio
 
-from genbatch.actors.runtime.errors import ActorDown
+from genbatch.actors.runtime.errors import ActorDown, WorkerClosed
 
 
 class SimWorker:
@@ -44,7 +44,10 @@ class SimWorker:
         return results[0].unwrap()
 
     def submit(self, job: Callable[..., Any], *args: object, on_done: Callable[[Any], object]) -> None:
-        self._jobs.send_nowait((job, args, on_done))
+        try:
+            self._jobs.send_nowait((job, args, on_done))
+        except trio.ClosedResourceError:
+            raise WorkerClosed("simulated") from None
 
     def tell(self, callback: Callable[..., object], *args: object) -> None:
         self._told.append(lambda: callback(*args))
@@ -70,7 +73,7 @@ class SimWorker:
                     callback()
                 await self._pass_time()  # what happens between a thread's message and its end
             self._told.clear()
-            with suppress(ActorDown):
+            with suppress(ActorDown, WorkerClosed):
                 on_done(result)
 
     async def _pass_time(self) -> None:

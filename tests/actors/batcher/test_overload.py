@@ -1,8 +1,8 @@
 """The Batcher when more is asked than it can give: turns among clients, priorities that age, hopeless deadlines."""
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.text.tokenizer import Tokenizer
-from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from genbatch.proto.messages import GenerateRequest, Payer, Result, Token
+from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, QueueFull
+from genbatch.proto.messages import GenerateRequest, Message, Payer, Result, Token, TokenizeRequest
 
 TinyModel = Callable[[str], Model]
 
@@ -53,6 +53,15 @@ def served(tiny_model: TinyModel, nursery: trio.Nursery) -> Callable[..., Any]:
         return Served(actor, await start(nursery, actor, name="batcher"))
 
     return made
+
+
+@contextmanager
+def setting(gate: threading.Event) -> Iterator[None]:
+    """Sets the gate in the end, however the body ends: a thread waits at it."""
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 async def ask_all(served: Served, asked: list[dict[str, Any]]) -> list[str]:
@@ -294,4 +303,39 @@ async def test_an_idle_batchers_request_waits_no_longer_than_its_deadline(
                 assert set(ends) == {deadline_s for deadline_s in deadlines if deadline_s < at}
     finally:
         gate.set()
+    await bench.ref.stop()
+
+
+@pytest.mark.trio
+async def test_long_prompts_of_one_client_let_those_of_another_have_their_turn_at_the_tokenizer(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "least_tokens", lambda self, text: 0)  # else they are refused before
+    bench = await served(batch_size=1, max_queue=20)
+    text, ended = "a " * INLINE_PROMPT_CHARS, list[str]()
+    conversation = [Message(role="system", content=text)]
+    gate = threading.Event()
+    bench.actor._reader._turns.submit("greedy", gate.wait, on_done=lambda _: None)
+
+    async def ask(name: str, message: Any) -> None:
+        with suppress(PromptTooLong):  # a text that takes a thread is more than so small a context holds
+            await bench.ref.call(message, timeout=None)
+        ended.append(name)
+
+    messages: list[tuple[str, Any]] = [
+        *((f"greedy {number}", Generate(GenerateRequest(prompt=text), client="greedy")) for number in range(4)),
+        ("tokenize", TokenizeRequest(prompt=text)),
+        ("prompt", Generate(GenerateRequest(prompt=text), client="a")),
+        ("conversation", Generate(GenerateRequest(messages=conversation), client="b")),
+    ]
+    async with trio.open_nursery() as nursery:
+        with setting(gate):
+            for name, message in messages:
+                nursery.start_soon(ask, name, message)
+                await wait_all_tasks_blocked()
+    # A template may take a while in its own process, and the prompt's turn is then a later one.
+    assert [name for name in ended if name != "conversation"] == [
+        *("greedy 0", "tokenize", "prompt"),
+        *("greedy 1", "greedy 2", "greedy 3"),
+    ]
     await bench.ref.stop()

@@ -7,9 +7,15 @@ import pytest
 import trio
 import trio.testing
 
-from genbatch.actors.gateways.dispatcher import MAX_TEXT_BYTES, MAX_TEXT_CALLS, MAX_TEXTS_BYTES, Dispatcher
+from genbatch.actors.gateways.dispatcher import (
+    MAX_TEXT_BYTES,
+    MAX_TEXT_CALLS,
+    MAX_TEXTS_BYTES,
+    TEXT_TURN_BYTES,
+    Dispatcher,
+)
 from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
-from genbatch.actors.runtime.actor import NOREPLY, GenServer, start
+from genbatch.actors.runtime.actor import NOREPLY, From, GenServer, reply, start
 from genbatch.actors.runtime.supervisor import Registry
 from genbatch.proto.codec import encode
 from genbatch.proto.errors import (
@@ -21,7 +27,7 @@ from genbatch.proto.errors import (
     Unavailable,
     UnknownMethod,
 )
-from genbatch.proto.messages import Result, Token
+from genbatch.proto.messages import Result, Token, TokenIds, TokenizeRequest
 from genbatch.proto.methods import METHODS
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
 
@@ -186,6 +192,53 @@ async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all
     with trio.move_on_after(0):  # all have left: there is room again
         await read("a")
     assert not dispatcher._texts._bytes and not dispatcher._texts._calls
+
+
+async def test_long_texts_of_one_client_are_sent_one_after_another_and_others_do_not_wait_for_them(
+    nursery: trio.Nursery,
+) -> None:
+    """The tokenizer reads in the order in which texts come to it."""
+    sent: list[tuple[str, From[object]]] = []
+
+    class Slow(GenServer):
+        async def handle_call(self, request: object, from_: "From[object]") -> object:
+            assert isinstance(request, TokenizeRequest) and request.prompt is not None
+            sent.append((request.prompt[:2], from_))
+            return NOREPLY
+
+    dispatcher = Dispatcher(await start(nursery, Slow()))
+    scopes: dict[str, trio.CancelScope] = {}
+
+    async def read(name: str, size: int) -> None:
+        with trio.CancelScope() as scopes[name]:
+            params = {"prompt": name.ljust(size, "x")}
+            await dispatcher.call("tokenize", params, client=name[0] if name[0] != "-" else "", on_token=None)
+
+    async def step(*names: str, size: int = TEXT_TURN_BYTES) -> list[str]:
+        before = len(sent)
+        for name in names:
+            callers.start_soon(read, name, size)
+            await trio.testing.wait_all_tasks_blocked()
+        return [name for name, _ in sent[before:]]
+
+    async def answer(number: int) -> list[str]:
+        before = len(sent)
+        reply(sent[number][1], TokenIds(token_ids=[]))
+        await trio.testing.wait_all_tasks_blocked()
+        return [name for name, _ in sent[before:]]
+
+    async with trio.open_nursery() as callers:
+        assert await step("a1", "a2", "a3", "a4", "b1", "b2", "-1", "-2") == ["a1", "b1", "-1", "-2"]
+        assert await step("a5", "c1", "c2", size=10) == ["c1", "c2"], "behind the client's own, short texts together"
+        scopes["a2"].cancel()
+        assert await answer(0) == ["a3"]
+        scopes["a3"].cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert [name for name, _ in sent[-1:]] == ["a4"]
+        assert await answer(len(sent) - 1) == ["a5"]
+        assert await answer(1) == ["b2"]
+        callers.cancel_scope.cancel()
+    assert not dispatcher._turns._waiting and not +dispatcher._turns._bytes
 
 
 class StandsStill(GenServer):

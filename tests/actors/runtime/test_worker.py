@@ -9,7 +9,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from genbatch.actors.runtime.errors import ActorDown, WorkerClosed
-from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.runtime.worker import SharedWorker, Worker
 
 
 @pytest.mark.trio
@@ -170,3 +170,60 @@ async def test_a_callback_that_raises_does_not_end_the_program(caplog: pytest.Lo
     await worker.close()
     assert told == [3]
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+
+
+@pytest.mark.trio
+async def test_clients_of_a_shared_worker_take_turns_and_each_ones_jobs_run_in_order() -> None:
+    worker, gate, order = Worker("worker"), threading.Event(), list[str]()
+    shared = SharedWorker(worker)
+    shared.submit("a", gate.wait, on_done=lambda _: None)
+    for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        shared.submit(name[0], lambda name=name: name, on_done=lambda result: order.append(result.unwrap()))  # type: ignore[misc]
+    gate.set()
+    with trio.fail_after(10):
+        while len(order) < 6:
+            await trio.lowlevel.checkpoint()
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert not shared._waiting, "a client without jobs is forgotten"
+    await worker.close()
+
+
+@pytest.mark.trio
+async def test_a_shared_worker_goes_on_after_a_job_that_fails_and_an_answer_that_is_not_understood(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, done = Worker("worker"), trio.Event()
+    shared = SharedWorker(worker)
+    shared.submit("a", lambda: 1 / 0, on_done=lambda result: result.unwrap())
+    shared.submit("a", lambda: 1, on_done=lambda _: done.set())
+    with trio.fail_after(10):
+        await done.wait()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    await worker.close()
+
+
+@pytest.mark.trio
+async def test_what_waits_for_a_shared_worker_is_dropped_when_nobody_is_left_to_be_told_or_it_is_closed() -> None:
+    worker, ran = Worker("worker"), list[int]()
+    shared = SharedWorker(worker)
+
+    def gone(_: object) -> None:
+        raise ActorDown("actor")
+
+    gate = threading.Event()
+    shared.submit("a", gate.wait, on_done=gone)
+    shared.submit("a", lambda: ran.append(1), on_done=lambda _: None)
+    gate.set()
+    await worker.run(lambda: None)
+    await wait_all_tasks_blocked()
+    assert not shared._waiting
+    gate.clear()
+    shared.submit("a", gate.wait, on_done=lambda _: None)
+    shared.submit("a", lambda: ran.append(2), on_done=lambda _: None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.close)
+        await wait_all_tasks_blocked()
+        gate.set()
+    assert not ran
+    with pytest.raises(WorkerClosed):
+        shared.submit("a", gate.wait, on_done=lambda _: None)
