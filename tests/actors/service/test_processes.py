@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from genbatch import ZeroMQClient
+from genbatch import SyncZeroMQClient, ZeroMQClient
 from genbatch.actors.gateways.dispatcher import MAX_CALLS, MAX_REQUEST_BYTES
 from genbatch.clients import remote
 from genbatch.clients.remote import Retry
@@ -172,6 +172,44 @@ async def test_a_gateway_that_is_killed_comes_back_to_the_same_engine(service: R
         assert stats["steps"] > steps
         assert stats["requests_running"] == 0 and stats["kv_blocks_used"] == 0  # what the dead one had asked for
         assert stats["finished"]["cancelled"] == 1
+
+
+# Seconds that a process may stand still without a fault: a machine that sleeps, swaps, or moves its containers.
+STANDSTILL_S = 4.0
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("client", ["trio", "plain"])
+async def test_a_gateway_that_stands_still_for_seconds_loses_no_request_over_zeromq(
+    service: RunningService, stage: Stage, client: str
+) -> None:
+    async with connect(service) as other, trio.open_nursery() as nursery:
+        asked = Asked(other, nursery)
+        results: list[Result] = []
+
+        def generate_plainly() -> None:
+            with SyncZeroMQClient(service.address, timeout=TIMEOUT_S) as plain:
+                results.append(plain.generate([5, 6, 9], max_tokens=100, ignore_eos=True))
+
+        with stage.holding():
+            if client == "plain":
+                nursery.start_soon(trio.to_thread.run_sync, generate_plainly)
+                while not (await other.stats())["requests_running"]:
+                    await a_moment()
+            else:
+                asked.stream("streaming", [5, 6, 8])
+                await asked.some_tokens_of("streaming")
+            gateway = kill(service.gateway, signal.SIGSTOP)
+            try:
+                await trio.sleep(STANDSTILL_S)
+            finally:
+                kill(gateway, signal.SIGCONT)
+        asked.generate("afterwards", [5, 6], 2)
+        await asked.end_of("afterwards")
+        if client == "trio":
+            assert (await asked.end_of("streaming")).finish_reason == "length"
+    if client == "plain":
+        assert results[0].finish_reason == "length"
 
 
 @pytest.mark.trio
