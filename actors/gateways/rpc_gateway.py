@@ -21,7 +21,7 @@ from pathlib import Path
 
 import trio
 
-from genbatch.actors.gateways.accepting import accept_from
+from genbatch.actors.gateways.accepting import accept_from, has_hung_up
 from genbatch.actors.gateways.addresses import check_rpc_address, listen, listening_address
 from genbatch.actors.gateways.connection_limit import (
     MAX_HALF_MESSAGES,
@@ -63,6 +63,10 @@ def read_hello(event: CallReceived | Refused) -> tuple[int | None, HelloRequest 
 MESSAGE_S, HELLO_S, STALLED_S = 30.0, 5.0, 10.0
 # Seconds in which the last messages may leave.
 LINGER_S = 0.5
+# Seconds between looks for clients that are silent or read nothing.
+SWEEP_S = 0.5
+# Seconds until the first look whether a client that has ended its side is gone; then twice as many, and so on.
+PROBE_S = 0.01
 # Bytes given to the kernel at once.
 MAX_SEND_BYTES = 2**16
 # Messages acted on before other tasks run.
@@ -131,6 +135,7 @@ class RPCConnection:
                     with trio.move_on_after(LINGER_S):
                         await self._part()
                 else:
+                    await self._answer_the_last()
                     await self._calls.turn_to_end()
                 nursery.cancel_scope.cancel()
         finally:
@@ -183,6 +188,20 @@ class RPCConnection:
                     await self._calls.turn_to_end()
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
+
+    async def _answer_the_last(self) -> None:
+        """Waits for the open calls of a client that has ended its side, and may still read; not for one that is gone.
+
+        Over TCP a client that is gone looks the same until something is sent, to which its machine then objects.
+        """
+        session, stream, pause_s = self.session, self._stream, PROBE_S
+        if session is None or not isinstance(stream, trio.SocketStream):
+            return
+        while (session.num_calls or self._outbox or self._is_sending) and not has_hung_up(stream.socket):
+            if stream.socket.family != socket.AF_UNIX and not self._outbox:
+                session.heartbeat()
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, SWEEP_S)
 
     def _new_session(self, tenant: str | None) -> RPCSession:
         return RPCSession(self._dispatcher, self._calls, self._outbox, self._wake, client=self.client, tenant=tenant)
@@ -298,8 +317,6 @@ class RPCConnection:
             await self._sent.wait()
 
 
-# Seconds between looks for clients that are silent or read nothing.
-SWEEP_S = 0.5
 # Seconds of silence after which the kernel asks whether the other machine is still there, and how often it does.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 5, 2, 3
 

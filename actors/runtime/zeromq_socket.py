@@ -24,8 +24,8 @@ Frames = list[bytes]
 HIGH_WATER_MARK = 256
 # Milliseconds. A connection that does not speak ZeroMQ, or has gone silent, is dropped.
 HANDSHAKE_IVL = 5000
-# Neither end may drop the other for a standstill of some seconds: of a machine that sleeps or swaps, of a container that is
-# moved. A process that dies is noticed at once without heartbeats, and calls of a silent client by its lease.
+# Neither end may drop the other for a standstill of some seconds, of a machine that sleeps or swaps. A process that
+# dies is noticed at once without heartbeats, and calls of a silent client by its lease.
 HEARTBEAT_IVL, HEARTBEAT_TIMEOUT, HEARTBEAT_TTL = 1000, 10_000, 10_000
 
 

@@ -110,6 +110,34 @@ async def test_the_end_of_a_connection_frees_its_requests_at_once(tmp_path: Path
             await trio.lowlevel.checkpoint()
 
 
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_a_client_that_only_ends_its_own_side_gets_its_answers(tmp_path: Path, transport: str) -> None:
+    async with served(tmp_path, transport) as service, connected(service) as socket:
+        await socket.tell([0, 1, "generate", [{"prompt": "hold a"}]])
+        await socket.tell([0, 2, "stream", [{"prompt": "hold b"}]])
+        await socket.stream.send_eof()
+        whole, streamed = [await service.batcher.arrival(f"hold {name}") for name in "ab"]
+        for _ in range(5):
+            await trio.testing.wait_all_tasks_blocked(0.02)
+        streamed.emit("x")
+        whole.finish()
+        streamed.finish()
+        heard = []
+        while (message := await socket.hear()) is not None:
+            if message != [2, "heartbeat", []]:
+                heard.append(message[:2] if message[0] == 1 else message)
+        assert sorted(heard) == [[1, 1], [1, 2], [2, "token", [2, 0, 100, "x"]]]
+        assert sorted(service.batcher.freed) == []
+
+
+async def test_a_client_that_is_gone_frees_its_requests_over_tcp_too(tmp_path: Path) -> None:
+    async with served(tmp_path, "tcp") as service:
+        async with connected(service) as socket:
+            await socket.tell([0, 1, "generate", [{"prompt": "hold"}]])
+            await service.batcher.arrival("hold")
+        await service.batcher.release("hold")
+
+
 async def test_bytes_without_an_end_get_a_last_error_and_others_go_on(tmp_path: Path) -> None:
     async with served(tmp_path, "unix") as service, connected(service) as honest:
         for data, msgid, code in (
