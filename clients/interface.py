@@ -12,7 +12,7 @@ Errors of requests are in genbatch.proto.errors; here are those of a client's ow
 import struct
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -253,6 +253,9 @@ class Client(Protocol):
         Raises:
             GenbatchError: the request's error; InvalidRequest where the model gives no embeddings.
         """
+
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """Send the request of any method in `proto/methods.py` but a generation, and return its answer."""
 
     async def stats(self) -> dict[str, Any]:
         """The service's counters; while its engine is down (`engine` says so) only those of the gateway."""
@@ -575,6 +578,31 @@ class SyncServiceCalls:
         """See `Client.drain`."""
         drained: Drained = self.ask(DrainRequest(timeout_s=timeout_s))
         return drained
+
+
+async def generate_for(
+    client: Client, request: GenerateRequest, on_token: Callable[[Token], None] | None = None
+) -> Result:
+    """The result of a request that another door has read; `on_token` is called with each token as it comes."""
+    params: Any = msgspec.to_builtins(request)  # fields that differ from their default
+    prompt = params.pop("prompt", None)
+    prompt = params.pop("token_ids", prompt)
+    messages = params.pop("messages", None)
+    if on_token is None:
+        return await client.generate(prompt, messages=messages, **params)
+    async with client.stream(prompt, messages=messages, **params) as stream:
+        async for token in stream:
+            on_token(token)
+    return stream.result
+
+
+async def embed_for(client: Client, request: EmbedRequest) -> tuple[list[bytes], int]:
+    """The vectors of a request that another door has read, float32 in little endian, and its prompt tokens."""
+    params: Any = msgspec.to_builtins(request)
+    params.pop("encoding_format", None)
+    found = await client.embed(params.pop("input"), **params)
+    vectors = [struct.pack(f"<{len(vector)}f", *vector) for vector in found.embeddings]
+    return vectors, found.usage.prompt_tokens
 
 
 def asked_method(request: msgspec.Struct) -> Method:

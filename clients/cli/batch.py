@@ -1,11 +1,13 @@
 """`genbatch batch`: a file of requests through one model; a run that was killed goes on where it ended.
 
-Each line in is an object: `prompt`, `token_ids` or `messages`, parameters by name, and an `id` if wanted. Each line out
-has the number of its line in (`line`, from 0), the `id`, and either `result` or `error`.
+Each line in is an object: `prompt`, `token_ids` or `messages`, parameters by name, and an `id` if wanted; or a request
+in the form of OpenAI's batch files, with `custom_id`, `url` and `body`. Each line out has the place of its request in
+the file (`line`, from 1) and an answer in the same form.
 """
 
 import json
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +17,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from genbatch.clients.cli.batch_api import BatchAPI, BatchLine
 from genbatch.clients.cli.command import FAILURE, UsageError, report, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.option_flags import ModelFlags
 from genbatch.clients.interface import Client
 from genbatch.proto.errors import ErrorInfo, GenbatchError, InvalidRequest, Unavailable, from_wire
-from genbatch.proto.messages import Result
+from genbatch.proto.messages import Result, check_type
 
 _MOST_TOLD = 10  # lines that failed, named one by one
 
@@ -42,19 +45,18 @@ class BatchFile:
         if target.resolve() == source.resolve():
             raise UsageError("output: results cannot go into the file of requests")
         # Not splitlines: a string in JSON may hold U+2028 and other ends of lines as they are.
-        found = [(place, line) for place, line in enumerate(_text_of(source).split("\n"), 1) if line.strip()]
-        self.lines = [line for _, line in found]
-        self._places = [place for place, _ in found]  # in the file, from 1, as an editor counts
+        lines = enumerate(_text_of(source).split("\n"), 1)  # as an editor counts
+        self.lines = {place: line for place, line in lines if line.strip()}
         self.failed: dict[int, str] = {}
         self.done = self._read_done()
 
     def todo(self) -> Iterator[tuple[int, str]]:
         """Line numbers and lines that have no result yet."""
-        return ((number, line) for number, line in enumerate(self.lines) if number not in self.done)
+        return ((number, line) for number, line in self.lines.items() if number not in self.done)
 
     @staticmethod
-    def parse(line: str) -> tuple[Any, dict[str, Any]]:
-        """A line's id (None without one) and its other fields, unchecked.
+    def parse(line: str) -> dict[str, Any]:
+        """A line's fields, unchecked.
 
         Raises:
             InvalidRequest: not a JSON object.
@@ -65,8 +67,7 @@ class BatchFile:
             raise InvalidRequest(None, f"not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise InvalidRequest(None, "not a JSON object")
-        identity = fields.pop("id", None)
-        return identity, fields
+        return fields
 
     def write(self, number: int, identity: Any, outcome: Result | GenbatchError) -> None:
         """Appends a line's outcome; it is in the file when this returns."""
@@ -76,6 +77,23 @@ class BatchFile:
             self.failed[number] = str(outcome)
         else:
             entry["result"] = outcome
+        self._finish(number, entry)
+
+    def write_response(self, number: int, custom_id: Any, outcome: tuple[int, dict[str, Any]] | GenbatchError) -> None:
+        """As `write`, for a line in OpenAI's form and in the form of its answers."""
+        name = f"batch_req_{number}"
+        entry: dict[str, Any] = {"line": number, "id": name, "custom_id": custom_id, "response": None, "error": None}
+        if isinstance(outcome, GenbatchError):
+            entry["error"] = outcome.to_wire()
+            self.failed[number] = str(outcome)
+        else:
+            status, body = outcome
+            entry["response"] = {"status_code": status, "request_id": name, "body": body}
+            if status != HTTPStatus.OK:
+                self.failed[number] = _message(body)
+        self._finish(number, entry)
+
+    def _finish(self, number: int, entry: dict[str, Any]) -> None:
         self._append(msgspec.json.encode(entry) + b"\n")
         self.done.add(number)
 
@@ -84,7 +102,7 @@ class BatchFile:
         whole = f"{len(self.done) - len(self.failed)} of {len(self.lines)} requests are answered, in {self.target}"
         if not self.failed:
             return whole
-        told = [f"  line {self._places[number]}: {self.failed[number]}" for number in sorted(self.failed)[:_MOST_TOLD]]
+        told = [f"  line {number}: {self.failed[number]}" for number in sorted(self.failed)[:_MOST_TOLD]]
         if len(self.failed) > _MOST_TOLD:
             told.append(f"  and {len(self.failed) - _MOST_TOLD} more, each with its error in {self.target}")
         return "\n".join([whole, f"{len(self.failed)} of {self.source} failed:", *told])
@@ -110,22 +128,52 @@ class BatchFile:
             raise UsageError(f"output: {self.target} holds something else than results: {error}") from error
         if rest:
             self.target.write_bytes(whole)
-        # A refusal that passes with time is tried again; one that names a parameter is not.
-        kept = {
-            entry.line: entry.error for entry in entries if entry.error is None or entry.error.retry_after_ms is None
-        }
-        self.failed = {number: str(from_wire(fault)) for number, fault in kept.items() if fault is not None}
-        return set(kept)
+        kept = [entry for entry in entries if not entry.is_passing]
+        self.failed = {entry.line: fault for entry in kept if (fault := entry.fault) is not None}
+        return {entry.line for entry in kept}
 
 
 _BEGINNING = b'{"line":'  # of each line of results
 
 
+class _Response(msgspec.Struct):
+    """The API's answer in a line of results."""
+
+    status_code: int
+    body: dict[str, Any]
+
+
 class _Entry(msgspec.Struct):
-    """What is read again of a line of results."""
+    """The part of a line of results that a later run reads."""
 
     line: int
     error: ErrorInfo | None = None
+    response: _Response | None = None
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is a refusal that passes with time, and is tried again."""
+        if self.response is not None:
+            return self.response.status_code in _PASSING
+        return self.error is not None and self.error.retry_after_ms is not None
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why there is no answer; None where there is one."""
+        if self.error is not None:
+            return str(from_wire(self.error))
+        if self.response is not None and self.response.status_code != HTTPStatus.OK:
+            return _message(self.response.body)
+        return None
+
+
+_PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def _message(body: dict[str, Any]) -> str:
+    """The message in an error that OpenAI's API answers with."""
+    error = body.get("error")
+    return str(error.get("message")) if isinstance(error, dict) else str(error)
 
 
 def _text_of(source: Path) -> str:
@@ -152,12 +200,16 @@ def batch(
 ) -> None:
     """Run a file of requests; killed and started again, it goes on where it stopped.
 
-    0: all are answered; 1: some failed, which are named. Each line of the results has the number of its request from 0,
-    empty lines not counted.
+    0: all are answered; 1: some failed, which are named. Each line of the results has the place of its request in the
+    file, from 1.
 
     Each line is an object with prompt, token_ids or messages, the parameters by name, and an id if you like:
 
       {"id": "a", "prompt": "The capital of France is", "max_tokens": 8}
+
+    or a request of OpenAI's batch files, with an answer in their form:
+
+      {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
     Example:
 
@@ -182,26 +234,41 @@ def batch(
 
 async def _answer_all(client: Client, file: BatchFile, concurrency: int) -> None:
     """Keeps `concurrency` requests under way until every line has its outcome."""
-    todo = file.todo()
+    todo, api = file.todo(), BatchAPI(client)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("requests", total=len(file.lines), completed=len(file.done))
 
         async def work() -> None:
             for number, line in todo:
-                identity = None
-                try:
-                    identity, fields = file.parse(line)
-                    prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
-                    outcome = await client.generate(prompt, messages=messages, **fields)
-                except Unavailable:
-                    raise  # nobody is there: every line left would say so
-                except GenbatchError as error:
-                    file.write(number, identity, error)
-                else:
-                    file.write(number, identity, outcome)
+                await _answer(client, api, file, number, line)
                 progress.update(task, completed=len(file.done))
 
         async with trio.open_nursery() as nursery:
             for _ in range(concurrency):
                 nursery.start_soon(work)
+
+
+async def _answer(client: Client, api: BatchAPI, file: BatchFile, number: int, line: str) -> None:
+    """Answers one line, in the form that it has.
+
+    Raises:
+        Unavailable: no service answers, which every other line would say too.
+    """
+    fields: dict[str, Any] = {}
+    outcome: Any
+    try:
+        fields = file.parse(line)
+        if "custom_id" in fields:
+            outcome = await api.answer(check_type(fields, BatchLine))
+        else:
+            asked = {name: value for name, value in fields.items() if name != "id"}
+            outcome = await client.generate(asked.pop("prompt", None), messages=asked.pop("messages", None), **asked)
+    except Unavailable:
+        raise
+    except GenbatchError as error:
+        outcome = error
+    if "custom_id" in fields:
+        file.write_response(number, fields["custom_id"], outcome)
+    else:
+        file.write(number, fields.get("id"), outcome)

@@ -3,7 +3,6 @@
 A ReplicaConnection is a gateway's way to one of them.
 """
 
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -13,7 +12,7 @@ import msgspec
 import trio
 
 from genbatch.actors.batcher.messages import Embedded
-from genbatch.clients.interface import ClientClosed
+from genbatch.clients.interface import ClientClosed, embed_for, generate_for
 from genbatch.clients.remote import RemoteClient, Retry
 from genbatch.clients.transports import Transport
 from genbatch.nif.errors import OptionError
@@ -51,26 +50,14 @@ class ReplicaConnection:
 
     async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         """See `Connection`."""
-        params: Any = msgspec.to_builtins(request)  # what is not the default
-        prompt = params.pop("prompt", None)
-        prompt = params.pop("token_ids", prompt)
-        messages = params.pop("messages", None)
         with _unavailable_once_closed():
-            if on_token is None:
-                return await self._client.generate(prompt, messages=messages, **params)
-            async with self._client.stream(prompt, messages=messages, **params) as stream:
-                async for token in stream:
-                    on_token(token)
-            return stream.result
+            return await generate_for(self._client, request, on_token)
 
     async def embed(self, request: EmbedRequest) -> Embedded:
         """See `Connection`."""
-        params: Any = msgspec.to_builtins(request)
-        params.pop("encoding_format", None)
         with _unavailable_once_closed():
-            found = await self._client.embed(params.pop("input"), **params)
-        vectors = [struct.pack(f"<{len(vector)}f", *vector) for vector in found.embeddings]
-        return Embedded(vectors=vectors, prompt_tokens=found.usage.prompt_tokens)
+            vectors, prompt_tokens = await embed_for(self._client, request)
+        return Embedded(vectors=vectors, prompt_tokens=prompt_tokens)
 
     async def ask(self, request: msgspec.Struct) -> Any:
         """See `Connection`."""
