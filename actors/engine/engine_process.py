@@ -49,6 +49,7 @@ from genbatch.actors.engine.engine_wire import (
     decode_value,
     encode_frame,
 )
+from genbatch.actors.engine.freed_memory import keep_returning_freed_memory
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.actors.runtime.supervisor import background
@@ -285,6 +286,7 @@ class EngineProcess:
         models = await self._batcher.call(ModelsRequest(), timeout=None)
         stats = await self._batcher.call(StatsRequest(), timeout=None)
         keep_for_good()
+        self._nursery.start_soon(keep_returning_freed_memory)
         await self._tell(EngineReady(models, stats))
 
     async def _follow(self, number: int, stream: FrameStream) -> None:

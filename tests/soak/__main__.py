@@ -38,7 +38,8 @@ def children(pid: int) -> list[int]:
 def usage(pid: int) -> tuple[str, int, int]:
     """What a process is, its resident MiB and its open files."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-    role = "engine" if "engine_process" in command else "gateway" if "gateway_process" in command else "supervisor"
+    roles = {"engine_process": "engine", "gateway_process": "gateway", "template_child": "templates"}
+    role = next((role for module, role in roles.items() if module in command), "supervisor")
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return role, pages * os.sysconf("SC_PAGE_SIZE") // 2**20, len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
