@@ -19,6 +19,14 @@ class ModelError(NativeError):
         self.reason = reason
 
 
+class TensorError(NativeError):
+    """A tensor of a model's files has NaN or an infinity; the message names the tensor."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(f"its weights are not all finite: {tensor} has NaN or an infinity")
+        self.tensor = tensor
+
+
 class OptionError(NativeError):
     """An option's value cannot be honoured; `option` names it."""
 

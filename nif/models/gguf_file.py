@@ -22,7 +22,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast, integrations
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
-from genbatch.nif.errors import ModelError
+from genbatch.nif.errors import ModelError, TensorError
+from genbatch.nif.models.file_checks import check_counts, token_ids
 from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
 
 _MAGIC = b"GGUF"
@@ -147,6 +148,16 @@ class GgufFile:
                 at = begin + entry.start
                 raise self.fault(f"tensor {name} begins at byte {at}, the file ends at {len(self._view)}")
             self._entries[name] = _Entry(entry.kind, entry.shape, begin + entry.start)
+        self._check_overlaps()
+
+    def _check_overlaps(self) -> None:
+        last, end = "", 0
+        for name, entry in sorted(self._entries.items(), key=lambda item: item[1].start):
+            if entry.start < end:
+                raise self.fault(f"tensor {last} ends at byte {end}, beyond the beginning of {name} at {entry.start}")
+            kind = _kind_name(entry.kind)
+            row_bytes = bytes_per_row(kind, entry.shape[-1]) if kind in _READABLE else 0
+            last, end = name, entry.start + math.prod(entry.shape[:-1]) * (row_bytes or 0)
 
     def _table_line(self, at: int, name: str) -> tuple[_Entry, int]:
         (count,) = struct.unpack_from("<I", self._view, at)
@@ -213,7 +224,8 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
+_OF_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +261,7 @@ _SETTINGS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
 }
+_MORE_SETTINGS = {"nextn_predict_layers": "num_nextn_predict_layers"}
 _SANDWICH_NAMES = {
     **_LAYER_NAMES,
     "post_attention_norm": "post_attention_layernorm",
@@ -331,7 +344,9 @@ class GgufWeights:
         self._file = file
         self._config: Any = config
         self._family = FAMILIES[file.architecture]
-        self._stored = {ours: name for name in file.names() if (ours := self._name_of(name))}
+        # A tensor that the family has no name for keeps its own: who compares names finds it.
+        of_config = _OF_CONFIG if file.architecture == "phi3" else _OF_CONFIG[:1]
+        self._stored = {self._name_of(name) or name: name for name in file.names() if name not in of_config}
 
     def names(self) -> Collection[str]:
         """As in `WeightSource`."""
@@ -402,7 +417,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     settings["tie_word_embeddings"] = "output.weight" not in file.names()
     for key, value in file.metadata.items():
         prefix, _, rest = key.partition(".")
-        if prefix == architecture and (name := names.get(rest)) not in (None, -1):
+        if prefix == architecture and (name := names.get(rest, _MORE_SETTINGS.get(rest))) not in (None, -1):
             settings[name] = value.tolist() if isinstance(value, np.ndarray) else value
     for role in ("bos", "eos", "unknown", "padding"):
         token_id = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -413,6 +428,9 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         settings["head_dim"] = head_dim
     try:
         _settle_attention(file, settings)
+        check_counts(file.model, file.path.name, settings)
+        if extra := settings.get("num_nextn_predict_layers"):  # block_count counts these too; they are not evaluated
+            settings["num_hidden_layers"] -= extra
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
     except ModelError:
         raise
@@ -541,7 +559,10 @@ def _yarn(file: GgufFile, prefix: str, settings: dict[str, Any]) -> dict[str, An
 
 
 def _rope_factors(file: GgufFile, name: str, rotated: Any) -> list[float]:
-    factors = file.tensor(name).whole().flatten().tolist()
+    try:
+        factors = file.tensor(name).whole().flatten().tolist()
+    except TensorError as fault:
+        raise file.fault(f"tensor {name} has a factor that is no positive number") from fault
     if rotated is not None and len(factors) * 2 != rotated:
         raise file.fault(f"tensor {name} has {len(factors)} factors for {rotated} rotated elements")
     if not all(0 < factor < math.inf for factor in factors):
@@ -606,8 +627,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     for role, name in _SPECIAL.items():
         token_id = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if token_id is not None and not (isinstance(token_id, int) and token_id < len(tokens)):
-            raise file.fault(f"tokenizer.ggml.{role}_token_id is {token_id}, outside the vocabulary of {len(tokens)}")
+        token_ids(file.model, f"{file.path.name}: tokenizer.ggml.{role}_token_id", token_id, len(tokens))
         settings[name] = None if token_id is None else tokens[token_id]
     if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
         settings["chat_template"] = template
@@ -625,7 +645,12 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def gguf_end_tokens(file: GgufFile) -> frozenset[int]:
-    """Ids that end a generation: of the text, and of the turn where the file names one."""
-    ids = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot"))
-    return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+def gguf_end_tokens(file: GgufFile, vocab_size: int) -> frozenset[int]:
+    """Ids that end a generation: of the text, and of the turn where the file names one.
+
+    Raises:
+        ModelError: one is no whole number below `vocab_size`, the width of the logits.
+    """
+    keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot")]
+    named = [token_ids(file.model, f"{file.path.name}: {key}", file.metadata.get(key), vocab_size) for key in keys]
+    return frozenset().union(*named)

@@ -12,12 +12,14 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import regex
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -36,6 +38,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MAX_CONFIG_BYTES = 2**20
+_MAX_PATTERN_CHARS = 8192
+_MATCHING_S = 5.0  # for all expressions of an adapter, which real ones take milliseconds of
+_MAX_FACTOR = 1e6  # of r and lora_alpha, which are below 1000 in any adapter that works
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Fields of adapter_config.json that change what a linear gives, in ways that are not computed here.
 _REFUSED = {
@@ -171,7 +176,8 @@ def read_lora(name: str, path: Path, model: "Model", limits: AdapterLimits, free
     raw, config = _read_config(name, path / CONFIG)
     linears = _targets(model)
     found, digest = _read_tensors(name, path / WEIGHTS, linears, limits, free)
-    expected = _expected(config, model)
+    patterns = _Patterns(name, config)
+    expected = _expected(config, model, patterns)
     for module in found.keys() - set(expected):
         raise AdapterError(name, f"{WEIGHTS}: {_key(module, 'A')} is there, and {CONFIG} does not adapt {module}")
     for module in expected:
@@ -179,7 +185,7 @@ def read_lora(name: str, path: Path, model: "Model", limits: AdapterLimits, free
             raise AdapterError(name, f"{CONFIG}: target_modules: {_why_not(module)}")
         if module not in found:
             raise AdapterError(name, f"{WEIGHTS}: {_key(module, 'A')} is missing")
-    scales = _Scales(name, config)
+    scales = _Scales(name, config, patterns)
     adapted = {module: LoraLinear(a, b, scales.of(module, len(a))) for module, (a, b) in found.items()}
     digest.update(raw)
     return LoraAdapter(name, path, digest.hexdigest(), next(_handles), adapted)
@@ -239,46 +245,83 @@ def _read_config(name: str, file: Path) -> tuple[bytes, dict[str, Any]]:
             "init_lora_weights", "it goes with changed base weights; convert it to a plain adapter when saving"
         )
     for field in ("r", "lora_alpha"):
-        value = config.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_factor(config.get(field)):
             raise refuse(field, "must be a number")
     if not isinstance(config["r"], int) or config["r"] < 1:
         raise refuse("r", "must be an integer of at least 1")
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(field) or {}
-        numbers = isinstance(patterns, dict) and all(
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            for value in patterns.values()
-        )
-        if not numbers:
+        if not (isinstance(patterns, dict) and all(map(_is_factor, patterns.values()))):
             raise refuse(field, "must give a number for each pattern")
-        for pattern in patterns:
-            _compiled(name, field, pattern)
-    targets = config.get("target_modules")
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not (isinstance(targets, str) or _are_texts(targets)):
         raise refuse("target_modules", "must be names of modules, or one expression for all of them")
-    if isinstance(targets, str) and targets != "all-linear":
-        _compiled(name, "target_modules", targets)
+    if not (excluded is None or isinstance(excluded, str) or _are_texts(excluded)):
+        raise refuse("exclude_modules", "must be names of modules, or one expression for all of them")
+    layers = config.get("layers_to_transform")
+    numbers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in numbers):
+        raise refuse("layers_to_transform", "must be numbers of layers")
     return raw, config
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MAX_FACTOR <= value <= _MAX_FACTOR
 
 
 def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _compiled(name: str, field: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterError(name, f"{CONFIG}: {field}: {pattern[:64]!r} is no regular expression: {error}") from None
+class _Patterns:
+    """The regular expressions of adapter_config.json: each is compiled once, and all of them have one time limit.
+
+    An expression such as `(.*.*)*z` would try for years; `regex` can be told when to stop, and `re` cannot.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        self._name = name
+        self._until = time.monotonic() + _MATCHING_S
+        self._compiled: dict[str, regex.Pattern[str]] = {}
+        for field in ("rank_pattern", "alpha_pattern"):
+            for pattern in config.get(field) or {}:
+                self._compile(field, pattern, rf"(.*\.)?({pattern})")  # as PEFT reads them
+        for field in ("target_modules", "exclude_modules"):
+            if isinstance(pattern := config.get(field), str):
+                self._compile(field, pattern, pattern)
+
+    def _compile(self, field: str, pattern: str, whole: str) -> None:
+        try:
+            if len(pattern) > _MAX_PATTERN_CHARS:
+                raise ValueError(f"it has more than {_MAX_PATTERN_CHARS} characters")
+            self._compiled[f"{field}:{pattern}"] = regex.compile(whole)
+        except (regex.error, ValueError, RecursionError, OverflowError, MemoryError) as error:
+            reason = f"{pattern[:64]!r} is no regular expression that is read: {error}"
+            raise AdapterError(self._name, f"{CONFIG}: {field}: {reason}") from None
+
+    def matches(self, field: str, pattern: str, module: str) -> bool:
+        """Whether an expression of a field means a module.
+
+        Raises:
+            AdapterError: the adapter's expressions take too long.
+        """
+        try:
+            left = self._until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            return self._compiled[f"{field}:{pattern}"].fullmatch(module, timeout=left, concurrent=True) is not None
+        except TimeoutError:
+            reason = f"{pattern[:64]!r} takes more than {_MATCHING_S:g} seconds to compare with the modules"
+            raise AdapterError(self._name, f"{CONFIG}: {field}: {reason}") from None
 
 
 class _Scales:
     """What each linear's part is multiplied with, as PEFT computes it."""
 
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], patterns: _Patterns) -> None:
         self._name = name
         self._config = config
+        self._patterns = patterns
 
     def of(self, module: str, rank: int) -> float:
         """Of a module whose matrices have this rank."""
@@ -291,7 +334,7 @@ class _Scales:
 
     def _pattern(self, field: str, module: str, default: float) -> float:
         for pattern, value in (self._config.get(field) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if self._patterns.matches(field, pattern, module):
                 return float(value)
         return default
 
@@ -317,9 +360,17 @@ def _targets(model: "Model") -> dict[str, tuple[int, int]]:
     return {name: shape for name, shape in linears.items() if name in known}
 
 
-def _expected(config: Mapping[str, Any], model: "Model") -> list[str]:
+def _expected(config: Mapping[str, Any], model: "Model", patterns: _Patterns) -> list[str]:
     """The modules that the configuration says are adapted."""
-    targets, excluded = config["target_modules"], config.get("exclude_modules")
+
+    def names(field: str, module: str) -> bool:
+        """Whether PEFT's list of endings, or its expression, means a module."""
+        wanted = config.get(field)
+        if isinstance(wanted, str):
+            return bool(wanted) and patterns.matches(field, wanted, module)
+        return any(module == name or module.endswith(f".{name}") for name in wanted or ())
+
+    targets = config["target_modules"]
     hf: Any = model.hf
     head = hf.get_output_embeddings()
     found = []
@@ -327,17 +378,10 @@ def _expected(config: Mapping[str, Any], model: "Model") -> list[str]:
         if targets == "all-linear":
             is_wanted = isinstance(module, torch.nn.Linear) and module is not head
         else:
-            is_wanted = _names(targets, name) and not list(module.children())
-        if is_wanted and not (excluded and _names(excluded, name)) and _in_layers(config, name):
+            is_wanted = names("target_modules", name) and not list(module.children())
+        if is_wanted and not names("exclude_modules", name) and _in_layers(config, name):
             found.append(name)
     return found
-
-
-def _names(wanted: Any, module: str) -> bool:
-    """Whether PEFT's list of endings, or its expression, means a module."""
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in wanted if isinstance(name, str))
 
 
 def _in_layers(config: Mapping[str, Any], module: str) -> bool:

@@ -6,10 +6,10 @@ runner = TorchRunner(model)
 Before any request a self-check finds out whether the model's own modules run correctly over the paged cache.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -39,6 +38,17 @@ from genbatch.nif.models.architectures import (
     load_encoder,
     max_position,
 )
+from genbatch.nif.models.file_checks import (
+    check_all_used,
+    check_complete,
+    check_counts,
+    check_finite,
+    check_numbers,
+    check_size,
+    one_line,
+    read_object,
+    token_ids,
+)
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens, gguf_tokenizer
 from genbatch.nif.models.model_source import ModelSource, Progress, no_progress, quiet_transformers, resolve_model
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
@@ -47,6 +57,7 @@ from genbatch.nif.pooling import CLS, Pooling, directory_pooling, gguf_pooling, 
 from genbatch.nif.runner import LayerGroup, LayerShape, RaggedBatch
 from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall, register_attention
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.tokenizer import Tokenizer
 
 _LENGTH = 12  # tokens of each of the two sequences
@@ -263,6 +274,7 @@ def load_model(
             raise ModelError(source, _not_replaceable(files.model_class))
         text_config = files.config.get_text_config(decoder=True)
         groups = layer_groups(source, text_config)
+        check_size(source, lambda: files.model_class(files.config), files.weights())
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
         has_head = pooled is None or _has_head(files)
@@ -281,7 +293,7 @@ def load_model(
             groups=groups,
             layers=layers,
             vocab_size=vocab_size,
-            eos_token_ids=files.end_tokens(tokenizer),
+            eos_token_ids=files.end_tokens(tokenizer, vocab_size),
             max_position=max_position(source, text_config),
             pooling=pooled,
             generates=has_head,
@@ -315,53 +327,32 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
         config: Any = files.config
         if files.is_encoder or not described(files.model_class) or files.pooling() is not None:
             return None
+        weights = files.weights()
+        groups = layer_groups(source, config)
+        attention = ATTENTION_NAME if files.model_class.is_backend_compatible() else "eager"
+        make = partial(files.model_class._from_config, config, dtype=torch_dtype, attn_implementation=attention)
+        hf = check_complete(source, files.model_class.__name__, config, make, weights)
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
-        weights = files.weights()
-        attention = ATTENTION_NAME if files.model_class.is_backend_compatible() else "eager"
-        with torch.device("meta"):
-            hf = files.model_class._from_config(config, dtype=torch_dtype, attn_implementation=attention)
-        _check_complete(source, hf, weights)
+        end_tokens = files.end_tokens(tokenizer, config.vocab_size)
         report("load", 2, _LOAD_STEPS)
         model = Model(
             name=found.name,
-            hf=hf.eval().requires_grad_(False),
+            hf=hf,
             config=config,
             tokenizer=tokenizer,
             dtype=torch_dtype,
             device=device,
-            groups=layer_groups(source, config),
+            groups=groups,
             layers=layer_shapes(config),
             vocab_size=config.vocab_size,
-            eos_token_ids=files.end_tokens(tokenizer),
+            eos_token_ids=end_tokens,
             max_position=max_position(source, config),
             weights=weights,
             sampling=files.sampling(),
         )
         report("load", _LOAD_STEPS, _LOAD_STEPS)
     return model
-
-
-def _check_complete(source: str, hf: PreTrainedModel, weights: WeightSource) -> None:
-    """Whether every tensor that the module wants is there, in its shape; experts are looked at when they are packed."""
-    architecture = ARCHITECTURES[type(hf).__name__](hf.config)
-    tensors, experts = architecture.tensors, architecture.experts
-    wanted = hf.state_dict()
-    if hf.config.tie_word_embeddings:
-        wanted.pop(f"{tensors.head}.weight", None)
-    if experts is not None:
-        wanted = {name: value for name, value in wanted.items() if not any(part in name for part in experts.whole)}
-    names = {name: tensors.stored(name, weights.names()) for name in wanted}
-    if missing := sorted(name for name, stored in names.items() if stored not in weights.names()):
-        raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
-    for name, parameter in wanted.items():
-        shape = weights.shape(names[name])
-        if shape != tuple(parameter.shape):
-            raise ModelError(
-                source,
-                f"its weights cannot be read: {name} has the shape {list(shape)}, the configuration says "
-                f"{list(parameter.shape)}",
-            )
 
 
 def _device(n_gpu_layers: int) -> torch.device:
@@ -392,8 +383,8 @@ class _Files(Protocol):
 
     def weights(self) -> WeightSource: ...
 
-    def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that end a generation."""
+    def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
+        """Ids that end a generation; each is below `vocab_size`, the width of the logits."""
         ...
 
     def sampling(self) -> Mapping[str, float]:
@@ -407,10 +398,11 @@ class _Directory:
     def __init__(self, source: str, directory: Path) -> None:
         self._source = source
         self.directory = directory
+        check_counts(source, "config.json", read_object(source, directory / "config.json"))
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except Exception as fault:
-            raise ModelError(source, f"config.json is not one that transformers can read: {_line(fault)}") from fault
+            raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault
         self.config = config
         self.quantisation = quantisation_of(source, config, directory)
         if getattr(config, "quantization_config", None) is not None:
@@ -420,6 +412,7 @@ class _Directory:
             kind = f"quantised by {self.quantisation.method}"
             raise ModelError(source, f"it is an encoder {kind}; encoders are read as plain numbers only")
         self.model_class = None if self.is_encoder else _supported_class(source, config)
+        check_numbers(source, "config.json", config.get_text_config(decoder=not self.is_encoder))
 
     def pooling(self) -> Pooling | None:
         return directory_pooling(self._source, self.directory, self.config.get_text_config())
@@ -427,35 +420,40 @@ class _Directory:
     def tokenizer(self) -> Tokenizer:
         try:
             loaded = AutoTokenizer.from_pretrained(self.directory, trust_remote_code=False)
-        except Exception as fault:
-            raise ModelError(self._source, f"its tokenizer cannot be read: {_line(fault)}") from fault
-        if not loaded.is_fast:
-            raise ModelError(self._source, "its tokenizer has no fast form (tokenizer.json)")
-        return Tokenizer(loaded)
+            if loaded.is_fast:
+                return Tokenizer(loaded)
+        except BaseException as fault:
+            raise _unread_tokenizer(self._source, fault) from fault
+        raise ModelError(self._source, "its tokenizer has no fast form (tokenizer.json)")
 
     def weights(self) -> WeightSource:
+        return self._weights
+
+    @cached_property
+    def _weights(self) -> WeightSource:
         files = SafetensorsWeights(self._source, self.directory)
         return files if self.quantisation is None else QuantisedWeights(self._source, files, self.quantisation)
 
-    def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
+    def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
         """What generation_config.json names, else config.json; and the tokenizer's own."""
-        if (self.directory / "generation_config.json").is_file():
-            try:
-                configured: Any = GenerationConfig.from_pretrained(self.directory)
-            except Exception as fault:
-                raise ModelError(self._source, f"generation_config.json cannot be read: {_line(fault)}") from fault
+        where = "generation_config.json" if self._generation is not None else "config.json"
+        if self._generation is not None:
+            named = self._generation.get("eos_token_id")
         else:
-            configured = GenerationConfig.from_model_config(self.config)
-        ids = configured.eos_token_id
-        ids = ids if isinstance(ids, list) else [ids]
-        return frozenset(token_id for token_id in [*ids, tokenizer.eos_token_id] if token_id is not None)
+            named = getattr(self.config, "eos_token_id", None)
+            if named is None:
+                named = getattr(self.config.get_text_config(decoder=True), "eos_token_id", None)
+        own = token_ids(self._source, "the tokenizer's eos_token", tokenizer.eos_token_id, vocab_size)
+        return own | token_ids(self._source, f"{where}: eos_token_id", named, vocab_size)
+
+    @cached_property
+    def _generation(self) -> Mapping[str, Any] | None:
+        path = self.directory / "generation_config.json"
+        return read_object(self._source, path) if path.is_file() else None
 
     def sampling(self) -> Mapping[str, float]:
         """What generation_config.json says, unless that is greedy. To draw without a temperature is to draw at 1."""
-        try:
-            said = json.loads((self.directory / "generation_config.json").read_text())
-        except (OSError, ValueError):
-            return {}
+        said = self._generation or {}
         if said.get("do_sample") is False:
             return {}
         return ({"temperature": 1.0} if said.get("do_sample") is True else {}) | own_sampling(said)
@@ -465,7 +463,7 @@ def own_sampling(said: Mapping[str, Any]) -> dict[str, float]:
     """The parameters among those that are in their range; a file may say anything."""
     ranges: dict[str, Callable[[float], bool]] = {
         "temperature": lambda value: 0 < value < math.inf,
-        "top_k": lambda value: value >= 0 and value == int(value),
+        "top_k": lambda value: 0 <= value < 2**31 and value == int(value),
         "top_p": lambda value: 0 < value <= 1,
         "min_p": lambda value: 0 <= value < 1,
         "repetition_penalty": lambda value: 0 < value < math.inf,
@@ -478,23 +476,28 @@ class _Gguf:
     """A GGUF file of a family that is read as it is."""
 
     def __init__(self, source: str, path: Path) -> None:
+        self._source = source
         self._file = GgufFile(source, path)
         self.config = gguf_config(self._file)
         self.is_encoder = False
         self.model_class = _supported_class(source, self.config)
+        check_numbers(source, path.name, self.config)
 
     def pooling(self) -> Pooling | None:
         return gguf_pooling(self._file.model, self._file.metadata, self.config)
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer(gguf_tokenizer(self._file))
+        try:
+            return Tokenizer(gguf_tokenizer(self._file))
+        except BaseException as fault:
+            raise _unread_tokenizer(self._source, fault) from fault
 
     def weights(self) -> WeightSource:
         return GgufWeights(self._file, self.config)
 
-    def end_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
+    def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
         del tokenizer  # the file says it itself
-        return gguf_end_tokens(self._file)
+        return gguf_end_tokens(self._file, vocab_size)
 
     def sampling(self) -> Mapping[str, float]:
         """What the file's metadata say."""
@@ -507,6 +510,14 @@ class _Gguf:
         }
         said = self._file.metadata
         return own_sampling({ours: said.get(f"general.sampling.{theirs}") for ours, theirs in names.items()})
+
+
+def _unread_tokenizer(source: str, fault: BaseException) -> BaseException:
+    """The error for a tokenizer that cannot be made; faults that are nobody's tokenizer's stay what they are."""
+    typed = raised(fault)
+    if isinstance(typed, ModelError) or not isinstance(typed, Exception):
+        return typed
+    return ModelError(source, f"its tokenizer cannot be read: {one_line(typed)}")
 
 
 def _open_files(source: str, found: ModelSource) -> _Files:
@@ -559,6 +570,7 @@ def _encoder(
     report("load", 1, _LOAD_STEPS)
     assert pooled is not None
     hf = load_encoder(found.name, found.path, files.config, dtype, device)
+    check_finite(found.name, hf)
     report("load", _LOAD_STEPS, _LOAD_STEPS)
     return Model(
         name=found.name,
@@ -620,10 +632,13 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
     except ModelError:
         raise
     except Exception as fault:
-        raise ModelError(source, f"its weights cannot be read: {_line(fault)}") from fault
-    # transformers fills what is missing with random numbers.
+        raise ModelError(source, f"its weights cannot be read: {one_line(fault)}") from fault
+    # transformers fills what is missing with random numbers, and leaves out what it has no place for.
     if missing := sorted(report["missing_keys"]):
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
+    unused, config = set(report["unexpected_keys"]), files.config.get_text_config(decoder=True)
+    check_all_used(source, config, files.weights(), set(files.weights().names()) - unused)
+    check_finite(source, hf)
     model: PreTrainedModel = hf.eval().requires_grad_(False).to(device)
     return model
 
@@ -641,9 +656,3 @@ def _merged_experts(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str
         tensors[start + experts.whole[0]] = torch.cat(parts, dim=1)
         tensors[start + experts.whole[1]] = tensors.pop(start + downs)
     return tensors
-
-
-def _line(fault: Exception) -> str:
-    """What a foreign exception says, on one line."""
-    text = " ".join(str(fault).split())
-    return f"{type(fault).__name__}: {text[:300]}" if text else type(fault).__name__

@@ -19,7 +19,6 @@ Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`). W
 to float32, one matrix at a time: FP8, and groups that take their inputs from everywhere (`desc_act`).
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import ModelError
+from genbatch.nif.models.file_checks import check_counts, one_line, read_object, shown
 from genbatch.nif.models.weight_source import FLOAT_KINDS, GROUP_KINDS, SafetensorsWeights, StoredTensor
 
 _REMEDY = (
@@ -85,13 +85,13 @@ def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation |
     where = "quantization_config"
     if said is None and (directory / "quantize_config.json").is_file():
         where = "quantize_config.json"
-        try:
-            said = {"quant_method": "gptq", **json.loads((directory / where).read_text())}
-        except (OSError, ValueError, TypeError) as fault:
-            raise ModelError(source, f"{where} cannot be read: {fault}") from fault
+        said = {"quant_method": "gptq", **read_object(source, directory / where)}
+        check_counts(source, where, said)
     if said is None:
         return None
-    fields: Any = said if isinstance(said, Mapping) else said.to_dict()
+    fields: Any = said if isinstance(said, Mapping) or not hasattr(said, "to_dict") else said.to_dict()
+    if not isinstance(fields, Mapping):
+        raise ModelError(source, f"{where} is {shown(fields)}, no object")
     return _Reading(source, where, fields).scheme()
 
 
@@ -104,7 +104,7 @@ class _Reading:
         self._fields = fields
 
     def scheme(self) -> Quantisation:
-        method = self._fields.get("quant_method", "")
+        method = str(self._fields.get("quant_method", ""))
         known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}
         if method in _FP8_METHODS:
             return self._fp8()
@@ -112,8 +112,8 @@ class _Reading:
             raise self._refused(f"quant_method is {method!r}")
         try:
             return known[method]()
-        except (TypeError, ValueError, AttributeError) as fault:
-            raise ModelError(self._source, f"{self._where} contradicts itself: {fault}") from fault
+        except (TypeError, ValueError, AttributeError, OverflowError) as fault:
+            raise ModelError(self._source, f"{self._where} contradicts itself: {one_line(fault)}") from fault
 
     def _refused(self, what: str) -> ModelError:
         return ModelError(self._source, f"{self._where}: {what}, which is not read; {_REMEDY}")
@@ -215,8 +215,8 @@ class QuantisedWeights:
             linear, _, part = name.rpartition(".")
             if part in _BESIDE[:3] or part == "weight_packed" or (part == "weight" and self._has_codes(name)):
                 self._linears[f"{linear}.weight"] = linear
-            elif part not in _BESIDE:
-                plain.append(name)
+            elif part not in _BESIDE or (part.startswith("weight_") and self._is_plain(f"{linear}.weight")):
+                plain.append(name)  # beside plain numbers it is a name of its own, which nothing reads
         self._names = frozenset((*plain, *self._linears))
 
     def names(self) -> Collection[str]:
@@ -234,6 +234,9 @@ class QuantisedWeights:
     def release(self) -> None:
         """As in `WeightSource`."""
         self._files.release()
+
+    def _is_plain(self, name: str) -> bool:
+        return name in self._files.names() and self._files.kind(name) in FLOAT_KINDS
 
     def _has_codes(self, name: str) -> bool:
         return self._files.kind(name) in ("I8", *_FP8_KINDS)

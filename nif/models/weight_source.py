@@ -10,6 +10,7 @@ were touched back to the system. So loading needs the packed model and a few row
 """
 
 import json
+import math
 import mmap
 import struct
 from collections.abc import Collection, Iterator
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from genbatch.nif.errors import ModelError
+from genbatch.nif.errors import ModelError, TensorError
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The kinds that are plain numbers, with their types; every other kind is a type of block in GGML's spelling, or of
@@ -89,15 +90,21 @@ class StoredTensor:
         return taken
 
     def floats(self, first: int = 0, end: int | None = None) -> torch.Tensor:
-        """The exact values of the rows from `first` to before `end`: float32, [rows, last dimension]."""
+        """The exact values of the rows from `first` to before `end`: float32, [rows, last dimension].
+
+        Raises:
+            TensorError: one of them is NaN or infinite.
+        """
         rows = self.rows[first:end] if self.row_order is None else self.rows[self.row_order[first:end]]
         if self.kind in FLOAT_KINDS:
             values = torch.from_numpy(np.array(rows)).view(FLOAT_KINDS[self.kind]).float()
         elif self.kind in GROUP_KINDS:
             values = torch.from_numpy(_group_values(self.kind, rows))
         else:
-            with np.errstate(invalid="ignore", over="ignore"):  # a scale may be infinite; the model's check says so
+            with np.errstate(invalid="ignore", over="ignore"):  # of a scale that is infinite, which is refused below
                 values = torch.from_numpy(gguf.dequantize(rows, GGMLQuantizationType[self.kind]))
+        if values.numel() and not is_finite(values):
+            raise TensorError(self.name)
         return values + self.offset if self.offset else values
 
     def nibbles(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -142,6 +149,12 @@ class WeightSource(Protocol):
     def release(self) -> None:
         """Gives the pages that were read back to the system; what is read again comes from the files again."""
         ...
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass and without a copy; `values` is not empty."""
+    lowest, highest = torch.aminmax(values)  # NaN goes through to both
+    return math.isfinite(float(lowest)) and math.isfinite(float(highest))
 
 
 def bytes_per_row(kind: str, length: int) -> int | None:
@@ -196,6 +209,9 @@ class SafetensorsWeights:
             file = MappedFile(model, path)
             self._files.append(file)
             for name, entry in _entries(model, file):
+                if name in self._entries:
+                    both = f"{self._entries[name][0].path.name} and {path.name}"
+                    raise ModelError(model, f"its weights cannot be read: {both} have a tensor {name}")
                 self._entries[name] = (file, *entry)
 
     def names(self) -> Collection[str]:
@@ -209,7 +225,8 @@ class SafetensorsWeights:
         file, kind, shape, start, end = self._entries[name]
         if kind not in FLOAT_KINDS:
             raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}; F32, F16 and BF16 are read")
-        rows = file.bytes[start:end].reshape(int(np.prod(shape[:-1])), -1)
+        shape = shape or (1,)
+        rows = file.bytes[start:end].reshape(math.prod(shape[:-1]), shape[-1] * FLOAT_KINDS[kind].itemsize)
         return StoredTensor(name, kind, shape, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -292,15 +309,25 @@ def _shards(model: str, directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as fault:
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as fault:
         raise ModelError(model, f"its weights cannot be read: {index.name}: {fault!r}") from fault
     for name in files:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise ModelError(model, f"its weights cannot be read: {index.name} names the file {name!r}")
         if not (directory / name).is_file():
             raise ModelError(model, f"its weights cannot be read: {name} is missing")
-    return [directory / name for name in files]
+    return [directory / name for name in sorted(files)]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose keys differ."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} occurs twice")
+        found[key] = value
+    return found
 
 
 def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
@@ -317,13 +344,17 @@ def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tup
     if header_bytes > _MAX_HEADER_BYTES or start > size:
         raise broken(f"a header of {header_bytes} bytes in a file of {size}")
     try:
-        header: Any = json.loads(file.bytes[8:start].tobytes())
+        header: Any = json.loads(file.bytes[8:start].tobytes(), object_pairs_hook=_object)
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        for name, entry in entries:
+        last, used = "", 0
+        for name, entry in sorted(entries, key=lambda item: tuple(item[1]["data_offsets"])):
             first, end = entry["data_offsets"]
             shape, dtype = tuple(entry["shape"]), entry["dtype"]
-            if not all(isinstance(n, int) and n >= 0 for n in (first, end, *shape)) or not isinstance(dtype, str):
-                raise broken(f"the entry of {name} is {entry}")
+            if not all(type(n) is int and n >= 0 for n in (first, end, *shape)) or not isinstance(dtype, str):
+                raise broken(f"the entry of {name} is {str(entry)[:200]}")
+            if first < used and end > first:
+                raise broken(f"{name} begins at byte {start + first}, within {last}")
+            last, used = name, max(used, end)
             if first > end or start + end > size:
                 raise broken(f"{name} ends at byte {start + end} of {size}")
             kind = dtype

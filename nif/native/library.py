@@ -266,7 +266,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.pack_f32.restype = library.pack_bf16.restype = library.pack_i8.restype = None
     library.pack_f32.argtypes = library.pack_bf16.argtypes = (c_void_p, c_int64, c_int64, *span)
     library.pack_i8.argtypes = (c_void_p, c_int64, c_int64, c_int64, *span)
-    library.pack_stored.restype = None
+    library.pack_stored.restype = c_bool
     library.pack_stored.argtypes = (c_int, c_void_p, c_int64, c_int64, *span)
     library.stored_block_bytes.restype = c_int64
     library.stored_block_bytes.argtypes = (c_int, c_int64)

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from genbatch.nif.cores import available_cores
-from genbatch.nif.errors import ModelError, OptionError
+from genbatch.nif.errors import ModelError, OptionError, TensorError
 from genbatch.nif.models.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
@@ -181,7 +181,7 @@ class ModelWeights:
 
     Raises:
         NativeUnavailable: the kernels cannot be built, or do not compute this model.
-        ModelError: the weights lack a tensor.
+        ModelError: the weights lack a tensor, or one has NaN or an infinity.
         OptionError: `quantize` has no such value.
     """
 
@@ -194,7 +194,12 @@ class ModelWeights:
         self.quantize = quantize
         plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
         self.kind = plain if quantize == "none" else WEIGHT_I8
-        matrices = WEIGHT_U4 if quantize == "int4" else self.kind
+        try:
+            self._pack(model, architecture, plain, WEIGHT_U4 if quantize == "int4" else self.kind)
+        except TensorError as fault:
+            raise ModelError(model.name, str(fault)) from fault
+
+    def _pack(self, model: "Model", architecture: Architecture, plain: int, matrices: int) -> None:
         config: Any = model.config
         self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
         source = model.weights or ModuleWeights(model.hf)
@@ -211,8 +216,7 @@ class ModelWeights:
                 source.release()  # else the whole file stays beside what was packed
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
-        # A file may hold a head of a tied model; a module has tied its own already.
-        tied = config.tie_word_embeddings and model.weights is not None
+        tied = model.weights is not None and _is_tied(config, source, loader, architecture)
         # In 8 bits where the rest has 4: it decides between near ties.
         head = loader.linear([tensors.embedding if tied else tensors.head], _I8_HEAD_GROUP, self.kind)
         as_stored = stored_kind(plain, embedding)
@@ -222,7 +226,8 @@ class ModelWeights:
         elif tied and head.num_parts:
             embedding_kind, address = as_stored, head.parts[0].weights
         else:
-            embedding_kind, address = as_stored, packer.blocks(as_stored, embedding.addresses(), config.hidden_size)
+            rows = embedding.addresses()
+            embedding_kind, address = as_stored, packer.blocks(as_stored, rows, config.hidden_size, embedding.name)
         self.struct = ModelStruct(
             hidden=config.hidden_size,
             intermediate=max(layer.intermediate for layer in layers),
@@ -357,11 +362,12 @@ class _Loader:
 
     def _experts(self, start: str, experts: ExpertNames, kind: int) -> Any:
         """A pointer to the layer's experts; `kind` is that of their down projections."""
-        whole = start + experts.whole[0] in self._source.names()
-        parts = [
-            (self._whole_expert if whole else self._single_expert)(start, experts, i, kind)
-            for i in range(experts.count)
-        ]
+        names, make = self._source.names(), self._single_expert
+        if start + experts.whole[0] in names:
+            make = self._whole_expert
+        elif f"{start}{experts.stacked[0]}.weight" in names:
+            make = self._stacked_expert
+        parts = [make(start, experts, i, kind) for i in range(experts.count)]
         gate_up = (Linear * experts.count)(*(part[0] for part in parts))
         down = (Linear * experts.count)(*(part[1] for part in parts))
         router = f"{start}{experts.router}"
@@ -382,6 +388,15 @@ class _Loader:
         names = (f"{start}{name.format(index)}.weight" for name in experts.single)
         gate, up, down = (
             self.tensor(name, shape) for name, shape in zip(names, (inner, inner, inner[::-1]), strict=True)
+        )
+        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None], kind=kind)
+
+    def _stacked_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
+        inner = (experts.count, experts.intermediate, self._config.hidden_size)
+        outer = (experts.count, self._config.hidden_size, experts.intermediate)
+        names = (f"{start}{name}.weight" for name in experts.stacked)
+        gate, up, down = (
+            self.tensor(name, shape).part(index) for name, shape in zip(names, (inner, inner, outer), strict=True)
         )
         return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None], kind=kind)
 
@@ -438,6 +453,16 @@ class _Loader:
             bias = interleave_gate_up(*full) if interleaved else torch.cat(full)
             linear.bias = self._packer.put_floats(torch.nn.functional.pad(bias, (0, -len(bias) % COLUMNS)))
         return linear
+
+
+def _is_tied(config: Any, source: WeightSource, loader: "_Loader", architecture: Architecture) -> bool:
+    """Whether the head is the embedding. As in transformers, a head of other values that a file has counts."""
+    tensors = architecture.tensors
+    head = tensors.stored(f"{tensors.head}.weight", source.names())
+    if not config.tie_word_embeddings or head not in source.names():
+        return bool(config.tie_word_embeddings)
+    parts = loader.tensor(f"{tensors.head}.weight"), loader.tensor(f"{tensors.embedding}.weight")
+    return parts[0].kind == parts[1].kind and np.array_equal(parts[0].rows, parts[1].rows)
 
 
 def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:

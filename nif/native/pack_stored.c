@@ -210,21 +210,47 @@ static int64_t file_block_bytes(int kind)
     }
 }
 
-/* Fills the blocks [first, end) from rows [n] of k inputs; `out` is zeroed memory that begins with block 0. */
-void pack_stored(int kind, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t *out)
+static bool is_finite16(const uint8_t *p, uint16_t exponent)
+{
+    uint16_t half;
+    memcpy(&half, p, 2);
+    return (half & exponent) != exponent;
+}
+
+#define EXPONENT_F16 0x7c00u
+#define EXPONENT_BF16 0x7f80u
+#define EXPONENT_F32 0x7f800000u
+
+/* Whether the factors of lane `c` of a packed unit are finite numbers. */
+static bool unit_is_finite(const stored_type t, const uint8_t *unit, int c)
+{
+    if (t.wide) return (word(unit + 4 * c) & EXPONENT_F32) != EXPONENT_F32
+                       && is_finite16(unit + 2 * HALVES + 2 * c, EXPONENT_F16);
+    return is_finite16(unit + 2 * c, EXPONENT_F16) && (!t.minima || is_finite16(unit + HALVES + 2 * c, EXPONENT_F16));
+}
+
+/* Fills the blocks [first, end) from rows [n] of k inputs; `out` is zeroed memory that begins with block 0. False where
+ * a scale, or a float of 16 bits, is NaN or infinite. */
+bool pack_stored(int kind, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t *out)
 {
     const stored_type t = stored_type_of(kind);
     const int64_t units = k / t.unit, size = unit_bytes(t), from_bytes = t.bits == 16 ? 2 : file_block_bytes(kind);
+    const uint16_t exponent = kind == WEIGHT_F16 ? EXPONENT_F16 : EXPONENT_BF16;
+    bool finite = true;
     for (int64_t block = first; block < end; block++)
         for (int64_t c = 0; c < COLUMNS && block * COLUMNS + c < n; c++) {
             const uint8_t *from = rows[block * COLUMNS + c];
             uint8_t *unit = out + block * units * size;
             if (!from) continue;
             for (int64_t u = 0; u < units; u++, from += from_bytes, unit += size) {
-                if (t.bits == 16)
+                if (t.bits == 16) {
                     memcpy(unit + 2 * c, from, 2);
-                else
+                    finite &= is_finite16(from, exponent);
+                } else {
                     pack_unit(kind, from, (int)c, unit);
+                    finite &= unit_is_finite(t, unit, (int)c);
+                }
             }
         }
+    return finite;
 }

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from genbatch.nif.errors import TensorError
 from genbatch.nif.models.architectures import Architecture, head_dim_of, kv_heads_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, StoredTensor
 from genbatch.nif.native.library import (
@@ -153,26 +154,31 @@ class WeightPacker:
         n, rows = _merged(tensors, interleaved)
         return self._pack(kind, rows, (n, tensors[0].shape[-1]), group, torch.float32)
 
-    def blocks(self, kind: int, addresses: np.ndarray, k: int) -> int:
+    def blocks(self, kind: int, addresses: np.ndarray, k: int, name: str) -> int:
         """The address of rows in the form of stored.h.
 
         Args:
             kind: one of STORED_KINDS.
             addresses: where each row begins, uint64; 0 for a row of zeros.
             k: inputs.
+            name: of the tensors that the rows belong to.
+
+        Raises:
+            TensorError: a scale, or a value of 16 bits, is NaN or infinite.
         """
         blocks = -(-len(addresses) // COLUMNS)
         address, _ = self._arena.reserve(blocks * self._library.stored_block_bytes(kind, k))
         rows = np.ascontiguousarray(addresses, np.uint64)
-        self._share(range(blocks), self._library.pack_stored, (kind, rows.ctypes.data, len(rows), k), address)
+        if not self._share(range(blocks), self._library.pack_stored, (kind, rows.ctypes.data, len(rows), k), address):
+            raise TensorError(name)
         return address
 
     def _stored(self, kinds: Sequence[int], tensors: Sequence[StoredTensor], interleaved: bool) -> Linear:
         """A linear of parts, one for each run of tensors of one type."""
-        k = tensors[0].shape[-1]
+        k, name = tensors[0].shape[-1], " or ".join(tensor.name for tensor in tensors)
         rows = [tensor.addresses() for tensor in tensors]
         if interleaved and kinds[0] != kinds[1]:
-            return self._halves(kinds, rows, k)
+            return self._halves(kinds, rows, k, name)
         if interleaved:
             rows, kinds = [_interleaved(*rows)], kinds[:1]
         runs: list[tuple[int, list[np.ndarray]]] = []
@@ -185,19 +191,19 @@ class WeightPacker:
         for part, (kind, merged) in zip(parts, runs, strict=True):
             addresses = np.concatenate(merged)
             part.kind, part.n, part.column, part.first_block = kind, len(addresses), column, block
-            part.weights = self.blocks(kind, addresses, k)
+            part.weights = self.blocks(kind, addresses, k, name)
             column += len(addresses)
             block += -(-len(addresses) // COLUMNS)
         self._parts.append(parts)
         return Linear(kind=WEIGHT_F32, n=column, k=k, group=1, parts=parts, num_parts=len(parts))
 
-    def _halves(self, kinds: Sequence[int], rows: Sequence[np.ndarray], k: int) -> Linear:
+    def _halves(self, kinds: Sequence[int], rows: Sequence[np.ndarray], k: int, name: str) -> Linear:
         """Gates and ups of two types: two parts of the same blocks, each with zeros where the other has its rows."""
         gates, ups = rows
         placed = _interleaved(gates, np.zeros_like(ups)), _interleaved(np.zeros_like(gates), ups)
         parts = (Part * 2)()
         for part, kind, addresses in zip(parts, kinds, placed, strict=True):
-            part.kind, part.n, part.weights = kind, len(addresses), self.blocks(kind, addresses, k)
+            part.kind, part.n, part.weights = kind, len(addresses), self.blocks(kind, addresses, k, name)
         self._parts.append(parts)
         return Linear(kind=WEIGHT_F32, n=len(placed[0]), k=k, group=1, parts=parts, num_parts=2)
 

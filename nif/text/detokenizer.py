@@ -7,6 +7,23 @@ from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
 
+from genbatch.nif.errors import NativeError
+
+
+class TokenizerError(NativeError):
+    """The model's tokenizer failed on a text or on token ids; the model's files are at fault."""
+
+
+def raised(fault: BaseException) -> BaseException:
+    """The exception to raise for one that the tokenizers package has raised.
+
+    A panic of that package derives from BaseException, so that `except Exception` lets it end a whole service. It
+    becomes a TokenizerError; every other exception stays as it is.
+    """
+    if type(fault).__name__ != "PanicException":
+        return fault
+    return TokenizerError(f"the model's tokenizer failed: {' '.join(str(fault).split())[:300]}")
+
 
 class StopMatcher:
     """Watches one text that arrives in pieces.
@@ -261,7 +278,10 @@ class _WindowDecoding:
         return self._decode(self._window[self._shown :])
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._vocabulary.tokenizer.decode(token_ids, skip_special_tokens=True)
+        try:
+            text: str = self._vocabulary.tokenizer.decode(token_ids, skip_special_tokens=True)
+        except BaseException as fault:
+            raise raised(fault) from None
         return text
 
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from genbatch.nif.text.detokenizer import TokenizerError, raised
 from genbatch.nif.text.response_template import THINKING, checked_template
 from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, ToolFormat, plain_conversation, tool_format
@@ -84,11 +86,15 @@ class Tokenizer:
 
     Args:
         hf: the tokenizer that transformers loaded; must be a fast one.
+
+    Raises:
+        TokenizerError: it makes a text much longer before it cuts it up.
     """
 
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:
         self.hf = hf
         self.backend: Backend = hf.backend_tokenizer
+        _check_growth(self.backend)
         # Limits are the context's business; a limit kept here would only warn.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -162,19 +168,28 @@ class Tokenizer:
 
         Args:
             add_special_tokens: with the start token, if the model wants one.
+
+        Raises:
+            TokenizerError: the tokenizer fails on this text.
         """
         return self._ids(text, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < LONG_CHARS:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        return list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+        try:
+            if len(text) < LONG_CHARS:
+                return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+        except BaseException as fault:
+            raise raised(fault) from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence of ids; parts of a character become U+FFFD."""
-        if len(ids) < LONG_TOKENS:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        text: str = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        try:
+            if len(ids) < LONG_TOKENS:
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            text: str = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        except BaseException as fault:
+            raise raised(fault) from None
         return text
 
     def apply_chat_template(
@@ -318,6 +333,29 @@ class Tokenizer:
             goes_on=goes_on,
         )
         return ChatPrompt(rendering, len(conversations) - 1)
+
+
+_MAX_GROWTH = 1024  # real ones put three bytes or one word in the place of a character
+
+
+def _check_growth(backend: "Backend") -> None:
+    """Refuses a normalizer or a decoder whose replacements would make a short text take all memory."""
+    for part in ("normalizer", "decoder"):
+        found = getattr(backend, part)
+        growth = 1 if found is None else _growth(json.loads(found.__getstate__()))
+        if growth > _MAX_GROWTH:
+            raise TokenizerError(f"its {part} replaces texts by others that are up to {growth} times as long")
+
+
+def _growth(step: Any) -> int:
+    """How many times as long a text may become, by the lengths of what a normalizer or a decoder puts in."""
+    if isinstance(step, list):
+        return prod(_growth(part) for part in step)
+    if not isinstance(step, dict):
+        return 1
+    texts = [step[name] for name in ("content", "prepend", "replacement", "suffix", "prefix") if name in step]
+    lengths = [len(text.encode(errors="replace")) for text in texts if isinstance(text, str)]
+    return prod(max(1, length) for length in lengths) * prod(_growth(part) for part in step.values())
 
 
 def check_template(template: str) -> None:

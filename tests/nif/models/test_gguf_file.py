@@ -158,7 +158,7 @@ def table_line(good: bytes, name: bytes) -> int:
     ("field", "value", "reason"),
     [
         (0, struct.pack("<I", 9), "has 9 dimensions"),
-        (4, struct.pack("<Q", 2**62), "do not fill blocks|cut short|has the shape"),
+        (4, struct.pack("<Q", 2**62), "do not fill blocks|cut short|beyond the beginning"),
         (4, struct.pack("<Q", 0), r"has the shape \[96, 0\]"),
         (4, struct.pack("<Q", 63), "rows of 63 elements do not fill blocks of Q4_0"),
         (20, struct.pack("<I", 39), "is of type MXFP4"),

@@ -1,0 +1,380 @@
+"""Checks of a model's files that run before anything is built of them (ADR 37).
+
+    fields = read_json("model", directory / "config.json")      # bounded, and no number that has no end
+    check_counts("model", "config.json", fields)                # transformers may make a configuration of it
+    check_numbers("model", "config.json", config)               # a module may be made of that
+    check_all_used("model", config, weights, used)              # every tensor is used, superfluous, or refused
+    token_ids("model", "eos_token_id", value, vocab_size)       # ids below the logits' width
+
+A file may say anything. So a number is compared with a bound or with the file's own tensors before it sizes a loop, a
+list or a module. A check raises ModelError, and the message names the field or the tensor.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.architectures import ARCHITECTURES, Architecture
+from genbatch.nif.models.weight_source import WeightSource, is_finite
+
+log = logging.getLogger("genbatch")
+
+MAX_JSON_BYTES = 1 << 26  # an index of a thousand shards has some megabytes
+_MAX_NUMBER = 2**31 - 1  # positions, rows and token ids are 32-bit numbers in the kernels
+
+# The highest value of each number that transformers counts to while it makes a configuration or a module. Each is ten
+# times or more what any published model has; the exact value is compared with the file's tensors later.
+_HIGHEST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_hidden_groups"), 2048),
+    **dict.fromkeys(("num_decoder_layers", "encoder_layers", "decoder_layers", "depth", "max_window_layers"), 2048),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 8192),
+    **dict.fromkeys(("head_dim", "num_nextn_predict_layers"), 1 << 16),
+    "num_labels": 1 << 20,
+}
+_MODULE_SLACK = 1 << 20  # numbers that a module may have beyond its files', such as a pooler
+# Sizes of a decoder: whole numbers from 1 on, where a configuration has them.
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
+)
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+
+
+def read_json(source: str, path: Path) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        source: what the user called the model, for errors.
+
+    Raises:
+        ModelError: it cannot be read, is too large, or is no JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_JSON_BYTES + 1)
+        if len(raw) > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
+        return json.loads(raw)
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ModelError(source, f"{path.name} cannot be read: {one_line(fault)}") from fault
+
+
+def read_object(source: str, path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ModelError: as `read_json`, or it is another value.
+    """
+    found = read_json(source, path)
+    if not isinstance(found, dict):
+        raise ModelError(source, f"{path.name} is no JSON object")
+    return found
+
+
+def one_line(fault: BaseException) -> str:
+    """The type and the message of a foreign exception, on one line."""
+    text = " ".join(str(fault).split())
+    return f"{type(fault).__name__}: {text[:300]}" if text else type(fault).__name__
+
+
+def shown(value: object) -> str:
+    """A value of a file for a message; at most 64 characters."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 64 else f"{text[:61]}..."
+
+
+# Numbers
+
+
+def check_counts(source: str, where: str, fields: Mapping[str, Any]) -> None:
+    """Bounds what transformers counts to when it makes a configuration of these fields.
+
+    Args:
+        where: the file's name, for errors.
+        fields: of the file, before transformers has seen them.
+
+    Raises:
+        ModelError: a number is no finite number, or above its bound; the reason names the field.
+    """
+    for name, value in _leaves(fields):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not -math.inf < value < math.inf:  # also of numbers that no float holds
+            raise ModelError(source, f"{where}: {name} is {shown(value)}, no finite number")
+        highest = _HIGHEST.get(name, 2**63 - 1)
+        if not -highest - 1 <= value <= highest:
+            raise ModelError(source, f"{where}: {name} is {shown(value)}; at most {highest} is read")
+
+
+def check_numbers(source: str, where: str, config: Any) -> None:
+    """Checks the numbers of a text decoder's configuration.
+
+    Raises:
+        ModelError: a size is no whole number from 1 on, the heads cannot be shared out, or another number makes no
+            sense; the reason names the field.
+    """
+
+    def refused(name: str, value: object, rule: str) -> ModelError:
+        return ModelError(source, f"{where}: {name} is {shown(value)}; {rule}")
+
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if value is None or isinstance(value, list | tuple):  # some families have a size for each layer
+            continue
+        if not _is_whole(value) or not 1 <= value <= _MAX_NUMBER:
+            raise refused(name, value, "it must be a whole number from 1 on")
+    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise refused("num_attention_heads", heads, f"it must be a multiple of num_key_value_heads, {kv_heads}")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True) is not False and not _is_whole(window, 1):
+        raise refused("sliding_window", window, "it must be a whole number from 1 on")
+    padding, vocabulary = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    # -1 is what some old files have for none.
+    if isinstance(vocabulary, int) and padding is not None and not (_is_whole(padding, -1) and padding < vocabulary):
+        raise refused("pad_token_id", padding, f"the vocabulary has {vocabulary} tokens")
+    for name in _EPSILONS:
+        value = getattr(config, name, None)
+        if value is not None and not (_is_number(value) and 0 <= value < 1):
+            raise refused(name, value, "it must be a number from 0 to below 1")
+    _check_rope(source, where, config)
+
+
+def _check_rope(source: str, where: str, config: Any) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(source, f"{where}: rope_parameters is {shown(rope)}, no object")
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, Mapping)]
+    for kind in kinds:
+        for name, least in (("rope_theta", 0.0), ("factor", 0.0), ("partial_rotary_factor", 0.0)):
+            value = kind.get(name)
+            if value is not None and not (_is_number(value) and least < value < math.inf):
+                raise ModelError(source, f"{where}: {name} is {shown(value)}; it must be a number above 0")
+        if (share := kind.get("partial_rotary_factor")) is not None and share > 1:
+            raise ModelError(source, f"{where}: partial_rotary_factor is {share}; a head has no more than itself")
+
+
+def _is_whole(value: object, least: int | None = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no container, with the name of the field that it is in."""
+    left = [(name, value)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(str(key), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(name, item) for item in value]
+        else:
+            yield name, value
+
+
+# Token ids
+
+
+def token_ids(source: str, field: str, value: Any, vocab_size: int) -> frozenset[int]:
+    """The token ids that a field names: one, a list of them, or none.
+
+    Raises:
+        ModelError: one is no whole number within the logits' width; the reason names the field.
+    """
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    for token_id in ids:
+        if not _is_whole(token_id, 0) or token_id >= vocab_size:
+            raise ModelError(source, f"{field} is {shown(value)}; token ids go from 0 to {vocab_size - 1}")
+    return frozenset(ids)
+
+
+# Tensors
+
+# Tensors that no module has, and that change nothing: tables that are computed, masks, and scales of what is computed
+# otherwise here.
+_SUPERFLUOUS = re.compile(
+    r"(.*\.)?("
+    r"(rotary_emb|rotary_pos_emb|rope|rotary)\.(inv_freq|freqs|cos_cached|sin_cached)|rotary_emb\.(cos|sin)_cached"
+    r"|(attn|attention|self_attn|self_attention)\.(bias|masked_bias)|causal_mask|attention_mask"
+    r"|position_ids|token_type_ids|num_batches_tracked"
+    r"|([kvq]|prob|input|output|kv|activation)_scale|([kvq]_|input_|output_)?zero_point|g_idx"
+    r"|(attn_rot_embd|rope_freqs)\.weight"
+    r")"
+)
+# Parts of a larger model that are no part of its text decoder.
+_LEFT_OUT = re.compile(
+    r"(model\.)?(vision_tower|vision_model|vision_encoder|vision_embed_tokens|visual|multi_modal_projector|mm_projector"
+    r"|multimodal_projector|embed_vision|embed_audio|image_newline|audio_tower|audio_model|audio_projector|talker"
+    r"|code2wav|mtp|mtp_layers|eagle)\..*|(v|mm|a)\.(blk|patch_embd|position_embd|post_ln|pre_ln|\d+)\..*"
+)
+_NEXTN = re.compile(r"(?:.*\.)?(?:layers|h|blk)\.(\d+)\..*")
+
+
+def check_all_used(source: str, config: Any, weights: WeightSource, used: Collection[str]) -> None:
+    """Refuses a file with a tensor that the configuration has no place for: the text would silently be another.
+
+    Args:
+        config: of the text decoder.
+        weights: the file's tensors.
+        used: the names of those that are read.
+
+    Raises:
+        ModelError: a tensor is neither used nor known to be superfluous; the reason names it.
+    """
+    layers = getattr(config, "num_hidden_layers", None)
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    left_out = set()
+    for name in sorted(set(weights.names()) - set(used)):
+        if _SUPERFLUOUS.fullmatch(name):
+            continue
+        if _LEFT_OUT.fullmatch(name):
+            left_out.add(name.removeprefix("model.").partition(".")[0])
+            continue
+        layer = _NEXTN.fullmatch(name)
+        if layer and isinstance(layers, int) and isinstance(extra, int) and layers <= int(layer[1]) < layers + extra:
+            left_out.add("NextN layers")
+            continue
+        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in used and _is_zero(weights, name):
+            continue  # GPTQ's tools write one for every linear
+        raise ModelError(
+            source,
+            f"its weights have {name}, for which the configuration has no place: number of layers, experts, or the "
+            "tensor's name is wrong",
+        )
+    if left_out:
+        log.info("%s: left out, since only the text decoder is served: %s", source, ", ".join(sorted(left_out)))
+
+
+def check_complete(
+    source: str, kind: str, config: Any, make: Callable[[], PreTrainedModel], weights: WeightSource
+) -> PreTrainedModel:
+    """Compares the tensors of a module with those of its files, before any of them is read.
+
+    Args:
+        kind: the name of transformers' class, which has an Architecture.
+        config: of the text decoder.
+        make: makes the module.
+        weights: the file's tensors. Experts are looked at when they are packed.
+
+    Returns:
+        The module, on the "meta" device.
+
+    Raises:
+        ModelError: a tensor is missing, has another shape, or is not used.
+    """
+    for name in _SIZES:
+        if isinstance(value := getattr(config, name, None), list | tuple):
+            raise ModelError(source, f"{name} is {shown(value)}; a {kind} has one size for all layers")
+    try:
+        architecture = ARCHITECTURES[kind](config)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as fault:
+        raise ModelError(source, f"its configuration is none of a {kind}: {one_line(fault)}") from fault
+    for name, value in ((field.name, getattr(architecture, field.name)) for field in dataclasses.fields(architecture)):
+        if isinstance(value, int | float) and not -math.inf < value < math.inf:
+            raise ModelError(source, f"its configuration gives {shown(value)} as {name}")
+    tensors, experts, names = architecture.tensors, architecture.experts, weights.names()
+    _check_layers(source, config, tensors.layer, names)
+    hf = _on_meta(source, make)
+    wanted = hf.state_dict()
+    if experts is not None:
+        wanted = {name: value for name, value in wanted.items() if not any(part in name for part in experts.whole)}
+    stored = {name: tensors.stored(name, names) for name in wanted}
+    head = stored.get(f"{tensors.head}.weight")
+    if config.tie_word_embeddings and head not in names:
+        wanted.pop(f"{tensors.head}.weight", None)
+    if missing := sorted(name for name in wanted if stored[name] not in names):
+        raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
+    for name, parameter in wanted.items():
+        shape = weights.shape(stored[name])
+        if shape != tuple(parameter.shape):
+            raise ModelError(
+                source,
+                f"its weights cannot be read: {name} has the shape {list(shape)}, the configuration says "
+                f"{list(parameter.shape)}",
+            )
+    used = {stored[name] for name in wanted}
+    if experts is not None:
+        used |= {tensors.stored(name, names) for name in _expert_names(architecture, config.num_hidden_layers)}
+    check_all_used(source, config, weights, used)
+    return hf
+
+
+def _check_layers(source: str, config: Any, layer: str, names: Collection[str]) -> None:
+    """Bounds the number of layers by those of the file; a layer more would be found missing in the module."""
+    numbers = re.compile(re.escape(layer).replace(r"\{\}", r"(\d{1,6})") + ".*")
+    count = len({match[1] for name in names if (match := numbers.fullmatch(name))})
+    if config.num_hidden_layers > count:
+        raise ModelError(
+            source, f"the configuration has {config.num_hidden_layers} layers, and its weights lack all but {count}"
+        )
+
+
+def _expert_names(architecture: Architecture, num_layers: int) -> Iterator[str]:
+    """Every name that a tensor of experts may have; a file has one of three forms."""
+    experts, tensors = architecture.experts, architecture.tensors
+    assert experts is not None
+    for layer in range(num_layers) if experts.layers is None else experts.layers:
+        start = tensors.layer.format(layer)
+        for name in experts.whole:
+            yield start + name
+            yield f"{start}{name}_bias"
+        yield from (f"{start}{name}.weight" for name in experts.stacked)
+        yield from (f"{start}{name.format(i)}.weight" for name in experts.single for i in range(experts.count))
+
+
+def check_size(source: str, make: Callable[[], PreTrainedModel], weights: WeightSource) -> None:
+    """Compares how many numbers a module asks for with how many its files have, before memory is taken for them.
+
+    Args:
+        make: makes the module.
+
+    Raises:
+        ModelError: the configuration describes no module, or one that is much larger than the files.
+    """
+    names = weights.names()
+    hf = _on_meta(source, make)
+    asked = sum(parameter.numel() for parameter in hf.parameters())
+    stored = sum(math.prod(weights.shape(name)) for name in names)
+    if asked > 2 * stored + _MODULE_SLACK:  # tied and shared tensors are stored once
+        raise ModelError(source, f"its configuration asks for {asked} numbers, and its weights have {stored}")
+
+
+def _on_meta(source: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            hf: Any = make()
+            module: PreTrainedModel = hf.eval().requires_grad_(False)
+            return module
+    except Exception as fault:  # transformers and torch raise what they like about sizes that contradict each other
+        raise ModelError(source, f"its configuration describes no module: {one_line(fault)}") from fault
+
+
+def check_finite(source: str, hf: torch.nn.Module) -> None:
+    """Looks for NaN and infinities in the weights of a module in memory.
+
+    Raises:
+        ModelError: there is one; the reason names the tensor.
+    """
+    for name, parameter in hf.named_parameters():
+        if parameter.numel() and not is_finite(parameter.detach()):
+            raise ModelError(source, f"its weights are not all finite: {name} has NaN or an infinity")
+
+
+def _is_zero(weights: WeightSource, name: str) -> bool:
+    return not bool(np.any(weights.tensor(name).whole().numpy()))
