@@ -18,7 +18,8 @@ from genbatch.actors.runtime.actor import Monitor
 from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
-from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
+from genbatch.nif.errors import NativeError
+from genbatch.proto.errors import Cancelled, DeadlineExceeded, EngineError, GenbatchError
 from genbatch.proto.messages import FinishReason
 
 
@@ -145,7 +146,12 @@ class OpenRequests:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         request = sequence.request
         self._slots.release(sequence)
-        if request.finish(sequence, reason):
+        try:
+            is_whole = request.finish(sequence, reason)
+        except NativeError as error:  # the model's tokenizer has no text for these tokens
+            self._fail(request, EngineError(str(error)))
+            return
+        if is_whole:
             self._journal.ended(request, reason)
             self.end(request, None)
             return

@@ -27,7 +27,7 @@ from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun
-from genbatch.nif.errors import DeviceFault, OutOfBlocks
+from genbatch.nif.errors import DeviceFault, NativeError, OutOfBlocks
 from genbatch.nif.runner import Logits
 from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
@@ -422,7 +422,11 @@ class StepCommit:
         index = sequence.num_generated
         self._count_token(sequence)
         sequence.tokens.append(drawn.token_id)
-        text = sequence.output.push(drawn)
+        try:
+            text = sequence.output.push(drawn)
+        except NativeError as error:  # the model's tokenizer has no text for these tokens
+            self._requests.fail(request, EngineError(str(error)))
+            return
         if request.on_begin is not None:
             begun, request.on_begin = request.on_begin, None
             begun()

@@ -114,8 +114,9 @@ def check_counts(source: str, where: str, fields: Mapping[str, Any]) -> None:
             continue
         if not -math.inf < value < math.inf:  # also of numbers that no float holds
             raise ModelError(source, f"{where}: {name} is {shown(value)}, no finite number")
-        highest = _HIGHEST.get(name, 2**63 - 1)
-        if not -highest - 1 <= value <= highest:
+        if name in _SIZES and value < 1:
+            raise ModelError(source, f"{where}: {name} is {shown(value)}; it must be a whole number from 1 on")
+        if (highest := _HIGHEST.get(name)) is not None and value > highest:
             raise ModelError(source, f"{where}: {name} is {shown(value)}; at most {highest} is read")
 
 

@@ -404,6 +404,8 @@ class _Directory:
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault
         self.config = config
+        path = directory / "generation_config.json"
+        self._generation: Mapping[str, Any] | None = read_object(source, path) if path.is_file() else None
         self.quantisation = quantisation_of(source, config, directory)
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the weights are read here; transformers would ask for other packages
@@ -445,11 +447,6 @@ class _Directory:
                 named = getattr(self.config.get_text_config(decoder=True), "eos_token_id", None)
         own = token_ids(self._source, "the tokenizer's eos_token", tokenizer.eos_token_id, vocab_size)
         return own | token_ids(self._source, f"{where}: eos_token_id", named, vocab_size)
-
-    @cached_property
-    def _generation(self) -> Mapping[str, Any] | None:
-        path = self.directory / "generation_config.json"
-        return read_object(self._source, path) if path.is_file() else None
 
     def sampling(self) -> Mapping[str, float]:
         """What generation_config.json says, unless that is greedy. To draw without a temperature is to draw at 1."""

@@ -1,12 +1,15 @@
 """Who is to blame for a step that fails: one request, or the engine."""
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trio
+from tokenizers import decoders, pre_tokenizers
 
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
@@ -17,6 +20,7 @@ from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.nif.context import Context
 from genbatch.nif.models.model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.proto.errors import EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result
 from tests.waiting import a_moment
@@ -191,6 +195,28 @@ async def test_a_sampler_that_raises_fails_its_own_request(
             callers.start_soon(bad)
             ends = await ask_all(batcher, [[5, 6 + number] for number in range(others)])
         assert all(isinstance(end, Result) for end in ends) and not reasons
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("max_tokens", [1, 4])
+async def test_a_tokenizer_that_panics_fails_its_request_and_the_batcher_goes_on(
+    max_tokens: int, tiny_model: Callable[[str], Model]
+) -> None:
+    """A panic of the tokenizers package is no Exception: it went through every handler and ended the Batcher."""
+    model = tiny_model("llama")
+    model = replace(model, tokenizer=Tokenizer(copy.deepcopy(model.tokenizer.hf)))
+    backend = model.tokenizer.backend
+    backend.pre_tokenizer = pre_tokenizers.FixedLength(0)
+    backend.decoder = decoders.Strip("a", 5, 5)  # reads beyond a text of fewer "a"
+    letter = backend.token_to_id("a")
+    async with trio.open_nursery() as nursery:
+        batcher, reasons = await supervised(nursery, model, 1, lambda batch: None)
+        drawn = {"token_ids": [letter], "logit_bias": {letter: 100.0}}
+        for prompt in ({"prompt": "a b"}, {"prompt": "a b " * 3000}, drawn):
+            with pytest.raises(EngineError, match="the model's tokenizer failed"):
+                await batcher.call(Generate(GenerateRequest(**prompt, max_tokens=max_tokens)), timeout=None)
+        assert not reasons and batcher.alive
         nursery.cancel_scope.cancel()
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,37 +17,9 @@ from genbatch.nif.models.gguf_file import GgufFile, _rope_factors, _yarn, gguf_c
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.weight_source import SafetensorsWeights
+from tests.nif.models.gguf_files import write_llama
 
 _HEADER = struct.calcsize("<4sIQQ")
-
-
-def write_llama(path: Path, kind: str = "Q4_0", **changed: Any) -> bytes:
-    """A Llama of one layer; `changed` replaces metadata."""
-    keys = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
-    keys |= {"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16, **changed}
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in keys.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<b>", "<e>", *(chr(ord("A") + i) for i in range(36)), "AB", "ABC"])
-    writer.add_token_types([3, 3] + [1] * 38)
-    writer.add_token_merges(["A B", "AB C"])
-    writer.add_eos_token_id(1)
-    random, q = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
-    sizes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
-    sizes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
-    tensors = {"token_embd": (40, 64), **{f"blk.0.{name}": shape for name, shape in sizes.items()}}
-    for name, shape in tensors.items():
-        packed = gguf.quants.quantize(random.normal(size=shape).astype(np.float32), q)
-        writer.add_tensor(f"{name}.weight", packed, raw_dtype=q)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(64, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path.read_bytes()
 
 
 @pytest.fixture(scope="module")

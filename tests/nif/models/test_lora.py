@@ -89,6 +89,18 @@ def test_ways_of_naming_modules(base: Path, model: Model, tmp_path: Path, config
         ({"lora_alpha": None}, "lora_alpha"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern: '\\(' is no regular expression"),
         ({"alpha_pattern": [1]}, "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "rank_pattern"),
+        ({"rank_pattern": {"a" * 8193: 4}}, "rank_pattern.*more than 8192 characters"),
+        ({"r": 10**400}, "r is '1000"),
+        ({"lora_alpha": 10**400}, "lora_alpha is '1000"),
+        ({"target_modules": "(.*.*)*z"}, "does not adapt model.layers"),  # `re` hangs on this one
+        ({"exclude_modules": 5}, "exclude_modules is '5'"),
+        ({"exclude_modules": [5]}, "exclude_modules"),
+        ({"exclude_modules": "("}, "exclude_modules: '\\(' is no regular expression"),
+        ({"target_modules": "("}, "target_modules: '\\(' is no regular expression"),
+        ({"layers_to_transform": "x"}, "layers_to_transform is 'x'"),
+        ({"layers_to_transform": [[1]]}, "layers_to_transform"),
         ({"target_modules": None}, "target_modules"),
         ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "model.embed_tokens is none of the linears"),
         ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, "lm_head is none of the linears"),
@@ -104,6 +116,20 @@ def test_a_configuration_that_is_not_served_is_refused_by_its_field(
     with pytest.raises(AdapterError, match=words) as caught:
         read(adapter, model)
     assert "adapter_" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_an_expression_that_never_ends_is_given_up(
+    adapter: Path, model: Model, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genbatch.nif.models.lora._MATCHING_S", 0.2)
+    endless = "(.*)" * 9 + r"\1[!?]"  # `re` never ends with less than this
+    fields = {field: endless if field.endswith("modules") else {endless: 4}}
+    change_config(adapter, target_modules=".*(q|down)_proj")
+    read(adapter, model)
+    change_config(adapter, **fields)
+    with pytest.raises(AdapterError, match=rf"{field}: .* takes more than 0.2 seconds"):
+        read(adapter, model)
 
 
 def test_a_configuration_may_have_so_many_bytes_and_no_more(adapter: Path, model: Model) -> None:

@@ -1,0 +1,55 @@
+"""Small GGUF files for tests of what is read from them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+
+def write_llama(
+    path: Path,
+    kind: str = "Q4_0",
+    *,
+    keys: Mapping[str, tuple[Any, gguf.GGUFValueType]] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    **changed: Any,
+) -> bytes:
+    """A Llama of one layer.
+
+    Args:
+        kind: of its matrices.
+        keys: more metadata, in place of what is there.
+        tensors: more tensors, or others.
+        changed: other numbers, by their keys without the architecture.
+    """
+    keys, tensors = dict(keys or {}), dict(tensors or {})
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16, **changed}
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in sizes.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<b>", "<e>", *(chr(ord("A") + i) for i in range(36)), "AB", "ABC"])
+    writer.add_token_types([3, 3] + [1] * 38)
+    writer.add_token_merges(["A B", "AB C"])
+    for key, (value, value_type) in {"tokenizer.ggml.eos_token_id": (1, gguf.GGUFValueType.UINT32), **keys}.items():
+        writer.add_key_value(key, value, value_type)
+    random, q = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    shapes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    matrices = {"token_embd": (40, 64), **{f"blk.0.{name}": shape for name, shape in shapes.items()}}
+    for name, shape in matrices.items():
+        packed = gguf.quants.quantize(random.normal(size=shape).astype(np.float32), q)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=q)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(64, dtype=np.float32))
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
