@@ -6,7 +6,6 @@ runner = TorchRunner(model)
 Before any request a self-check finds out whether the model's own modules run correctly over the paged cache.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -459,11 +458,11 @@ class _Directory:
 def own_sampling(said: Mapping[str, Any]) -> dict[str, float]:
     """The parameters among those that are in their range; a file may say anything."""
     ranges: dict[str, Callable[[float], bool]] = {
-        "temperature": lambda value: 0 < value < math.inf,
+        "temperature": lambda value: 0 < value < 2**31,
         "top_k": lambda value: 0 <= value < 2**31 and value == int(value),
         "top_p": lambda value: 0 < value <= 1,
         "min_p": lambda value: 0 <= value < 1,
-        "repetition_penalty": lambda value: 0 < value < math.inf,
+        "repetition_penalty": lambda value: 0 < value < 2**31,
     }
     found = {name: said[name] for name in ranges if isinstance(said.get(name), int | float)}
     return {name: value for name, value in found.items() if value is not True and ranges[name](value)}

@@ -1,4 +1,4 @@
-"""Small GGUF files for tests of what is read from them."""
+"""Small GGUF files for tests of what is read from them, and one sequence to run over them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
+
+from genbatch.nif.runner import RaggedBatch
 
 
 def write_llama(
@@ -53,3 +56,19 @@ def write_llama(
     writer.write_tensors_to_file()
     writer.close()
     return path.read_bytes()
+
+
+def batch_of(tokens: list[int]) -> RaggedBatch:
+    """One sequence in blocks of 16, at most four."""
+    count = len(tokens)
+    return RaggedBatch(
+        input_ids=torch.tensor(tokens),
+        positions=torch.arange(count),
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        kv_lens=torch.tensor([count], dtype=torch.int32),
+        slots=(torch.arange(count),),
+        block_tables=(torch.arange(4, dtype=torch.int32)[None],),
+        logit_rows=torch.arange(count),
+        max_query_len=count,
+        max_kv_len=count,
+    )

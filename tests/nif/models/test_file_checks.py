@@ -22,8 +22,7 @@ from genbatch.nif.models.weight_source import StoredTensor
 from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, native_library
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.native.weights import WeightPacker
-from genbatch.nif.runner import RaggedBatch
-from tests.nif.models.gguf_files import write_llama
+from tests.nif.models.gguf_files import batch_of, write_llama
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +159,7 @@ def test_a_generation_config_that_is_no_object_is_refused(copy: Path, raw: str) 
 
 
 def test_a_parameter_without_an_end_is_not_drawn_with(copy: Path) -> None:
-    edit(copy / "generation_config.json", top_k=float("inf"), temperature=float("nan"), top_p=0.5, do_sample=True)
+    edit(copy / "generation_config.json", top_k=float("inf"), temperature=float("nan"), top_p=0.5)
     model = describe_model(str(copy), dtype="float32")
     assert model is not None and model.sampling == {"top_p": 0.5}
 
@@ -232,22 +231,6 @@ def transformers_logits(directory: Path) -> torch.Tensor:
     hf = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         return hf(torch.tensor([TOKENS])).logits[0]
-
-
-def batch_of(tokens: list[int]) -> RaggedBatch:
-    """One sequence in blocks of 16, at most four."""
-    count = len(tokens)
-    return RaggedBatch(
-        input_ids=torch.tensor(tokens),
-        positions=torch.arange(count),
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        kv_lens=torch.tensor([count], dtype=torch.int32),
-        slots=(torch.arange(count),),
-        block_tables=(torch.arange(4, dtype=torch.int32)[None],),
-        logit_rows=torch.arange(count),
-        max_query_len=count,
-        max_kv_len=count,
-    )
 
 
 def test_what_real_checkpoints_have_beside_their_tensors_is_left_out(copy: Path) -> None:

@@ -1,6 +1,7 @@
 """GGUF files of each family, named as llama.cpp's converter does: the configuration and every tensor come back."""
 
 import importlib.util
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
 from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, GgufWeights, gguf_config
 from genbatch.nif.models.model import _merged_experts
 from genbatch.nif.native.model_weights import RopeTables
+from genbatch.nif.native.runner import native_runner
+from tests.nif.models.gguf_files import batch_of
 
 ARCH = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
@@ -175,3 +178,25 @@ def test_the_experts_of_a_file_become_those_of_the_module(models: ModuleType, tm
     assert len(experts) == 2 * model.config.num_hidden_layers
     for key, parameter in experts.items():
         assert torch.allclose(merged[key], parameter, atol=2e-7), key
+
+
+def test_stacked_experts_are_packed_natively(models: ModuleType, tmp_path: Path) -> None:
+    model = models.random_model("qwen3_moe", mlp_only_layers=[], norm_topk_prob=True)
+    file = written(tmp_path / "model.gguf", "qwen3_moe", model)
+    config = gguf_config(file)
+    described: Any = SimpleNamespace(
+        name="qwen3_moe",
+        hf=model,
+        config=config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        groups=layer_groups("qwen3_moe", config),
+        max_position=max_position("qwen3_moe", config),
+        vocab_size=config.vocab_size,
+        weights=GgufWeights(file, config),
+    )
+    tokens = [5, 9, 100, 33, 7]
+    with torch.inference_mode(), closing(native_runner(described)) as runner:
+        runner.allocate([4], 16)
+        expected = model(torch.tensor([tokens])).logits[0]
+        assert torch.allclose(runner.forward(batch_of(tokens)), expected, atol=1e-3)
