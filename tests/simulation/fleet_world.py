@@ -18,6 +18,7 @@ import trio
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.fleet.fleet import FleetLimits
 from genbatch.actors.fleet.routing import ScaleRule
+from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
@@ -128,6 +129,7 @@ class SimGateway:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     clients: list[End] = field(default_factory=list)
     calls: trio.Nursery | None = None
+    room: MessageRoom = field(default_factory=lambda: MessageRoom(MAX_HALF_MESSAGES))
 
 
 class FleetWorld:
@@ -288,7 +290,7 @@ class FleetWorld:
         assert one.gateway is not None
         dispatcher = Dispatcher(one.gateway.fleet)
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, dispatcher, CallHost(calls), client=name)
+            connection = RPCConnection(end, dispatcher, CallHost(calls), client=name, room=one.room)
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

@@ -19,6 +19,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.engine.engine_process import EngineSession
 from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, EngineConnection, EngineFrame, EngineUp, RemoteBatcher
+from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
@@ -185,6 +186,7 @@ class World:
         self._link = RemoteBatcher(self._options, self._kill)
         self._ref = await start(nursery, self._link, name="link")
         self._dispatcher = Dispatcher(self._ref, of_fleet=self._of_fleet)
+        self._room = MessageRoom(MAX_HALF_MESSAGES)
         nursery.start_soon(self._run_engines)
         nursery.start_soon(self._harass)
 
@@ -218,7 +220,7 @@ class World:
 
     async def _serve(self, end: End, name: str) -> None:
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, self._dispatcher, CallHost(calls), client=name)
+            connection = RPCConnection(end, self._dispatcher, CallHost(calls), client=name, room=self._room)
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()
