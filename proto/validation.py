@@ -77,11 +77,13 @@ class Grammar:
         kind: how to read `text`.
         text: JSON Schema as JSON, a Lark or GBNF grammar, one that is Lark for certain, or a regular expression.
         field: the parameter it came from, for errors.
+        answer: what `@answer` in a Lark grammar means.
     """
 
     kind: GrammarKind
     text: str
     field: str
+    answer: "Grammar | None" = None
 
 
 def grammar_of(request: GenerateRequest) -> Grammar | None:
@@ -130,13 +132,8 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
         raise InvalidRequest(
             given[1], f"give at most one of response_format, grammar and regex, not {' and '.join(given)}"
         )
-    if request.tools and request.tool_choice != "none":
-        if given:
-            raise InvalidRequest(
-                given[0], "tools give the answer a shape of their own; leave this out, or set tool_choice to none"
-            )
-        if holds_to_tools(request):
-            _check_excluded(request, "tools")
+    if holds_to_tools(request):
+        _check_excluded(request, "tools")
     grammar = grammar_of(request)
     if grammar is None:
         return
@@ -149,6 +146,12 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
     if size > limits.max_grammar_bytes:
         raise InvalidRequest(grammar.field, f"has {size} bytes, {limits.max_grammar_bytes} are allowed")
     _check_excluded(request, given[0])
+
+
+def has_shape(request: GenerateRequest) -> bool:
+    """Whether the request says what its answers must match."""
+    wanted = request.response_format
+    return request.grammar is not None or request.regex is not None or (wanted is not None and wanted.type != "text")
 
 
 def holds_to_tools(request: GenerateRequest) -> bool:

@@ -142,12 +142,20 @@ class Grammars:
         assert grammar is not None
         if request.replied:  # its caller left while it waited
             return []
-        from genbatch.nif.sampling.grammar import GrammarCompiler, GrammarError  # when the first grammar comes
+        # When the first grammar comes.
+        from genbatch.nif.sampling.grammar import GrammarCompiler, GrammarError, branches
 
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._model, self._max_s)
+        owner, answer, kind, text = prefix_key(wanted.tenant), grammar.answer, str(grammar.kind), grammar.text
+        if answer is not None:
+            try:  # by itself first: else nobody could say which of the two is at fault
+                self._compiler.compile(answer.kind, answer.text, owner, 0)
+            except GrammarError as error:
+                raise InvalidRequest(answer.field, str(error)) from None
+            kind, text = "branches", branches(grammar.text, answer.kind, answer.text)
         try:
-            return [*self._compiler.compile(grammar.kind, grammar.text, prefix_key(wanted.tenant), wanted.n)]
+            return [*self._compiler.compile(kind, text, owner, wanted.n)]
         except GrammarError as error:
             raise InvalidRequest(grammar.field, str(error)) from None
 

@@ -26,10 +26,11 @@ from genbatch.nif.models.model import Model
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_format, is_json
 from genbatch.nif.text.response_template import TemplateReader
 from genbatch.nif.text.templates import ChatTemplateError, TemplateEnded
 from genbatch.nif.text.tokenizer import ChatPrompt
-from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader, forced_format, tool_grammar
+from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong, QueueFull
 from genbatch.proto.messages import (
     DetokenizeRequest,
@@ -43,6 +44,7 @@ from genbatch.proto.messages import (
 from genbatch.proto.validation import (
     Grammar,
     grammar_of,
+    has_shape,
     holds_to_tools,
     validate_detokenize,
     validate_request,
@@ -313,46 +315,87 @@ class Intake:
         return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
     def grammar(self, wanted: GenerateRequest) -> Grammar | None:
-        """What the answers must match: what the request says, or the calls that it insists on."""
-        if not holds_to_tools(wanted):
-            return grammar_of(wanted)
-        choice = wanted.tool_choice
-        offered = [tool for tool in wanted.tools if not isinstance(choice, NamedTool) or tool.name == choice.name]
-        text = tool_grammar(
-            forced_format(self._tokenizer.tool_format),
-            [{"name": tool.name, "parameters": tool.parameters, "strict": tool.strict} for tool in offered],
-            forced=choice != "auto",
-            several=wanted.parallel_tool_calls and not isinstance(choice, NamedTool),
-            token_id=self._tokenizer.special_id,
-        )
-        if len(text) > self._options.limits.max_grammar_bytes:
-            most = self._options.limits.max_grammar_bytes
+        """What the answers must match: thinking, then calls or the format that was asked for; None: they are free."""
+        shape, calls = grammar_of(wanted), self._calls(wanted)
+        thinks = self._thinks(wanted)
+        if calls is None and not thinks:
+            return shape
+        if shape is None and (calls is None or not holds_to_tools(wanted)):
+            return None
+        has_format = shape is not None and not (calls is not None and calls.forced)
+        text = answer_grammar(calls, self._tokenizer.special_id, has_format=has_format, thinks=thinks)
+        most = self._options.limits.max_grammar_bytes
+        if calls is not None and len(text) > most:
             raise InvalidRequest("tools", f"their schemas have {len(text)} bytes, {most} are allowed")
-        return Grammar("lark", text, "tools")
+        field = "tools" if calls is not None else shape.field if shape is not None else ""
+        return Grammar("lark", text, field, shape if has_format else None)
+
+    def _calls(self, wanted: GenerateRequest) -> Calls | None:
+        """The calls that the answers may have; None where there are none."""
+        choice = wanted.tool_choice
+        if not wanted.tools or choice == "none":
+            return None
+        offered = [tool for tool in wanted.tools if not isinstance(choice, NamedTool) or tool.name == choice.name]
+        own = self._tokenizer.tool_format
+        # Beside a format calls are held wherever they can be in the model's own way: one that cannot be read would be
+        # text that does not match.
+        is_written = is_json(own) or self._tokenizer.response_template is not None
+        free = not holds_to_tools(wanted) and not (has_shape(wanted) and is_written)
+        return Calls(
+            format=own if free else forced_format(own),
+            tools=[{"name": tool.name, "parameters": tool.parameters, "strict": tool.strict} for tool in offered],
+            several=wanted.parallel_tool_calls and not isinstance(choice, NamedTool),
+            forced=choice != "auto",
+            free=free,
+        )
+
+    def _tells_thinking(self, wanted: GenerateRequest, *, calls: bool) -> bool:
+        """Whether thinking is told apart from the text."""
+        return (calls or wanted.reasoning) and wanted.messages is not None and self._tokenizer.thinks
+
+    def _thinks(self, wanted: GenerateRequest) -> bool:
+        """Whether a grammar must let thinking come first: it is told apart, and written between our marks.
+
+        A grammar or an expression of the caller's that names the mark holds the thinking itself.
+        """
+        calls = bool(wanted.tools) and wanted.tool_choice != "none"
+        if THINK_OPEN in (wanted.grammar or wanted.regex or ""):
+            return False
+        template = self._tokenizer.response_template
+        marks = THINK_OPEN, THINK_CLOSE
+        by_marks = template is None or all(mark in json.dumps(template) for mark in marks)
+        return self._tells_thinking(wanted, calls=calls) and by_marks
+
+    def _opens_thinking(self, prompt_tokens: list[int]) -> bool:
+        """Whether the prompt has opened the thinking that the answer goes on with."""
+        tail = self._tokenizer.decode(prompt_tokens[-TAIL_TOKENS:], skip_special_tokens=False)
+        return tail.rstrip().endswith(THINK_OPEN)
+
+    def _thinking_mark(self) -> list[int]:
+        """The tokens of the mark that opens thinking."""
+        special = self._tokenizer.special_id(THINK_OPEN)
+        return [special] if special is not None else self._tokenizer.encode(THINK_OPEN, add_special_tokens=False)
 
     def reading(self, wanted: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
         """How calls and thinking are told apart from the text; None where nothing of it was asked for."""
-        calls = bool(wanted.tools) and wanted.tool_choice != "none"
-        thinks = (calls or wanted.reasoning) and wanted.messages is not None and self._tokenizer.thinks
+        calls = self._calls(wanted)
+        thinks = self._tells_thinking(wanted, calls=calls is not None)
         if not (calls or thinks):
             return None
-        template = self._tokenizer.response_template
-        if template is not None and not (calls and holds_to_tools(wanted)):
+        template, offered = self._tokenizer.response_template, [_offer(tool) for tool in wanted.tools]
+        if template is not None and (calls is None or calls.free):
             prompt = self._tokenizer.decode(prompt_tokens, skip_special_tokens=False)
-            offered = [_offer(tool) for tool in wanted.tools] if calls else []
-            by_template = partial(TemplateReader, template, prompt, offered)
+            by_template = partial(TemplateReader, template, prompt, offered if calls else [])
             return Reading(by_template, self._tokenizer.response_marks, wanted.parallel_tool_calls)
-        format = self._tokenizer.tool_format if calls else None
-        if format is not None and holds_to_tools(wanted):
-            format = forced_format(format)
-        marks = (*(format.marks if format is not None else ()), *((THINK_OPEN, THINK_CLOSE) if thinks else ()))
-        tail = self._tokenizer.decode(prompt_tokens[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        marks = (*(calls.format.marks if calls else ()), *((THINK_OPEN, THINK_CLOSE) if thinks else ()))
+        has_branches = calls is not None and not calls.forced and has_shape(wanted)
         reader = partial(
             AnswerReader,
-            format,
-            [_offer(tool) for tool in wanted.tools],
+            calls.format if calls else None,
+            offered,
             thinks=thinks,
-            starts_thinking=thinks and tail.endswith(THINK_OPEN),
+            starts_thinking=thinks and self._opens_thinking(prompt_tokens),
+            begins=calls.beginnings if calls and has_branches else (),
         )
         shown = frozenset(found for mark in marks if (found := self._tokenizer.special_id(mark)) is not None)
         return Reading(reader, shown, wanted.parallel_tool_calls)
@@ -447,6 +490,10 @@ class Intake:
             keep_stop=wanted.keep_stop,
             reading=self.reading(wanted, request.prompt_tokens),
         )
+        if request.constraints and self._thinks(wanted) and self._opens_thinking(request.prompt_tokens):
+            for constraint in request.constraints:  # it begins where the answer does
+                for token_id in self._thinking_mark():
+                    constraint.accept(token_id)
         digest = "" if request.adapter is None else request.adapter.digest
         made: list[Sequence] = []
         for choice in range(wanted.n):

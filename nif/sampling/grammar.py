@@ -1,6 +1,7 @@
 """Grammars: what an answer must match, compiled once and followed token by token."""
 
 import hashlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -155,7 +156,8 @@ class GrammarCompiler:
         """Constraints for `number` sequences, prepared for their first token.
 
         Args:
-            kind: "json_schema", "grammar" (Lark or GBNF), "lark" (Lark for certain) or "regex".
+            kind: "json_schema", "grammar" (Lark or GBNF), "lark" (Lark for certain), "regex" or "branches" (see
+                `branches`).
             owner: whose grammar; what one owner compiled is not found, nor timed, by another.
 
         Raises:
@@ -210,11 +212,32 @@ def convert(kind: str, text: str) -> str:
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
         if kind == "lark":
             return grammar_from("lark", text)
+        if kind == "branches":
+            parts = json.loads(text)
+            return json.dumps(
+                {"grammars": [{"lark_grammar": parts["lark"]}, _named_answer(parts["kind"], parts["text"])]}
+            )
         return grammar_from("gbnf" if kind == "grammar" else "regex", text)
     except ValueError as error:
         raise ValueError(one_line(str(error))) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def branches(lark: str, kind: str, text: str) -> str:
+    """The text of a grammar of the kind "branches": a Lark grammar, and a grammar of another kind that it calls
+    `@answer`."""
+    return json.dumps({"lark": lark, "kind": kind, "text": text})
+
+
+def _named_answer(kind: str, text: str) -> dict[str, Any]:
+    """A grammar as a part of another one."""
+    grammar = convert(kind, text)
+    try:
+        (part,) = json.loads(grammar)["grammars"]
+    except ValueError:  # it stayed Lark
+        part = {"lark_grammar": grammar}
+    return {**part, "name": "answer"}
 
 
 def why_unreadable(kind: str, text: str) -> str:

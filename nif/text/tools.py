@@ -25,8 +25,6 @@ from typing import Any, Protocol
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # Characters of a call that is not JSON; more is text. Bounds what Python's parser is given.
 MAX_HELD = 64 * 1024
-# Calls of one answer where a grammar holds it to calls: a small model might never stop by itself.
-MAX_FORCED_CALLS = 8
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -146,6 +144,8 @@ class AnswerReader:
         tools: what is offered, as the chat template gets it; gives arguments that are not JSON their types.
         thinks: whether the answer may begin with thinking, which is told apart.
         starts_thinking: whether the prompt opened the thinking already.
+        begins: texts, one of which an answer begins with that has calls; any other answer is text, with marks or
+            without. Empty where calls may come anywhere.
     """
 
     def __init__(
@@ -155,8 +155,10 @@ class AnswerReader:
         *,
         thinks: bool = False,
         starts_thinking: bool = False,
+        begins: Sequence[str] = (),
     ) -> None:
         self._format = format
+        self._begins = begins
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._opens = format.opens if format is not None else ()
         self._state = _State.THINKING if starts_thinking else _State.START
@@ -198,12 +200,20 @@ class AnswerReader:
     def _start(self, at_end: bool) -> bool:
         """Whether the answer begins with thinking, with a bare call, or is text."""
         begun = self._buffer.lstrip()
+        if self._trims:
+            self._buffer = begun
         if self._thinks and begun.startswith(THINK_OPEN):
             self._buffer = begun.removeprefix(THINK_OPEN)
             self._state = _State.THINKING
             return True
         if not at_end and (not begun or (self._thinks and THINK_OPEN.startswith(begun))):
             return False
+        if self._begins and not begun.startswith(tuple(self._begins)):
+            if not at_end and any(text.startswith(begun) for text in self._begins):
+                return False
+            self._opens = ()
+            self._state = _State.TEXT
+            return True
         if self._format is not None and self._format.bare and begun.startswith(self._format.bare):
             self._open("")
             return True
@@ -593,93 +603,3 @@ def plain_conversation(
 
 def _hermes(call: Mapping[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
-
-
-# Grammars that hold an answer to calls
-
-# With one of these beside it an object may need properties that it does not name itself.
-_COMBINING = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"))
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
-
-
-def forced_format(format: ToolFormat) -> ToolFormat:
-    """The format of calls that a grammar enforces: the model's own where it is JSON, else Hermes'."""
-    return format if format.shape in (Shape.JSON, Shape.NAMED_JSON) else HERMES
-
-
-def _closed(schema: Any, depth: int = 0) -> Any:
-    """A schema whose objects have no properties but those that it names, where it does not say: small models go on
-    naming more. What validates against it validates against `schema`."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return schema
-    made = dict(schema)
-    for name in ("properties", "$defs", "definitions"):
-        if isinstance(made.get(name), dict):
-            made[name] = {key: _closed(inner, depth + 1) for key, inner in made[name].items()}
-    if "items" in made:
-        made["items"] = _closed(made["items"], depth + 1)
-    if isinstance(made.get("anyOf"), list) and "properties" not in made:
-        made["anyOf"] = [_closed(inner, depth + 1) for inner in made["anyOf"]]
-    if "properties" in made and not _COMBINING.intersection(made):
-        made.setdefault("additionalProperties", False)
-    return made
-
-
-def tool_grammar(
-    format: ToolFormat,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    forced: bool,
-    several: bool,
-    token_id: Callable[[str], int | None],
-) -> str:
-    """A Lark grammar of an answer whose calls have arguments that validate.
-
-    Args:
-        format: one of `forced_format`.
-        tools: those that may be called, each with a key "strict".
-        forced: whether the answer is calls and nothing else; otherwise text with calls in it.
-        several: whether there may be more than one call.
-        token_id: the id of a mark that is one special token; None for any other text.
-    """
-
-    def written(mark: str) -> str:
-        found = token_id(mark)
-        return json.dumps(mark) if found is None else f"<[{found}]>"
-
-    rules = []
-    for number, tool in enumerate(tools):
-        name = tool["name"]
-        schema = dict(tool.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False})
-        schema = _closed(schema)
-        schema["x-guidance"] = _JSON_OPTIONS | {"lenient": not tool.get("strict")}
-        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
-        if format.shape is Shape.NAMED_JSON:
-            head = f"{json.dumps(name)} {written('[ARGS]')}"
-            rules.append(f"tool_{number}: {head} arguments_{number}")
-        else:
-            begin = f'{{"name": {json.dumps(name)}, "{format.key}": '
-            rules.append(f'tool_{number}: {json.dumps(begin)} arguments_{number} "}}"')
-    rules.append("tool: " + " | ".join(f"tool_{number}" for number in range(len(tools))))
-    opens = written(format.opens[0])
-    more = f"{{0,{MAX_FORCED_CALLS - 1}}}" if several else None
-    if format.closes:
-        body = f'"\\n" tool "\\n" {written(format.closes)}'
-        call, between = f"{opens} {body}", '"\\n"'
-    elif format.shape is Shape.NAMED_JSON:
-        body = "tool"
-        call, between = f"{opens} tool", ""
-    elif format.bare:
-        body, call, between, more = "tool", "tool", "", None
-    else:
-        body = '"[" tool' + (f' (", " tool){more}' if more else "") + ' "]"'
-        call, between, more = f"{opens} {body}", "", None
-    rules.append(f"call: {call}")
-    if forced:
-        start = "call" + (f" ({between} call){more}" if more else "")
-    else:
-        begun = "TEXT " + opens if opens.startswith("<[") else "opened"
-        rules += [r"TEXT: /(.|\n)*/", f"opened[lazy]: TEXT {opens}", f"called: {begun} {body}"]
-        start = "called* rest" if several else "called? rest"
-        rules.append("rest: TEXT")
-    return "\n".join(["%llguidance {}", f"start: {start}", *rules])

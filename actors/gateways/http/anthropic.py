@@ -55,6 +55,7 @@ class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
 
 
 class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,8 +87,15 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
     for name in ("stop_sequences", "temperature", "top_p", "top_k", "deadline_s"):
         if getattr(fields, name) is not None:
             params["stop" if name == "stop_sequences" else name] = getattr(fields, name)
+    shape, shape_name = fields.output_format, "output_format"
     if fields.output_config is not None and fields.output_config.format is not None:
-        params["response_format"] = msgspec.structs.asdict(fields.output_config.format)
+        if shape not in (None, fields.output_config.format):
+            raise InvalidRequest(
+                "output_format", "is the older name of output_config.format, which says something else"
+            )
+        shape, shape_name = fields.output_config.format, "output_config.format"
+    if shape is not None:
+        params["response_format"] = msgspec.structs.asdict(shape)
     last = params["messages"][-1] if params["messages"] else {}
     if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
         params["continue_final_message"] = True  # an answer that the caller has begun
@@ -112,7 +120,7 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
         num_top=None,
         ids_for_text=False,
         echo=False,
-        names=names | {"stop": "stop_sequences", "response_format": "output_config.format"},
+        names=names | {"stop": "stop_sequences", "response_format": shape_name},
         body=body,
     )
 

@@ -1,7 +1,7 @@
 """Tool calls over a tiny random model: in this program, over the wire and from the engine's process."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,14 @@ import torch
 import trio
 
 from genbatch import Client, RPCClient, ZeroMQClient, open_batcher
+from genbatch.actors.batcher.intake import Intake
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import Request
+from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.sampling.grammar import GrammarCompiler, branches
+from genbatch.nif.sampling.sampler import Sampled
 from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import Choice, GenerateRequest, Message, ResponseFormat, Tool
 from genbatch.proto.validation import RequestLimits
 from tests.tool_models import TEMPLATE, tool_model
 from tests.waiting import ENGINE_PATIENCE_S
@@ -31,6 +38,18 @@ WEATHER: dict[str, Any] = {
 # A name that is a keyword of Python and of JSON Schema's and the grammar's languages alike.
 KEYWORD: dict[str, Any] = {"name": "class", "parameters": {"type": "object", "properties": {"start": {"const": "}}"}},
                            "required": ["start"], "additionalProperties": False}}  # fmt: skip
+
+
+COLOUR: dict[str, Any] = {
+    "type": "json_schema",
+    "schema": {
+        "type": "object",
+        "properties": {"name": {"enum": ["red", "green"]}, "shade": {"$ref": "#/$defs/shade"}},
+        "required": ["name"],
+        "additionalProperties": False,
+        "$defs": {"shade": {"enum": ["<tool_call>", "]"]}},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +138,125 @@ async def call_and_answer(client: Client) -> list[str]:
         result = await client.generate(messages=[USER, asked, answered], tools=[WEATHER], max_tokens=4)
         assert result.usage.completion_tokens == 4
         found.append(call.arguments)
+    for choice in ("auto", "none", "required"):
+        shaped: Any = {
+            "tools": [WEATHER, KEYWORD],
+            "tool_choice": choice,
+            "response_format": COLOUR,
+            "temperature": 1.0,
+        }
+        result = await client.generate(messages=[USER], max_tokens=900, seed=7, **shaped)
+        found.append(check_either(result) + result.text)
     result = await client.generate("go", max_tokens=20, ignore_eos=True)
     ended = await client.generate("go", max_tokens=20, ignore_eos=True, stop=["never said", result.text[5:7]])
     assert (ended.finish_reason, ended.stop_string) == ("stop", result.text[5:7])
     return found
+
+
+@pytest.mark.trio
+async def test_beside_a_format_an_answer_is_calls_or_matches_it(model: Path) -> None:
+    """Whole and streamed, alone and as one of several choices, with log-probs or without."""
+    met: set[str] = set()
+    async with running(model) as batcher:
+        for seed in range(12):
+            params: Any = {"messages": [USER], "tools": [WEATHER, KEYWORD], "response_format": COLOUR}
+            params |= {"temperature": 1.5, "seed": seed, "max_tokens": 900}
+            result = await batcher.generate(**params)
+            met.add(check_either(result))
+            async with batcher.stream(**params) as stream:
+                tokens = [token async for token in stream]
+            assert "".join(token.text for token in tokens) == result.text == stream.result.text
+            pieces = [piece for token in tokens for piece in token.tool_calls]
+            arguments = "".join(piece.arguments for piece in pieces)
+            assert arguments == "".join(call.arguments for call in result.tool_calls)
+        assert met == {"calls", "text"}
+        several = await batcher.generate(**params, n=4, logprobs=1, parallel_tool_calls=False, stop=["never said"])
+        for choice in several.choices:
+            assert check_either(choice) == "text" or len(choice.tool_calls) == 1
+            assert len(choice.logprobs or ()) == len(choice.token_ids)
+        strict = [tool | {"strict": number == 0} for number, tool in enumerate((WEATHER, KEYWORD))]
+        check_either(await batcher.generate(**params | {"tools": strict}))
+
+
+def check_either(answer: Any) -> str:
+    """Whether an answer is calls or text; either is all that it should be."""
+    if answer.tool_calls:
+        assert (answer.finish_reason, answer.text) == ("tool_calls", "")
+        for call in answer.tool_calls:
+            check(call, WEATHER if call.name == "get_weather" else KEYWORD)
+        return "calls"
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text), COLOUR["schema"])
+    return "text"
+
+
+@pytest.mark.trio
+async def test_the_choice_of_tools_decides_which_of_both_an_answer_may_be(model: Path) -> None:
+    async with running(model) as batcher:
+        for seed in range(4):
+            params: Any = {"messages": [USER], "tools": [WEATHER, KEYWORD], "response_format": COLOUR}
+            params |= {"temperature": 1.5, "seed": seed, "max_tokens": 900}
+            assert check_either(await batcher.generate(**params, tool_choice="none")) == "text"
+            assert check_either(await batcher.generate(**params, tool_choice="required")) == "calls"
+            named = await batcher.generate(**params, tool_choice={"name": "class"})
+            assert check_either(named) == "calls" and [call.name for call in named.tool_calls] == ["class"]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required", "none", None])
+def test_thinking_comes_before_calls_and_before_a_format(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path, opens: bool, choice: str | None
+) -> None:
+    """Also where the prompt has opened it: a format that held it would make all of the answer thinking."""
+    prompt = "<|start|>assistant\n<think>\n" if opens else "<|start|>assistant\n"
+    template = TEMPLATE + "{# <think></think> #}"
+    model = load_model(str(tool_model(tiny_model_dir("llama"), tmp_path / "model", template)), dtype="float32")
+    call = '<tool_call>\n{"name": "class", "arguments": {"start": "}}"}}\n</tool_call>'
+    text, thinking = '{"name": "red"}', "so\n{ <tool_call>"
+    asked: Any = {"messages": [Message(**USER)], "reasoning": True, "response_format": ResponseFormat(**COLOUR)}
+    if choice is not None:
+        asked |= {"tools": [Tool(**WEATHER), Tool(**KEYWORD)], "tool_choice": choice}
+    begun = "" if opens else "<think>\n"
+    compiler = GrammarCompiler(model, max_s=10.0)
+    try:
+        for answer, is_allowed in ((call, choice in ("auto", "required")), (text, choice != "required")):
+            for written in (f"{begun}{thinking}</think>\n\n{answer}", *(() if opens else (answer,))):
+                choices = list(follow(model, compiler, GenerateRequest(**asked), prompt, written))
+                assert bool(choices) == is_allowed, (written, choice)
+                for found in choices:
+                    assert found.reasoning == (thinking if written != answer else "")
+                    assert (found.text, len(found.tool_calls)) == ((text, 0) if answer == text else ("", 1))
+        # Where nobody tells it apart the text is all that there is.
+        whole = GenerateRequest(**asked | {"reasoning": False, "tools": [], "tool_choice": "auto"})
+        assert list(follow(model, compiler, whole, prompt, text)) and not list(
+            follow(model, compiler, whole, prompt, "<think>so")
+        )
+    finally:
+        compiler.close()
+
+
+def follow(
+    model: Model, compiler: GrammarCompiler, wanted: GenerateRequest, prompt: str, text: str
+) -> Iterator[Choice]:
+    """The answer that is written so; none where its grammar does not allow it."""
+    intake = Intake(model, BatcherOptions(), 4096)
+    request = Request(wanted=wanted, from_=None, monitor=None, client="", accepted_at=0.0)  # type: ignore[arg-type]
+    request.prompt_tokens = model.tokenizer.encode(prompt)
+    request.grammar = grammar = intake.grammar(wanted)
+    assert grammar is not None
+    kind, source = str(grammar.kind), grammar.text
+    if grammar.answer is not None:
+        kind, source = "branches", branches(source, grammar.answer.kind, grammar.answer.text)
+    request.constraints = [*compiler.compile(kind, source, b"", 1)]
+    (sequence,) = intake.sequences(request, 900)
+    (constraint,) = request.constraints
+    for token_id in [*model.tokenizer.encode(text, add_special_tokens=False), min(model.eos_token_ids)]:
+        constraint.prepare()
+        if constraint.fault is not None or not constraint.allowed[token_id // 32] >> (token_id % 32) & 1:
+            return
+        constraint.accept(token_id)
+        sequence.output.push(Sampled(token_id))
+    yield sequence.output.choice("stop")
 
 
 @pytest.mark.trio
@@ -135,7 +269,15 @@ async def call_and_answer(client: Client) -> list[str]:
         ({"tools": [{"name": "f", "parameters": {"type": "string"}}]}, "tools[0].parameters"),
         ({"tools": [WEATHER], "tool_choice": {"name": "other"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [WEATHER], "response_format": COLOUR, "min_tokens": 3}, "min_tokens"),
+        (
+            {"tools": [WEATHER], "response_format": {"type": "json_schema", "schema": {"$ref": "#/nowhere"}}},
+            "response_format.schema",
+        ),
+        (
+            {"tools": [{"name": "f", "parameters": {"$ref": "#/nowhere"}}], "response_format": COLOUR},
+            "tools",
+        ),
         ({"tools": [WEATHER], "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
         ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "messages"),
         ({"chat_template_kwargs": {"tokenize": True}}, "messages"),

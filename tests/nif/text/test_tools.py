@@ -12,11 +12,8 @@ from genbatch.nif.text.tools import (
     HERMES,
     MAX_HELD,
     AnswerReader,
-    _closed,
-    forced_format,
     plain_conversation,
     tool_format,
-    tool_grammar,
 )
 
 FORMAT = {format.name: format for format in FORMATS} | {"lfm": FORMATS[4]}
@@ -181,67 +178,3 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert turns[0]["content"].startswith("Be brief.\n\n") and "{braces}" in turns[0]["content"]
     assert turns[1]["content"].count("<tool_call>") == 2
     assert turns[2]["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
-
-
-WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-
-
-def accepts(grammar: str, text: str) -> bool:
-    llguidance = pytest.importorskip("llguidance")
-    tokenizer = llguidance.LLTokenizer("byte")
-    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
-    tokens = tokenizer.tokenize_str(text)
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
-
-
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-@pytest.mark.parametrize("several", [False, True])
-def test_what_a_grammar_lets_through_is_read_as_calls(format: Any, several: bool) -> None:
-    format = forced_format(format)
-    grammar = tool_grammar(
-        format, [{"name": "f", "parameters": WEATHER}], forced=True, several=several, token_id=lambda mark: None
-    )
-    arguments = '{"city": "</tool_call>]"}'
-    call = f'{{"name": "f", "{format.key}": {arguments}}}'
-    written = {
-        "hermes": f"<tool_call>\n{call}\n</tool_call>",
-        "mistral": f"[TOOL_CALLS][{call}]",
-        "mistral-args": f"[TOOL_CALLS]f[ARGS]{arguments}",
-        "llama3": call,
-    }[format.name]
-    assert accepts(grammar, written)
-    assert not accepts(grammar, "Hello") and not accepts(grammar, written.replace("city", "town"))
-    assert [name for name, _ in take_apart(AnswerReader(format), [written])[2]] == ["f"]
-    if format.name == "hermes":
-        assert accepts(grammar, f"{written}\n{written}") == several
-
-
-@pytest.mark.parametrize("format", [HERMES, FORMAT["mistral-args"], FORMAT["llama3"]], ids=lambda format: format.name)
-def test_strict_lets_any_text_through_and_only_calls_that_validate(format: Any) -> None:
-    grammar = tool_grammar(
-        format, [{"name": "f", "parameters": WEATHER}], forced=False, several=True, token_id=lambda mark: None
-    )
-    opens = format.opens[0]
-    assert accepts(grammar, "any { text <tool_ [1]\n")
-    good = {
-        "hermes": 'So:<tool_call>\n{"name": "f", "arguments": {"city": "x"}}\n</tool_call> and so on',
-        "mistral-args": 'So:[TOOL_CALLS]f[ARGS]{"city": "x"}',
-        "llama3": 'So:<|python_tag|>{"name": "f", "parameters": {"city": "x"}}',
-    }[format.name]
-    assert opens in good and accepts(grammar, good)
-    assert not accepts(grammar, good.replace('"x"', "1")) and not accepts(grammar, f"{opens} nothing")
-
-
-@pytest.mark.parametrize("key", ["anyOf", "items", "properties"])
-def test_a_schema_is_closed_so_deep_and_no_deeper(key: str) -> None:
-    wrapped = {"anyOf": lambda inner: [inner], "items": lambda inner: inner, "properties": lambda inner: {"a": inner}}
-    schema: dict[str, Any] = {"properties": {"end": {}}}
-    for _ in range(100):
-        schema = {key: wrapped[key](schema)}
-    closed, depth = _closed(schema), 0
-    while key in closed and "end" not in closed.get("properties", {}):
-        closed, depth = closed[key], depth + 1
-        closed = closed[0] if key == "anyOf" else closed["a"] if key == "properties" else closed
-    assert depth == 100 and "additionalProperties" not in closed
-    shallow = {key: wrapped[key]({"properties": {"end": {}}})}
-    assert '"additionalProperties": false' in json.dumps(_closed(shallow))

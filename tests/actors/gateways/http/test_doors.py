@@ -16,7 +16,7 @@ from genbatch.actors.gateways.http.generating import FORMATS, FillIn
 from genbatch.actors.gateways.http.responses import Conversations, read_items
 from genbatch.actors.runtime.actor import From
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest
-from genbatch.proto.validation import MAX_TOOLS
+from genbatch.proto.validation import MAX_TOOLS, RequestLimits, validate_request
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
 
@@ -32,8 +32,9 @@ class Talking(ScriptedBatcher):
 
     async def handle_call(self, request: Any, from_: From[Any]) -> Any:
         if isinstance(request, Generate) and request.request.messages:
+            self.asked = request.request
             said = request.request.messages[-1].content
-            plain = msgspec.structs.replace(request.request, messages=None, prompt=said, reasoning=False)
+            plain = msgspec.structs.replace(request.request, messages=None, prompt=said, reasoning=False, tools=[])
             request = replace(request, request=plain)
         return await super().handle_call(request, from_)
 
@@ -98,6 +99,10 @@ def asks(arguments: str, name: str = "f", call_id: str = "a") -> dict[str, Any]:
         (MESSAGES, {"messages": USER, "max_tokens": 1, "tools": [{"type": "web_search_20250305", "name": "w"}],
                     "tool_choice": {"type": "tool", "name": "w"}}, "tool_choice.name"),
         (MESSAGES, {"messages": USER, "max_tokens": 1, "stop_sequences": [""]}, "stop_sequences[0]"),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "output_format": {"type": "json_schema", "schema": {}},
+                    "output_config": {"format": {"type": "json_schema", "schema": {"a": 1}}}}, "output_format"),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "output_format": {"type": "x", "schema": {}}},
+         "output_format.type"),
         (COUNT, {"messages": USER, "max_tokens": 1}, "max_tokens"),
     ],
 )  # fmt: skip
@@ -235,6 +240,49 @@ async def test_every_door_takes_a_deadline(path: str, body: dict[str, Any]) -> N
             assert served.batcher.requests[-1].request.deadline_s == deadline_s
         refused = await served.client.post(path, json=body | {"deadline_s": -1})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "deadline_s")
+
+
+COLOUR = {"type": "object", "properties": {"name": {"enum": ["red", "green"]}}, "required": ["name"]}
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            CHAT,
+            {
+                "messages": USER,
+                "tools": [{"type": "function", "function": TOOL}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": COLOUR}},
+            },
+        ),
+        (
+            RESPONSES,
+            {
+                "input": "x",
+                "tools": [{"type": "function", **TOOL}],
+                "text": {"format": {"type": "json_schema", "name": "c", "schema": COLOUR}},
+            },
+        ),
+        *[
+            (MESSAGES, {"messages": USER, "max_tokens": 9, "tools": [{"name": "f", "input_schema": {}}], **shape})
+            for shape in (
+                {"output_config": {"format": {"type": "json_schema", "schema": COLOUR}}},
+                {"output_format": {"type": "json_schema", "schema": COLOUR}},
+            )
+        ],
+    ],
+)
+async def test_every_door_takes_tools_beside_a_format(path: str, body: dict[str, Any], stream: bool) -> None:
+    batcher = Talking()
+    async with served_http(batcher=batcher) as served:
+        assert (await served.client.post(path, json=body | {"stream": stream})).status_code == 200
+        asked = batcher.asked
+        validate_request(asked, RequestLimits())
+        assert [tool.name for tool in asked.tools] == ["f"] and asked.tool_choice == "auto"
+        assert asked.response_format is not None and asked.response_format.schema == COLOUR
 
 
 async def _received(connection: trio.SocketStream, wanted: bytes) -> bytes:

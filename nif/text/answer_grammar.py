@@ -1,0 +1,176 @@
+"""The grammar of an answer: thinking, then calls, or the format that was asked for.
+
+    answer ── [ <think> … </think> ] ──┬── call, call …      each held to its tool's schema, or free
+                                       └── @answer           what `response_format`, `grammar` or `regex` says
+
+Grammars are in Lark, as llguidance reads it. `@answer` is compiled beside them (nif/sampling/grammar.py).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from genbatch.nif.text.tools import HERMES, THINK_CLOSE, THINK_OPEN, Shape, ToolFormat
+
+# Calls of one answer where a grammar holds it to calls: a small model might never stop by itself.
+MAX_FORCED_CALLS = 8
+# Levels of a schema that are looked into.
+_MAX_DEPTH = 32
+# With one of these beside it an object may need properties that it does not name itself.
+_COMBINING = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"))
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
+_TEXT = r"TEXT: /(.|\n)*/"
+_ANY_TOKENS = "<[*]>*"
+
+TokenId = Callable[[str], int | None]
+
+
+def is_json(format: ToolFormat) -> bool:
+    """Whether calls of this format have arguments in JSON, which a schema can hold."""
+    return format.shape in (Shape.JSON, Shape.NAMED_JSON)
+
+
+def forced_format(format: ToolFormat) -> ToolFormat:
+    """The format of calls that a grammar enforces: the model's own where it is JSON, else Hermes'."""
+    return format if is_json(format) else HERMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """The calls that an answer may have.
+
+    Args:
+        format: how they are written; one of `forced_format`, unless they are free.
+        tools: those that may be called, each with a key "strict".
+        several: whether there may be more than one call.
+        forced: whether the answer is calls and nothing else.
+        free: whether no schema holds them: once a mark has opened a call anything may follow.
+    """
+
+    format: ToolFormat
+    tools: Sequence[Mapping[str, Any]]
+    several: bool
+    forced: bool = False
+    free: bool = False
+
+    @property
+    def beginnings(self) -> tuple[str, ...]:
+        """Texts, one of which an answer begins with that is calls and nothing else."""
+        if self.format.bare and not self.free:
+            return tuple("".join(_head(self.format, tool["name"])) for tool in self.tools)
+        return self.format.opens
+
+
+def answer_grammar(calls: Calls | None, token_id: TokenId, *, has_format: bool, thinks: bool) -> str:
+    """A Lark grammar of an answer.
+
+    Args:
+        calls: what it may call; None is nothing.
+        token_id: the id of a mark that is one special token; None for any other text.
+        has_format: whether an answer that is no call must match `@answer`; otherwise it is free text with calls in it.
+        thinks: whether thinking may come first.
+    """
+    rules: list[str] = []
+    branches = ["@answer"] if has_format and not (calls is not None and calls.forced) else []
+    if calls is not None:
+        if calls.forced or has_format:
+            branches.insert(0, "calls")
+        else:
+            branches.append("mixed")
+        rules += _call_rules(calls, _Marks(token_id), is_mixed="mixed" in branches)
+    start = " | ".join(branches)
+    if thinks and "mixed" not in branches:  # which lets any text through
+        start = f"thinking? ({start})"
+        rules += _thinking_rules(_Marks(token_id))
+    return "\n".join(["%llguidance {}", f"start: {start}", *dict.fromkeys(rules)])
+
+
+class _Marks:
+    """Marks as a grammar writes them."""
+
+    def __init__(self, token_id: TokenId) -> None:
+        self._token_id = token_id
+
+    def __call__(self, mark: str) -> str:
+        found = self._token_id(mark)
+        return json.dumps(mark) if found is None else f"<[{found}]>"
+
+
+def _thinking_rules(written: _Marks) -> list[str]:
+    """A region of thinking, and the empty lines behind it."""
+    opens, closes = written(THINK_OPEN), written(THINK_CLOSE)
+    if closes.startswith("<["):
+        thought = [f"thought: TEXT {closes}", _TEXT]
+    else:
+        thought = [f"thought[lazy]: TEXT {closes}", _TEXT]
+    return [f"thinking: {opens} thought LINES?", *thought, r"LINES: /[ \n]+/"]
+
+
+def _call_rules(calls: Calls, written: _Marks, *, is_mixed: bool) -> list[str]:
+    """Rules of `calls`, which is calls and nothing else, or of `mixed`, which is text with calls in it."""
+    format, opens = calls.format, written(calls.format.opens[0])
+    if calls.free:
+        return [f"calls: {opens} {_ANY_TOKENS}"]
+    rules = _tool_rules(calls, written)
+    more = f"{{0,{MAX_FORCED_CALLS - 1}}}" if calls.several else None
+    between = ""
+    if format.closes:
+        body = f'"\\n" tool "\\n" {written(format.closes)}'
+        call, between = f"{opens} {body}", '"\\n"'
+    elif format.shape is Shape.NAMED_JSON:
+        body = "tool"
+        call = f"{opens} tool"
+    elif format.bare:
+        body, call, more = "tool", "tool", None
+    else:
+        body = '"[" tool' + (f' (", " tool){more}' if more else "") + ' "]"'
+        call, more = f"{opens} {body}", None
+    rules.append(f"call: {call}")
+    if not is_mixed:
+        return [*rules, "calls: call" + (f" ({between} call){more}" if more else "")]
+    begun = "TEXT " + opens if opens.startswith("<[") else "opened"
+    rules += [_TEXT, f"opened[lazy]: TEXT {opens}", f"called: {begun} {body}", "rest: TEXT"]
+    return [*rules, "mixed: called* rest" if calls.several else "mixed: called? rest"]
+
+
+def _tool_rules(calls: Calls, written: _Marks) -> list[str]:
+    """Rules of `tool`: a call without the marks around it."""
+    format = calls.format
+    rules = []
+    for number, tool in enumerate(calls.tools):
+        schema = dict(tool.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False})
+        schema = _closed(schema)
+        schema["x-guidance"] = _JSON_OPTIONS | {"lenient": not tool.get("strict")}
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        if format.shape is Shape.NAMED_JSON:
+            head = f"{json.dumps(tool['name'])} {written('[ARGS]')}"
+            rules.append(f"tool_{number}: {head} arguments_{number}")
+        else:
+            head = " ".join(map(json.dumps, _head(format, tool["name"])))
+            rules.append(f'tool_{number}: {head} arguments_{number} "}}"')
+    return [*rules, "tool: " + " | ".join(f"tool_{number}" for number in range(len(calls.tools)))]
+
+
+def _head(format: ToolFormat, name: str) -> tuple[str, ...]:
+    """What comes before a call's arguments, cut up as a JSON schema's grammar is: of two branches that begin with the
+    same text, the one with the longer pieces would hide the other."""
+    return "{", '"name"', ": ", json.dumps(name), ", ", json.dumps(format.key), ": "
+
+
+def _closed(schema: Any, depth: int = 0) -> Any:
+    """A schema whose objects have no properties but those that it names, where it does not say: small models go on
+    naming more. What validates against it validates against `schema`."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return schema
+    made = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(made.get(name), dict):
+            made[name] = {key: _closed(inner, depth + 1) for key, inner in made[name].items()}
+    if "items" in made:
+        made["items"] = _closed(made["items"], depth + 1)
+    if isinstance(made.get("anyOf"), list) and "properties" not in made:
+        made["anyOf"] = [_closed(inner, depth + 1) for inner in made["anyOf"]]
+    if "properties" in made and not _COMBINING.intersection(made):
+        made.setdefault("additionalProperties", False)
+    return made

@@ -1,0 +1,165 @@
+"""The grammar of an answer: what it lets through, and that what it lets through is read as what it is."""
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from genbatch.nif.sampling.grammar import branches, convert
+from genbatch.nif.text.answer_grammar import Calls, _closed, answer_grammar, forced_format
+from genbatch.nif.text.tools import FORMATS, HERMES, AnswerReader, ToolFormat
+from tests.nif.text.test_tools import FORMAT, take_apart
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+# A format whose answers look like calls: with a name, and with what a call of "f" has beside it.
+NAMED = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"$ref": "#/$defs/number"}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"number": {"type": "integer"}},
+}
+THINKING = "<think>A <tool_call> or not?\n</think>\n\n"
+
+
+def accepts(grammar: str, text: str, answer: tuple[str, str] | None = None) -> bool:
+    converted = convert("lark", grammar) if answer is None else convert("branches", branches(grammar, *answer))
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, converted)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def calls_of(format: ToolFormat, **options: Any) -> Calls:
+    return Calls(**{"format": format, "tools": [{"name": "f", "parameters": WEATHER}], "several": True, **options})
+
+
+def grammar_for(calls: Calls | None, *, has_format: bool = False, thinks: bool = False) -> str:
+    return answer_grammar(calls, lambda mark: None, has_format=has_format, thinks=thinks)
+
+
+def written_in(format: ToolFormat, arguments: str = '{"city": "</tool_call>]"}') -> str:
+    """A call of "f" in this format."""
+    call = f'{{"name": "f", "{format.key}": {arguments}}}'
+    return {
+        "hermes": f"<tool_call>\n{call}\n</tool_call>",
+        "mistral": f"[TOOL_CALLS][{call}]",
+        "mistral-args": f"[TOOL_CALLS]f[ARGS]{arguments}",
+        "llama3": call,
+    }[format.name]
+
+
+HELD = {format.name: format for format in map(forced_format, FORMATS)}.values()
+
+
+@pytest.mark.parametrize("format", HELD, ids=lambda format: format.name)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_a_grammar_lets_through_is_read_as_calls(format: ToolFormat, several: bool) -> None:
+    grammar = grammar_for(calls_of(format, forced=True, several=several))
+    written = written_in(format)
+    assert accepts(grammar, written)
+    assert not accepts(grammar, "Hello") and not accepts(grammar, written.replace("city", "town"))
+    assert [name for name, _ in take_apart(AnswerReader(format), [written])[2]] == ["f"]
+    if format.name == "hermes":
+        assert accepts(grammar, f"{written}\n{written}") == several
+
+
+@pytest.mark.parametrize("format", [HERMES, FORMAT["mistral-args"], FORMAT["llama3"]], ids=lambda format: format.name)
+def test_strict_lets_any_text_through_and_only_calls_that_validate(format: ToolFormat) -> None:
+    grammar = grammar_for(calls_of(format))
+    opens = format.opens[0]
+    assert accepts(grammar, "any { text <tool_ [1]\n")
+    good = {
+        "hermes": 'So:<tool_call>\n{"name": "f", "arguments": {"city": "x"}}\n</tool_call> and so on',
+        "mistral-args": 'So:[TOOL_CALLS]f[ARGS]{"city": "x"}',
+        "llama3": 'So:<|python_tag|>{"name": "f", "parameters": {"city": "x"}}',
+    }[format.name]
+    assert opens in good and accepts(grammar, good)
+    assert not accepts(grammar, good.replace('"x"', "1")) and not accepts(grammar, f"{opens} nothing")
+
+
+@pytest.mark.parametrize("format", HELD, ids=lambda format: format.name)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_an_answer_is_calls_or_matches_its_format_and_is_read_as_that(format: ToolFormat, thinks: bool) -> None:
+    calls = calls_of(format)
+    grammar = grammar_for(calls, has_format=True, thinks=thinks)
+    answer = "json_schema", json.dumps(NAMED)
+
+    def read(text: str) -> tuple[str, str, list[tuple[str, str]]]:
+        for pieces in ([text], list(text)):
+            reader = AnswerReader(format, thinks=thinks, begins=calls.beginnings)
+            said, reasoning, found = take_apart(reader, pieces)
+            assert "".join(pieces) == text
+        return said, reasoning, found
+
+    for begun in ("", THINKING) if thinks else ("",):
+        written = written_in(format)
+        assert accepts(grammar, begun + written, answer)
+        assert [name for name, _ in read(begun + written)[2]] == ["f"]
+        for said in ('{"name": "red"}', '{"name": "f"}', '{"name": "f", "parameters": 1}', '{"name": "<tool_call>"}'):
+            assert accepts(grammar, begun + said, answer), said
+            assert read(begun + said)[::2] == (said, [])
+        for wrong in ("So", "[]", "{}", written.replace("city", "town"), f"{written}{{}}", f'{{"name": "x"}}{written}'):
+            assert not accepts(grammar, begun + wrong, answer), wrong
+    assert thinks or not accepts(grammar, THINKING + written_in(format), answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "good", "bad"),
+    [
+        (("regex", "[0-9]{4}"), "1945", "194"),
+        (("grammar", 'root ::= "yes" | call\ncall ::= "no" call | "!"'), "nono!", "yes!"),
+        (("grammar", 'start: thinking | "b"\nthinking: "a" thinking | "!"'), "aa!", "bb"),
+        (("json_schema", '{"type": "object"}'), '{"a": [1, {}]}', "[1]"),
+    ],
+    ids=["regex", "gbnf", "lark with our names", "json_object"],
+)
+def test_every_kind_of_format_may_stand_beside_calls_and_behind_thinking(
+    answer: tuple[str, str], good: str, bad: str
+) -> None:
+    call = written_in(HERMES)
+    for calls in (calls_of(HERMES), None):
+        grammar = grammar_for(calls, has_format=True, thinks=True)
+        for begun in ("", THINKING, "<think></think>"):
+            assert accepts(grammar, begun + good, answer) and not accepts(grammar, begun + bad, answer)
+            assert accepts(grammar, begun + call, answer) == (calls is not None)
+
+
+def test_calls_that_are_forced_may_be_thought_about_first() -> None:
+    grammar = grammar_for(calls_of(HERMES, forced=True), thinks=True)
+    assert accepts(grammar, THINKING + written_in(HERMES)) and accepts(grammar, written_in(HERMES))
+    assert not accepts(grammar, THINKING) and not accepts(grammar, THINKING + "So")
+
+
+@pytest.mark.parametrize("name", ["gemma", "lfm", "qwen-xml"])
+def test_free_calls_are_opened_by_a_mark_and_text_matches_its_format(name: str) -> None:
+    calls = calls_of(FORMAT[name], free=True)
+    grammar = grammar_for(calls, has_format=True)
+    answer = "json_schema", '{"type": "array"}'
+    written = {
+        "gemma": "<start_function_call>call:f{city:<escape>x<escape>}<end_function_call>",
+        "lfm": "<|tool_call_start|>[f(city='x')]<|tool_call_end|>",
+        "qwen-xml": "<tool_call>\n<function=f>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
+    }[name]
+    assert accepts(grammar, written, answer) and accepts(grammar, "[1, 2]", answer)
+    assert not accepts(grammar, "So " + written, answer)
+    reader = AnswerReader(FORMAT[name], begins=calls.beginnings)
+    assert take_apart(reader, list(written))[2] == [("f", '{"city": "x"}')]
+    assert take_apart(AnswerReader(FORMAT[name], begins=calls.beginnings), ["[1,", " 2]"])[::2] == ("[1, 2]", [])
+
+
+@pytest.mark.parametrize("key", ["anyOf", "items", "properties"])
+def test_a_schema_is_closed_so_deep_and_no_deeper(key: str) -> None:
+    wrapped = {"anyOf": lambda inner: [inner], "items": lambda inner: inner, "properties": lambda inner: {"a": inner}}
+    schema: dict[str, Any] = {"properties": {"end": {}}}
+    for _ in range(100):
+        schema = {key: wrapped[key](schema)}
+    closed, depth = _closed(schema), 0
+    while key in closed and "end" not in closed.get("properties", {}):
+        closed, depth = closed[key], depth + 1
+        closed = closed[0] if key == "anyOf" else closed["a"] if key == "properties" else closed
+    assert depth == 100 and "additionalProperties" not in closed
+    shallow = {key: wrapped[key]({"properties": {"end": {}}})}
+    assert '"additionalProperties": false' in json.dumps(_closed(shallow))
