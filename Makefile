@@ -50,9 +50,17 @@ CLIENTS := .venv-clients
 clients: $(VENV)/.test $(CLIENTS)/.done
 	WRITE_CLIENTS=1 $(BIN)/pytest -q tests/actors/gateways/http/test_clients.py
 
-$(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt
+# Agents' programs come from npm. Their own installers put a binary in place, which some settings of npm do not allow.
+NPM_CLIENTS := @anthropic-ai/claude-code@^2.1 @openai/codex@^0.169 opencode-ai@^1
+MODULES := $(CLIENTS)/npm/node_modules
+$(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt Makefile
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@if command -v npm > /dev/null; then \
+		npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/npm $(NPM_CLIENTS) && \
+		(cd $(MODULES)/@anthropic-ai/claude-code && node install.cjs) && \
+		(cd $(MODULES)/opencode-ai && node postinstall.mjs); \
+	else echo "npm is missing: Claude Code, Codex and opencode are not tried"; fi
 	@touch $@
 
 # The engine of a running service, killed again and again: make kills KILLS=100

@@ -14,18 +14,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
+from tests.actors.gateways.http.agent_programs import AGENTS, installed
 from tests.actors.gateways.http.client_programs import TRIED
 from tests.actors.gateways.threaded_service import threaded_service
+from tests.agent_model import ANSWER, POSITIONS, agent_model
 from tests.tool_models import tool_model
 
 ROOT = Path(__file__).resolve().parents[4]
 TABLE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- clients -->\n", "<!-- end of clients -->\n"
 PROGRAMS = Path(__file__).with_name("client_programs.py")
+AGENT_PROGRAMS = Path(__file__).with_name("agent_programs.py")
 # By the environment that they are in: the tests' own, and the one that `make clients` makes.
 OTHERS = ROOT / ".venv-clients" / "bin" / "python"
+ROWS: dict[str, Any] = {**TRIED, **AGENTS}
 MODULES = {"openai": "openai", "anthropic": "anthropic", "langchain-openai": "langchain_openai",
            "pydantic-ai": "pydantic_ai"}  # fmt: skip
 ELSEWHERE = ("litellm", "llama-index", "instructor")
@@ -35,6 +40,13 @@ ELSEWHERE = ("litellm", "llama-index", "instructor")
 def url(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = tool_model(tiny_model_dir("llama"), tmp_path_factory.mktemp("clients") / "model")
     with threaded_service(model, http=":0") as service:
+        yield f"{service.addresses[0]}/v1"
+
+
+@pytest.fixture(scope="module")
+def agent_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = agent_model(tmp_path_factory.mktemp("agents") / "model")
+    with threaded_service(model, n_ctx=POSITIONS, http=":0") as service:
         yield f"{service.addresses[0]}/v1"
 
 
@@ -50,6 +62,18 @@ def run_client(client: str, url: str) -> dict[str, Any]:
     # litellm would fetch its list of prices.
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     command = [python, "-W", "ignore", str(PROGRAMS), client, url]
+    return _said(command, environment)
+
+
+def run_agent(agent: str, url: str) -> dict[str, Any]:
+    """What an agent's programs say; skips where they are not installed."""
+    folder = OTHERS.parents[1]
+    if not installed(agent, folder):
+        pytest.skip(f"{agent} is not installed; make clients, with npm")
+    return _said([str(OTHERS), str(AGENT_PROGRAMS), agent, url, str(folder)], {**os.environ, "PYTHONPATH": ""})
+
+
+def _said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -63,14 +87,42 @@ def with_row(text: str, client: str, said: dict[str, Any]) -> str:
     head, rule, *rows = table.splitlines()
     named = {row.split(" | ")[0].removeprefix("| "): row for row in rows}
     named[client] = f"| {client} | {said['version']} | {'; '.join(said['passed'])} |"
-    return "\n".join([before + BEGIN + head, rule, *(named[each] for each in TRIED if each in named), END + after])
+    return "\n".join([before + BEGIN + head, rule, *(named[each] for each in ROWS if each in named), END + after])
 
 
 @pytest.mark.parametrize("client", TRIED)
 def test_a_client_runs_unchanged_and_its_row_says_what_was_tried(client: str, url: str) -> None:
-    said = run_client(client, url)
+    check_row(client, run_client(client, url))
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_an_agents_program_ends_a_turn_and_its_row_says_what_was_tried(agent: str, agent_url: str) -> None:
+    check_row(agent, run_agent(agent, agent_url))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tool"),
+    [
+        ("chat/completions", {}, {"type": "function", "function": {"name": "bash"}}),
+        ("responses", {}, {"type": "function", "name": "exec_command"}),
+        ("messages", {"max_tokens": 32000}, {"name": "Bash", "input_schema": {"type": "object"}}),
+    ],
+)
+def test_the_agents_model_asks_for_a_tool_that_is_offered_and_else_ends_the_turn(
+    path: str, body: dict[str, Any], tool: dict[str, Any], agent_url: str
+) -> None:
+    messages = [{"role": "user", "content": "Well?"}]
+    body |= {"input": messages} if path == "responses" else {"messages": messages}
+    with httpx2.Client(trust_env=False, timeout=60) as client:
+        asked, told = [client.post(f"{agent_url}/{path}", json=body | more) for more in ({"tools": [tool]}, {})]
+    assert "touch was-here" in asked.text and ANSWER not in asked.text
+    assert ANSWER in told.text and "touch was-here" not in told.text
+
+
+def check_row(client: str, said: dict[str, Any]) -> None:
+    """Writes or compares a client's row of the table."""
     assert not said["failed"], "\n".join(f"{what}: {why}" for what, why in said["failed"].items())
-    assert said["passed"] == list(TRIED[client])
+    assert said["passed"] == list(ROWS[client])
     if os.environ.get("WRITE_CLIENTS"):
         TABLE.write_text(with_row(TABLE.read_text(), client, said))
     (row,) = re.findall(rf"^\| {re.escape(client)} \| [^|]+ \| (.*) \|$", TABLE.read_text(), re.MULTILINE)
@@ -80,4 +132,4 @@ def test_a_client_runs_unchanged_and_its_row_says_what_was_tried(client: str, ur
 def test_every_client_of_the_table_is_tried() -> None:
     _, _, rest = TABLE.read_text().partition(BEGIN)
     table, end, _ = rest.partition(END)
-    assert end and re.findall(r"^\| ([\w-]+) \| \d", table, re.MULTILINE) == list(TRIED)
+    assert end and re.findall(r"^\| ([\w-]+) \| \d", table, re.MULTILINE) == list(ROWS)
