@@ -19,6 +19,23 @@ MOST = 4096
 # Of the descriptors, for each gateway; three of them leave a quarter to everything else.
 SHARE = 4
 
+# File descriptors that a service needs at least. libzmq 4.3.5 aborts the process where none is left for a connection to
+# an ipc:// address, so a gateway process takes far more than its connections may have.
+LEAST_FILES, AMPLE_FILES = 256, 2**16
+
+
+def allow_files(wanted: int) -> int:
+    """Raises the process's own limit of open files to `wanted`, as far as the system lets it; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError):  # the system has another limit besides
+        return soft
+    return most
+
 
 def max_connections() -> int:
     """Most connections of one gateway, those that have not said who they are included."""

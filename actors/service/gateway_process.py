@@ -35,6 +35,7 @@ from genbatch.actors.gateways.addresses import (
     check_rpc_address,
     parse_http_address,
 )
+from genbatch.actors.gateways.connection_limit import AMPLE_FILES, LEAST_FILES, allow_files
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
@@ -173,6 +174,10 @@ def check_listeners(options: ServiceOptions) -> Security:
         allowed_hosts=tuple(options.allowed_hosts),
         allowed_origins=tuple(options.allowed_origins),
     )
+    addresses = _addresses(options)
+    if addresses and (files := allow_files(LEAST_FILES)) < LEAST_FILES:
+        reason = f"this process may open {files} files, a service needs {LEAST_FILES} (`ulimit -n`)"
+        raise AddressError(addresses[0], reason)
     if options.bind is not None:
         check_address(options.bind, lacking=security.lacking_for_zeromq)
     if options.rpc_bind is not None:
@@ -304,6 +309,7 @@ def return_large_blocks() -> None:
 def main() -> None:
     """Runs until the parent says so, or is gone."""
     return_large_blocks()
+    allow_files(AMPLE_FILES)
     run_child(lambda channel: GatewayProcess(channel).serve())
 
 
