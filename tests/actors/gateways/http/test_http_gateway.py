@@ -306,8 +306,14 @@ async def test_a_client_that_goes_away_frees_its_sequence(stream: bool) -> None:
 
 @pytest.mark.trio
 async def test_one_prompt_of_several_that_fails_ends_the_others() -> None:
-    async with served_http() as served:
-        response = await served.client.post(COMPLETION, json={"prompt": ["hold", "fault"]})
+    async with served_http() as served, trio.open_nursery() as nursery:
+
+        async def fail_second() -> None:
+            await served.batcher.arrival("hold")
+            (await served.batcher.arrival("hold too")).fail(EngineError("the step failed"))
+
+        nursery.start_soon(fail_second)
+        response = await served.client.post(COMPLETION, json={"prompt": ["hold", "hold too"]})
         assert response.status_code == 500
         await served.batcher.release("hold")
 
