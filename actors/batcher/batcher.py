@@ -31,7 +31,7 @@ from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
 from genbatch.actors.batcher.stepper import Decoded, RunEnded, Stepped
 from genbatch.actors.runtime.actor import NOREPLY, Down, From, reply
-from genbatch.actors.scheduling.plan import SchedulerOutput
+from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.proto.errors import PromptTooLong
 from genbatch.proto.messages import (
@@ -73,7 +73,7 @@ class Batcher(BatcherParts):
     # Callbacks
 
     async def handle_call(self, request: object, from_: From[Any]) -> object:
-        self._flight.began()
+        self._begin_turn()
         match request:
             case Generate() | Embed():
                 self._enqueue(self.arrivals.take(request, from_))
@@ -109,7 +109,7 @@ class Batcher(BatcherParts):
                 raise TypeError(f"the Batcher has no call {type(request).__name__}")
 
     async def handle_info(self, message: object) -> None:
-        self._flight.began()
+        self._begin_turn()
         match message:
             case Stepped() | Decoded() | RunEnded():
                 try:
@@ -159,6 +159,10 @@ class Batcher(BatcherParts):
                 self._deadline = None
                 self._tick_when_idle()
 
+    def _begin_turn(self) -> None:
+        self._turn_began = trio.current_time()
+        self._flight.began()
+
     # The tick
 
     def _enqueue(self, request: Request | None) -> None:
@@ -198,7 +202,8 @@ class Batcher(BatcherParts):
         while not is_done:
             inflight = self._flight.sitting_out(self._sitting_out())
             gave_way = self._give_way(inflight)
-            is_done = self._carry_out(self._plan(inflight), gave_way, can_be_stuck=not inflight)
+            budget = self._flight.prompt_budget(self.planner.prompt_budget())
+            is_done = self._carry_out(self._plan(inflight, budget), gave_way, can_be_stuck=not inflight)
 
     def _give_way(self, inflight: frozenset[int]) -> list[LlmRequest]:
         """Pauses sequences of clients with more than their share of the slots; returns them."""
@@ -226,7 +231,7 @@ class Batcher(BatcherParts):
             self._stepping = True
             self._await_deadline()
             repeats = self._runs_ahead and self.planner.repeats(plan)
-            self.stepper.begin(groups, repeats=repeats)
+            self.stepper.begin(groups, repeats=repeats, turn_began=self._turn_began)
             return True
         if plan.paused_requests or plan.never_fitting:
             return False  # what they gave back may let others in
@@ -236,8 +241,8 @@ class Batcher(BatcherParts):
         self._rest()
         return True
 
-    def _plan(self, inflight: frozenset[int]) -> SchedulerOutput:
-        return self.planner.plan(inflight)
+    def _plan(self, inflight: frozenset[int], budget: PromptBudget | None) -> SchedulerOutput:
+        return self.planner.plan(inflight, budget)
 
     def _sitting_out(self) -> frozenset[int]:
         """The ids of those that keep their place and are not planned."""

@@ -5,21 +5,22 @@
     lookup.draft(4)                         # what followed when the last tokens stood there before
     lookup.push(token)                      # what was drawn; whether the lookup knew it is remembered
 
-    drafts = RunDrafts(sequences, costs, now, max_rows=512)     # of one run of decode steps
+    drafts = RunDrafts(sequences, costs, max_rows=512)     # of one run of decode steps
     proposed = drafts.next()
     drafts.took(draws)
 
 A draft costs rows of a forward and saves a step where it is right. Both are measured: how often a lookup is right by
-letting it guess every token, drafted or not, which costs no forward; what a row costs by timing steps. So drafts begin
-where they pay and end by themselves where they do not. All of this is for the model's thread.
+letting it guess every token, drafted or not, which costs no forward; what a row costs by the one model of step time
+(nif/step_time.py). So drafts begin where they pay and end by themselves where they do not. All of this is for the model's
+thread.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from math import inf
 
 from genbatch.actors.batcher.requests import Sequence
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
+from genbatch.nif.step_time import StepTimeModel, StepWork
 
 # With more sequences a step's further rows cost as much as its first ones do.
 MAX_SEQUENCES = 4
@@ -31,12 +32,12 @@ MAX_PROMPT = 32_768
 SURE_MATCH = 4
 # The share of right guesses that is reckoned with before there was any: too low to draft.
 UNTRIED = 0.1
-# Weight of the newest guess in the share of right ones, and of the newest step in what steps take; at least.
+# Weight of the newest guess in the share of right ones, at least.
 NEWEST = 0.1
 # How much more likely than its cost a drafted token must be.
 MARGIN = 1.25
-# What a drafted token adds to a step, in steps: before it was measured, and at least.
-FIRST_PRICE, LEAST_PRICE = 0.08, 0.02
+# What a drafted token adds to a step, in steps, at least.
+LEAST_PRICE = 0.02
 # With each plain step a price comes down by so much: one that was measured too high is tried again.
 FORGETTING = 0.998
 # By what share a step may take longer for drafts while somebody in it has none.
@@ -115,32 +116,27 @@ class PromptLookup:
 
 
 class DraftCosts:
-    """What steps take, and what each drafted token adds: one for all runs, as the machine is the same."""
+    """What a drafted token adds to a step: one for all runs, as the machine is the same.
 
-    def __init__(self) -> None:
-        self._plain_s: dict[int, float] = {}  # by the number of sequences
-        self._row_s = 0.0
+    Args:
+        times: what steps cost.
+    """
 
-    def price(self, num_sequences: int) -> float:
-        """What a drafted token adds to a step of so many sequences, in such steps."""
-        plain_s = self._plain_s.get(num_sequences)
-        if plain_s is None:
+    def __init__(self, times: StepTimeModel) -> None:
+        self._times = times
+        self._discount = 1.0
+
+    def price(self, num_sequences: int, num_keys: int) -> float:
+        """What a drafted token adds to a step of so many sequences over so many positions, in such steps."""
+        time = self._times.time
+        if time is None:
             return inf  # a step without drafts comes first, to compare with
-        return max(LEAST_PRICE, self._row_s / plain_s) if plain_s else FIRST_PRICE
+        plain_s = time.seconds(StepWork(decodes=num_sequences, keys=num_keys))
+        return max(LEAST_PRICE, self._discount * time.draft / plain_s)
 
-    def took(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
-        """Books a step."""
-        plain_s = self._plain_s.get(num_sequences)
-        if not num_drafted:
-            if not self._plain_s:
-                self._row_s = FIRST_PRICE * seconds
-            known = seconds if plain_s is None else plain_s
-            self._plain_s[num_sequences] = known + NEWEST * (seconds - known)
-            self._row_s *= FORGETTING
-        elif plain_s is not None:
-            row_s = min(max(seconds - plain_s, -plain_s), num_drafted * plain_s) / num_drafted
-            # Of several rows the difference is told more exactly.
-            self._row_s += NEWEST * min(num_drafted, 4) / 2 * (row_s - self._row_s)
+    def took(self, num_drafted: int) -> None:
+        """Books a step: while nothing is drafted, drafts are tried at ever lower prices."""
+        self._discount = 1.0 if num_drafted else FORGETTING * self._discount
 
 
 class RunDrafts:
@@ -149,13 +145,10 @@ class RunDrafts:
     Args:
         sequences: those of the run; each has its lookup.
         costs: of all runs.
-        now: a clock, in seconds.
         max_rows: most tokens of a step.
     """
 
-    def __init__(
-        self, sequences: ListOf[Sequence], costs: DraftCosts, now: Callable[[], float], *, max_rows: int
-    ) -> None:
+    def __init__(self, sequences: ListOf[Sequence], costs: DraftCosts, *, max_rows: int) -> None:
         self._lookups = [sequence.lookup or PromptLookup() for sequence in sequences]
         for sequence, lookup in zip(sequences, self._lookups, strict=True):
             sequence.lookup = lookup
@@ -163,25 +156,25 @@ class RunDrafts:
         # How many tokens each may still draw.
         self._left = [sequence.max_new_tokens - sequence.num_generated for sequence in sequences]
         self._costs = costs
-        self._now = now
         self._max_drafted = max_rows - len(sequences)
-        self._began = 0.0
+        self._num_keys = 0
 
     def begin(self) -> None:
         """Before the first step, while nobody appends to the sequences' tokens."""
         for sequence, lookup in zip(self._sequences, self._lookups, strict=True):
             lookup.catch_up(sequence.tokens)
+            self._num_keys += len(sequence.tokens)
 
     def next(self) -> list[list[int]]:
         """What to draft in the step that begins now, for each sequence; nothing at all where none of it would pay."""
         lengths = self._lengths()
         drafts = [lookup.draft(length) for lookup, length in zip(self._lookups, lengths, strict=True)]
-        self._began = self._now()
         return drafts if any(drafts) else []
 
     def took(self, draws: ListOf[ListOf[Sampled | SampleFault]], num_drafted: int) -> bool:
         """Books a step, which has ended now; returns whether every sequence may draw another token."""
-        self._costs.took(len(draws), num_drafted, self._now() - self._began)
+        self._costs.took(num_drafted)
+        self._num_keys += sum(map(len, draws))
         for index, (lookup, drawn) in enumerate(zip(self._lookups, draws, strict=True)):
             self._left[index] -= len(drawn)
             for draw in drawn:
@@ -200,7 +193,7 @@ class RunDrafts:
         lengths = [0] * size
         if max(chances) == 0.0:
             return lengths
-        price = self._costs.price(size)
+        price = self._costs.price(size, self._num_keys)
         lengths = self._share_out(chances, price, self._max_drafted)
         if 0 in lengths:
             lengths = self._share_out(chances, price, min(self._max_drafted, int(NEIGHBOURLY / price)))

@@ -32,7 +32,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.batcher.stats import BatcherStats
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.scheduling.plan import SchedulerOutput
+from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import GenbatchError
 
@@ -246,6 +246,10 @@ class Flight:
     def sitting_out(self, ids: frozenset[int]) -> frozenset[int]:
         """Who is not to be planned in the next tick."""
         return ids
+
+    def prompt_budget(self, budget: PromptBudget | None) -> PromptBudget | None:
+        """The time for prompts in the next tick."""
+        return budget
 
     def ticked(self, plan: SchedulerOutput, groups: "ListOf[ListOf[Planned]]") -> None:
         """A tick has planned, and made these forwards of it."""

@@ -1,7 +1,7 @@
 """The Batcher's options, with their defaults in one place, and the bounds on who may wait."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from genbatch.actors.scheduling.fair_share import ahead_in_turn, most_waiting
 from genbatch.actors.scheduling.plan import BatchingType
@@ -112,12 +112,16 @@ class Admission:
         return max(1, round(1000 * load.service_s * load.waiting / self.n_parallel))
 
 
+# The default of target_inter_token_latency_ms.
+CPU_TARGET_MS, GPU_TARGET_MS = 12.0, 20.0
+
 # Sequences that may wait for each slot, and in all when the program that runs the Batcher sends them.
 QUEUE_PER_SLOT = 4
 OWN_QUEUE = 1024
 NOT_NEGATIVE = (
     *("batch_size", "batch_timeout", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
     *("default_deadline_s", "max_answer_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
+    "target_inter_token_latency_ms",
 )
 
 
@@ -130,6 +134,9 @@ class BatcherOptions:
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
         batch_timeout: milliseconds an idle Batcher waits for more requests before it starts.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
+        target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated in
+            chunks that fit. Prompts always get 1.5 times the time of the decodes beside them, so a step can take longer.
+            0: chunks are as large as max_batch_tokens. If not given: 12 on a CPU, 20 on a GPU.
         max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. If not given: 4 a
             slot for clients, 1024 for the program that runs the Batcher.
         max_client_queue_share: share of the places in the queue that one client may fill, of those that others leave.
@@ -178,6 +185,7 @@ class BatcherOptions:
     batch_size: int = 0
     batch_timeout: float = 20.0
     max_batch_tokens: int = 512
+    target_inter_token_latency_ms: float | None = None
     max_queue: int | None = None
     max_client_queue_share: float = 0.5
     max_client_open: float = 2.0
@@ -212,8 +220,9 @@ class BatcherOptions:
         if self.max_client_queue_share > 1:
             raise OptionError("max_client_queue_share", f"{self.max_client_queue_share} is more than all of the queue")
         for name in NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:  # also refuses NaN
-                raise OptionError(name, f"{getattr(self, name)} is less than 0")
+            value = getattr(self, name)
+            if value is not None and not value >= 0:  # also refuses NaN
+                raise OptionError(name, f"{value} is less than 0")
         if len(self.system_prompts) > self.max_held_prompts:
             raise OptionError("system_prompts", f"{len(self.system_prompts)} are more than max_held_prompts")
         scheduling = SchedulerOptions(
@@ -229,6 +238,12 @@ class BatcherOptions:
             max_pauses=self.max_pauses,
         )
         object.__setattr__(self, "scheduling", scheduling)
+
+    def on_device(self, kind: str) -> "BatcherOptions":
+        """The options with the defaults of a kind of device: "cpu" or "cuda"."""
+        if self.target_inter_token_latency_ms is not None:
+            return self
+        return replace(self, target_inter_token_latency_ms=GPU_TARGET_MS if kind == "cuda" else CPU_TARGET_MS)
 
     @property
     def plans_repeat(self) -> bool:

@@ -12,6 +12,7 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.runtime.actor import NOREPLY, From, reply
+from genbatch.actors.scheduling.plan import PromptBudget
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.actors.scheduling.scheduler import SchedulerOutput
 from genbatch.nif.context import Context
@@ -135,8 +136,8 @@ class PacedBatcher(Batcher):
     def _wake(self) -> None:
         """What has arrived waits for the next iteration."""
 
-    def _plan(self, inflight: frozenset[int]) -> SchedulerOutput:
-        plan = super()._plan(inflight)
+    def _plan(self, inflight: frozenset[int], budget: PromptBudget | None) -> SchedulerOutput:
+        plan = super()._plan(inflight, budget)
         if self._pace is not None:
             self._pace.plan = plan
         return plan

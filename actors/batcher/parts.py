@@ -4,6 +4,7 @@ A part is made once and given what it works with, so that this file shows who kn
 together, is in batcher.py.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,8 +30,15 @@ from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.errors import OptionError, OutOfBlocks
+from genbatch.nif.step_time import StepTimeModel, StepWork
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.messages import Health, Models
+
+
+log = logging.getLogger("genbatch")
+
+# Most tokens of the prompt that is evaluated at the start to learn what a prompt costs, and about how long it may take.
+REHEARSED_TOKENS, REHEARSAL_S = 32, 0.25
 
 
 def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:
@@ -65,6 +73,7 @@ class BatcherParts(GenServer):
         self._on_models = on_models
         self._stepping = False  # whether the context is in use by its thread
         self._window: Timer | None = None
+        self._turn_began = 0.0  # when the message came that is being handled: seconds on the event loop's clock
         self._deadline: Timer | None = None  # the next one; steps look for themselves
         self._runs_ahead = self.options.async_batching and self.options.record is None
         self._draining = Draining(lambda: len(self.requests), self.send_after)
@@ -93,6 +102,8 @@ class BatcherParts(GenServer):
 
     async def _open(self) -> None:
         self.ctx = await self._worker.run(self._open_context)
+        self.options = self.options.on_device(self.ctx.runner.device.type)
+        self.times = StepTimeModel()
         self.intake = self._open_intake()
         self._texts = TextCalls(self.intake, self._reader)
         self.grammars = Grammars(self.ctx.model, self.options.limits.max_grammar_s, self._send, self._open_worker)
@@ -105,11 +116,14 @@ class BatcherParts(GenServer):
         self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._tell_models)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
         self.intake.longest = view.longest
-        self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held)
+        self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held, self.times)
         self.sharing = PromptSharing(self.intake, self.held, self.slots)
         self.arrivals = self.arrivals_type(state, self.options, self.intake, self.grammars, self._reader, self)
         self.commit = StepCommit(state)
-        self.stepper = Stepper(state, self.commit, self._worker, self._send, looks_up=self.options.prompt_lookup)
+        self.stepper = Stepper(
+            state, self.commit, self._worker, self._send, looks_up=self.options.prompt_lookup, times=self.times
+        )
+        await self._rehearse()
         self._flight.begin(self.ctx, [self.intake.system_prompt(content) for content in self.options.system_prompts])
         for content in self.options.system_prompts:
             held = self.sharing.hold_configured(content)
@@ -120,6 +134,28 @@ class BatcherParts(GenServer):
                     reason = f"{content!r:.60} has {len(held.tokens)} tokens, for which the KV cache has no room"
                     raise OptionError("system_prompts", reason) from error
             held.num_computed = len(held.tokens)
+
+    async def _rehearse(self) -> None:
+        """Makes a few steps for nobody: the first request finds everything built, and the first plan knows their cost."""
+        if not self.intake.generates:
+            return
+        try:
+            await self._time_step(1)
+            step_s = await self._time_step(1)
+            num_tokens = min(REHEARSED_TOKENS, self.options.max_batch_tokens, self.ctx.max_positions)
+            if step_s:
+                num_tokens = min(num_tokens, max(2, int(REHEARSAL_S / step_s)))
+            prompt_s = await self._time_step(num_tokens)
+        except Exception as error:  # a request that meets the same is answered with it
+            log.warning("a first step for nobody has failed: %r", error)
+            return
+        self.times.took(StepWork(decodes=1, keys=1), step_s)
+        self.times.took(StepWork(prompts=1, prefill=num_tokens, prefill_keys=num_tokens**2 / 2), prompt_s)
+
+    async def _time_step(self, num_tokens: int) -> float:
+        began = trio.current_time()
+        await self._worker.run(self.ctx.rehearse, num_tokens)
+        return trio.current_time() - began
 
     def _open_state(self, n_parallel: int, now: Callable[[], float]) -> BatchState:
         fair = FairShare()

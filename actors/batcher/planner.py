@@ -12,13 +12,14 @@ from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
-from genbatch.actors.scheduling.plan import StepLimits, forwards
+from genbatch.actors.scheduling.plan import BatchingType, PromptBudget, StepLimits, forwards, prompt_budget
 from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList, total
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SchedulerOutput, normalize_output
 from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Beginning
 from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.step_time import StepTimeModel, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,26 +235,54 @@ class Planner:
         kv_view: what the scheduler may ask of the memory.
         slots: the sequences that run and that wait.
         held: prompts to share, which are evaluated like sequences.
+        times: what steps have cost.
 
     Raises:
         SchedulerError: the scheduler cannot be built.
     """
 
-    def __init__(self, options: BatcherOptions, kv: KVCache, kv_view: KVView, slots: Slots, held: HeldPrompts) -> None:
-        self.scheduler = build_scheduler(options.scheduling, kv_view)
+    def __init__(
+        self,
+        options: BatcherOptions,
+        kv: KVCache,
+        kv_view: KVView,
+        slots: Slots,
+        held: HeldPrompts,
+        times: StepTimeModel,
+    ) -> None:
+        self._limits = options.scheduling.limits(kv.block_size)
+        self.scheduler = build_scheduler(options.scheduling, kv_view, self._limits)
         self._fallback: RequestScheduler | None = None
         if options.scheduler not in STEP_ORDERS:
-            self._fallback = build_scheduler(replace(options.scheduling, scheduler="fifo"), kv_view)
+            self._fallback = build_scheduler(replace(options.scheduling, scheduler="fifo"), kv_view, self._limits)
         self._failures: Counter[str] = Counter()  # of the user's scheduler, by the kind of error
         self._options = options
-        self._limits = options.scheduling.limits(kv.block_size)
+        self._times = times
         self._kv = kv
         self._kv_view = kv_view
         self._slots = slots
         self._held = held
         self._is_whole = True  # whether all of the last plan fitted
 
-    def plan(self, inflight: Set[int]) -> SchedulerOutput:
+    def prompt_budget(self) -> PromptBudget | None:
+        """The time for prompts in the next step: for as long as somebody decodes and some prompt waits."""
+        target_ms = self._options.target_inter_token_latency_ms
+        if not target_ms or not self._options.scheduling.decodes_first:
+            return None
+        decoding = [one for one in self._slots.sequences.values() if one.phase is Phase.DECODING]
+        waiting = min(len(self._slots.pending), len(self._slots.seq_pool))
+        num_prompts = len(self._slots.sequences) - len(decoding) + waiting + len(self._held.evaluating())
+        if not num_prompts:
+            return None
+        is_fused = self._options.batching_type is BatchingType.INFLIGHT_FUSED_BATCHING
+        work = StepWork(
+            steps=1 if is_fused else 2,
+            decodes=sum([one.width for one in decoding]),
+            keys=sum([one.width * (one.num_computed + 1) for one in decoding]),
+        )
+        return prompt_budget(self._times.time, work, num_prompts, target_ms / 1000)
+
+    def plan(self, inflight: Set[int], budget: PromptBudget | None) -> SchedulerOutput:
         """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked.
 
         A scheduler of the user's is passed over where it raises, plans nothing although nothing else is under way, or
@@ -261,7 +290,9 @@ class Planner:
 
         Args:
             inflight: ids of those that are not to be planned.
+            budget: the time for prompts; None: nothing bounds it.
         """
+        self._limits.prompt_budget = budget
         self._begin_held()
         active, ready = self._active()
         if not active:

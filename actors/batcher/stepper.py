@@ -31,6 +31,7 @@ from genbatch.nif.errors import DeviceFault, NativeError, OutOfBlocks
 from genbatch.nif.runner import Logits
 from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.step_time import StepTimeModel, StepWork
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import Token, TokenLogprob
 
@@ -234,6 +235,28 @@ MAX_LONE_FAULTS = 3
 
 class EngineFault(Exception):
     """No request can be blamed for steps that fail: the engine must be started anew."""
+
+
+def work_of(batch: list[Planned]) -> StepWork:
+    """The work of a step that is not booked yet."""
+    decodes = keys = prompts = prefill = 0
+    prefill_keys = 0.0
+    for planned in batch:
+        entry, count = planned.entry, len(planned.entry.tokens)
+        if planned.owner.phase is Phase.DECODING:
+            decodes += 1
+            keys += entry.n_past + 1
+        else:
+            prompts += 1
+            prefill += count
+            prefill_keys += count * (entry.n_past + count / 2)
+    return StepWork(decodes=decodes, keys=keys, prompts=prompts, prefill=prefill, prefill_keys=prefill_keys)
+
+
+def run_work(batch: list[Planned], num_drafted: int) -> StepWork:
+    """The work of a run's step that is not booked yet."""
+    keys = sum([planned.owner.num_computed + 1 for planned in batch])
+    return StepWork(decodes=len(batch), keys=keys, drafted=num_drafted)
 
 
 class StepFaults:
@@ -488,6 +511,7 @@ class Stepper:
         worker: the model's thread.
         send: brings a message back to the actor that owns this.
         looks_up: whether runs draft tokens where their text has them already.
+        times: learns what steps cost.
     """
 
     def __init__(
@@ -498,6 +522,7 @@ class Stepper:
         send: Callable[[StepMessage], None],
         *,
         looks_up: bool,
+        times: StepTimeModel,
     ) -> None:
         self._ctx = state.ctx
         self._swap = state.swap
@@ -509,18 +534,23 @@ class Stepper:
         self._worker = worker
         self._send = send
         self._looks_up = looks_up
-        self._costs = DraftCosts()
+        self._times = times
+        self._costs = DraftCosts(times)
         self._groups: deque[list[Planned]] = deque()  # what is left to evaluate
         self._began = 0.0  # seconds on the event loop's clock, of the step under way
+        # The same, from when the turn began that planned it: what it costs those who wait for its tokens.
+        self._turn_began = 0.0
         self._run: RunAhead | None = None
         self._faults = StepFaults()
 
-    def begin(self, groups: list[list[Planned]], *, repeats: bool) -> None:
+    def begin(self, groups: list[list[Planned]], *, repeats: bool, turn_began: float) -> None:
         """Evaluates the groups one after another.
 
         Args:
             repeats: whether the same plan may be carried out again and again, so that steps need not wait for one.
+            turn_began: when the Batcher began to handle the message that made it plan.
         """
+        self._turn_began = turn_began
         self._groups.extend(groups)
         steps = steps_ahead(groups[0]) if repeats and len(groups) == 1 else 1
         if steps > 1:
@@ -569,6 +599,8 @@ class Stepper:
             self._watch.restart(now)
             self._faults.succeeded()
             self._journal.stepped(batch, now - self._began)
+            self._times.took(work_of(batch), now - self._turn_began)
+            self._turn_began = now
             for planned, evaluated in zip(batch, result.unwrap(), strict=True):
                 self._commit.book(planned, evaluated)
         while self._groups:
@@ -621,7 +653,7 @@ class Stepper:
         if not (self._looks_up and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
             return None
         sequences = [planned.owner for planned in batch if isinstance(planned.owner, Sequence)]
-        return RunDrafts(sequences, self._costs, self._worker.now, max_rows=self._ctx.n_batch)
+        return RunDrafts(sequences, self._costs, max_rows=self._ctx.n_batch)
 
     def _decoded(self, decoded: Decoded) -> None:
         """Books a step of a run, while its next step is under way."""
@@ -631,7 +663,8 @@ class Stepper:
         self._journal.stepped(run.batch, now - self._began, num_drafted=decoded.num_drafted)
         if decoded.num_drafted:
             self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
-        self._began = now
+        self._times.took(run_work(run.batch, decoded.num_drafted), now - self._turn_began)
+        self._began = self._turn_began = now
         self._commit.book_decodes(run.batch, drawn)
         if self._requests.overdue():
             run.stop()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence as ListOf
+from dataclasses import astuple
 from datetime import UTC, datetime
 from importlib.metadata import version
 
@@ -29,7 +30,7 @@ from genbatch.actors.recording.records import (
     RecordWriter,
     TickRecord,
 )
-from genbatch.actors.scheduling.plan import SchedulerOutput
+from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError, OutOfBlocks
@@ -37,7 +38,9 @@ from genbatch.nif.models.model_names import written_path
 from genbatch.nif.sampling.sampler import SampleFault
 
 
-def tick_of(plan: SchedulerOutput, groups: ListOf[ListOf[Planned]], sitting_out: list[int]) -> TickRecord:
+def tick_of(
+    plan: SchedulerOutput, groups: ListOf[ListOf[Planned]], sitting_out: list[int], budget: PromptBudget | None
+) -> TickRecord:
     """The plan by the numbers of its requests, which are the same in every replay."""
     return TickRecord(
         groups=[
@@ -50,6 +53,7 @@ def tick_of(plan: SchedulerOutput, groups: ListOf[ListOf[Planned]], sitting_out:
         paused=[_name(owner) for owner in plan.paused_requests],
         refused=[_name(owner) for owner in plan.never_fitting],
         sitting_out=sitting_out,
+        prompt_budget=None if budget is None else astuple(budget),
     )
 
 
@@ -93,6 +97,7 @@ class FlightRecorder(Flight):
         self._options = options
         self._now = trio.current_time()
         self._sitting_out: list[int] = []
+        self._budget: PromptBudget | None = None
 
     def begin(self, context: Context, system_prompts: ListOf[list[int]]) -> None:
         options = {name: getattr(self._options, name) for name in RecordedOptions.__struct_fields__}
@@ -164,8 +169,12 @@ class FlightRecorder(Flight):
         self._sitting_out = sorted(ids)
         return ids
 
+    def prompt_budget(self, budget: PromptBudget | None) -> PromptBudget | None:
+        self._budget = budget
+        return budget
+
     def ticked(self, plan: SchedulerOutput, groups: ListOf[ListOf[Planned]]) -> None:
-        self._write(tick_of(plan, groups, self._sitting_out), flush=True)
+        self._write(tick_of(plan, groups, self._sitting_out, self._budget), flush=True)
 
     def close(self, reason: str) -> None:
         self._write(records.Ended(time=trio.current_time(), reason=reason))

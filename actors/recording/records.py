@@ -166,12 +166,16 @@ class RecordedEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TickRecord(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
-    """A plan: its forwards, who was paused, who was refused for good as (request, choice), who was left out (ids)."""
+    """A plan: its forwards, who was paused, who was refused for good as (request, choice), who was left out (ids).
+
+    `prompt_budget` are the fields of PromptBudget, where the step had one.
+    """
 
     groups: list[list[RecordedEntry]]
     paused: list[tuple[int, int]] = []
     refused: list[tuple[int, int]] = []
     sitting_out: list[int] = []
+    prompt_budget: tuple[float, float, float, float] | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):

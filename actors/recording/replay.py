@@ -59,7 +59,7 @@ from genbatch.actors.recording.records import (
 )
 from genbatch.actors.runtime.actor import ActorRef, Timer, start
 from genbatch.actors.runtime.errors import ActorDown
-from genbatch.actors.scheduling.plan import SchedulerOutput
+from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.model import Model
@@ -82,6 +82,7 @@ class PlanCheck(Flight):
         self._now = began_at
         self._ticks: deque[TickRecord] = deque()
         self._may_lack_ticks = False
+        self._budget: PromptBudget | None = None
 
     def expect(self, time: float, ticks: list[TickRecord], *, is_last: bool) -> None:
         """What is recorded of the next message: its time, and its ticks; the last message's may be cut off."""
@@ -100,11 +101,17 @@ class PlanCheck(Flight):
     def sitting_out(self, ids: frozenset[int]) -> frozenset[int]:
         return frozenset(self._ticks[0].sitting_out) if self._ticks else ids
 
+    def prompt_budget(self, budget: PromptBudget | None) -> PromptBudget | None:
+        """The recorded one: a replay's steps take no time, of which nothing can be learned."""
+        recorded = self._ticks[0].prompt_budget if self._ticks else None
+        self._budget = None if recorded is None else PromptBudget(*recorded)
+        return self._budget
+
     def ticked(self, plan: SchedulerOutput, groups: ListOf[ListOf[Planned]]) -> None:
         if self.difference is not None:
             return
         recorded = self._ticks.popleft() if self._ticks else None
-        planned = tick_of(plan, groups, recorded.sitting_out if recorded else [])
+        planned = tick_of(plan, groups, recorded.sitting_out if recorded else [], self._budget)
         if recorded == planned:
             self.num_ticks += 1
         elif recorded is not None or not self._may_lack_ticks:
@@ -214,6 +221,7 @@ class HollowModel:
 
     def __init__(self, header: Header) -> None:
         self.name = header.model
+        self.generates = True
         self.device = HollowRunner.device
         self.vocab_size = header.context.vocab_size
         self.eos_token_ids = frozenset(header.context.eos_token_ids)
@@ -585,6 +593,8 @@ class Timeline:
                 said.append(f"{name} {' '.join(_name(*pair) for pair in who)}")
         if tick.sitting_out:
             said.append(f"{len(tick.sitting_out)} left out")
+        if tick.prompt_budget is not None:
+            said.append(f"{1000 * tick.prompt_budget[0]:.1f} ms for prompts")
         return " | ".join(said) or "nothing to do"
 
 

@@ -1,15 +1,80 @@
-"""A step's plan: its budgets, the order of picking, the scheduler's answer, and the forwards it is carried out in."""
+"""A step's plan: its budgets, the order of picking, the scheduler's answer, and the forwards it is carried out in.
+
+A step has a size, `max_batch_tokens`, and while somebody decodes it has a time, too: PromptBudget says for how many seconds
+a step may evaluate prompts. See ADRs/0040-a-step-has-a-time.md.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf, sqrt
 
 from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
+from genbatch.nif.step_time import StepTime, StepWork
+
+# However little time a step has for prompts, the first one gets so many of its tokens evaluated: prompts never starve.
+LEAST_PROMPT_TOKENS = 8
+# Prompts get so many times the time of the decodes beside them: a step takes at most 2.5 times as long as without prompts.
+PROMPT_SHARE = 1.5
+# Where many prompts wait beside few decodes they get more: so many times the decodes' time for a prompt a decode. Else the
+# prompts of a full service would wait longer and longer, while few sequences decode fast.
+BACKLOG_SHARE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
+class PromptBudget:
+    """For how long a step may evaluate prompts, and what they cost; all in seconds.
+
+    Args:
+        seconds: for all prompts of the step together.
+        prompt: what each prompt costs, however few of its tokens are evaluated.
+        token: what each of its tokens costs.
+        key: what each position costs that such a token reads.
+    """
+
+    seconds: float
+    prompt: float
+    token: float
+    key: float
+
+    def num_tokens(self, seconds: float, num_computed: int) -> int:
+        """How many tokens of a prompt fit a time, after so many that are computed."""
+        left = seconds - self.prompt
+        if left <= 0:
+            return 0
+        first = self.token + self.key * num_computed
+        # Token number n costs first + key * n; the root in a form that loses no digits where a key costs next to nothing.
+        return int(2 * left / (first + sqrt(first * first + 2 * self.key * left)))
+
+    def cost(self, num_tokens: int, num_computed: int) -> float:
+        """Seconds for so many tokens of a prompt."""
+        return self.prompt + num_tokens * (self.token + self.key * (num_computed + num_tokens / 2))
+
+
+def prompt_budget(
+    time: StepTime | None, decodes: StepWork, num_prompts: int, target_s: float
+) -> PromptBudget | None:
+    """The time for prompts in a step beside sequences that decode; None where nothing bounds it.
+
+    A step is to take `target_s`. What the decodes leave of it goes to the prompts, but never less than `PROMPT_SHARE` of
+    the decodes' own time: so prompts always have 60 % of a step's time.
+
+    Args:
+        time: what has been learned of steps, if anything.
+        decodes: the step without prompts.
+        num_prompts: prompts that have a slot, or find one.
+        target_s: 0: no target.
+    """
+    if time is None or not decodes.decodes or not target_s:
+        return None
+    decode_s = time.seconds(decodes)
+    share = max(PROMPT_SHARE, BACKLOG_SHARE * num_prompts / decodes.decodes)
+    return PromptBudget(max(target_s - decode_s, share * decode_s), time.prompt, max(time.prefill, 1e-9), time.prefill_key)
+
+
+@dataclass(slots=True)
 class StepLimits:
-    """What bounds a step.
+    """The bounds of a step: what is configured, and the time for prompts, which the Batcher sets before each plan.
 
     Args:
         max_batch_tokens: token budget: query tokens of one step, decodes and prefill chunks together.
@@ -18,12 +83,14 @@ class StepLimits:
             reader. None: only the pool bounds it, since a step reads no block that is not there.
         enable_chunked_context: whether a context that fits the token budget may be split over steps.
             One that is longer than `max_batch_tokens` is split either way: it could never run whole.
+        prompt_budget: the time for prompts in the next step; None: only the other budgets bound them.
     """
 
     max_batch_tokens: int
     block_size: int
     cache_budget: int | None = None
     enable_chunked_context: bool = True
+    prompt_budget: PromptBudget | None = None
 
     def blocks_read(self, num_positions: int) -> int:
         """Blocks that attention over `num_positions` reads."""
@@ -44,6 +111,7 @@ class StepPlan:
     limits: StepLimits
     tokens_left: int = field(init=False)
     blocks_left: int | None = field(init=False)
+    seconds_left: float = field(init=False)  # for prompts
     context_requests: RequestList = field(default_factory=list)
     generation_requests: RequestList = field(default_factory=list)
     chunk_sizes: dict[int, int] = field(default_factory=dict)
@@ -52,6 +120,8 @@ class StepPlan:
     def __post_init__(self) -> None:
         self.tokens_left = self.limits.max_batch_tokens
         self.blocks_left = self.limits.cache_budget
+        budget = self.limits.prompt_budget
+        self.seconds_left = inf if budget is None else budget.seconds
 
     def add_decodes(self, requests: RequestList) -> bool:
         """Gives each request one token a beam; returns whether all of them got it.
@@ -83,6 +153,8 @@ class StepPlan:
             self.tokens_left -= num_tokens
             if self.blocks_left is not None:
                 self.blocks_left -= self.limits.blocks_read(request.num_computed + num_tokens)
+            if self.limits.prompt_budget is not None:
+                self.seconds_left -= self.limits.prompt_budget.cost(num_tokens, request.num_computed)
             if num_tokens < request.context_remaining:
                 return False
         return True
@@ -106,10 +178,21 @@ class StepPlan:
         if self.blocks_left is not None:
             room = min(room, max(0, self.blocks_left * self.limits.block_size - request.num_computed))
         remaining = request.context_remaining
+        splits = self.limits.enable_chunked_context or remaining > self.limits.max_batch_tokens
+        room = min(room, self._tokens_in_time(request, splits=splits))
         if remaining <= room:
             return remaining
-        splits = self.limits.enable_chunked_context or remaining > self.limits.max_batch_tokens
         return room if splits else 0
+
+    def _tokens_in_time(self, request: LlmRequest, *, splits: bool) -> int:
+        """How many tokens fit the time for prompts. The first prompt gets some in any case, all if it is not split."""
+        budget, most = self.limits.prompt_budget, self.limits.max_batch_tokens
+        if budget is None:
+            return most
+        num_tokens = budget.num_tokens(self.seconds_left, request.num_computed)
+        if self.context_requests:
+            return num_tokens
+        return max(num_tokens, LEAST_PROMPT_TOKENS if splits else most)
 
 
 PlainPlan = tuple[RequestList, RequestList, RequestList]  # context, generation, paused

@@ -82,6 +82,11 @@ class SchedulerOptions:
         """Whether a request begins only when there is room for all of it."""
         return self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT or self.batching_type is BatchingType.V1
 
+    @property
+    def decodes_first(self) -> bool:
+        """Whether decodes go on in each step while prompts are evaluated: then a step's time is a gap between tokens."""
+        return self.batching_type is not BatchingType.V1 and self.scheduler != "prefill_first"
+
     def limits(self, block_size: int) -> StepLimits:
         """The budgets of a step over blocks of `block_size` positions."""
         return StepLimits(
@@ -92,13 +97,20 @@ class SchedulerOptions:
         )
 
 
-def build_scheduler(options: SchedulerOptions, kv_cache_manager: KVResources) -> RequestScheduler:
+def build_scheduler(
+    options: SchedulerOptions, kv_cache_manager: KVResources, limits: StepLimits | None = None
+) -> RequestScheduler:
     """The scheduler that `options` describe.
 
     A named class is called as the documents call it: a CapacityScheduler and a RequestScheduler with
     (max_num_requests, kv_cache_manager), a MicroBatchScheduler with the StepLimits. A CapacityScheduler
     takes the policy's place, a MicroBatchScheduler FIFO's, a RequestScheduler the place of both. Two names with a comma
     between them are the two halves, in any order. An object is told of the KV cache by its `open`.
+
+    Args:
+        options: name the scheduler.
+        kv_cache_manager: what it may ask of the memory.
+        limits: the budgets of its steps, in which the time for prompts changes; None: those of the options.
 
     Raises:
         SchedulerError: a name leads nowhere, or to something that is no scheduler, its constructor takes other
@@ -107,7 +119,7 @@ def build_scheduler(options: SchedulerOptions, kv_cache_manager: KVResources) ->
     if isinstance(options.scheduler, RequestScheduler):
         options.scheduler.open(kv_cache_manager)
         return options.scheduler
-    limits = options.limits(kv_cache_manager.block_size)
+    limits = limits or options.limits(kv_cache_manager.block_size)
     capacity: CapacityScheduler | None = None
     micro_batch: MicroBatchScheduler | None = None
     for named in _named(options.scheduler):

@@ -13,8 +13,8 @@ from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error, wit
 
 if TYPE_CHECKING:
     from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet
-    from genbatch.clients.plan.step_time import StepTime
     from genbatch.clients.plan.traces import Trace
+    from genbatch.nif.step_time import StepTime
 
 _TRACE = "Trace"
 _FLEET = "Fleet"
@@ -108,6 +108,9 @@ class SimulatedFleetFlags:
     max_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of a step.", rich_help_panel=_FLEET)
     ] = 512  # fmt: skip
+    target_inter_token_latency_ms: Annotated[
+        float, typer.Option(min=0.0, help="Time of a step with prompts; 0: none.", rich_help_panel=_FLEET)
+    ] = 12.0  # fmt: skip
     gateways: Annotated[
         int, typer.Option(min=1, help="Gateways, which do not talk to one another.", rich_help_panel=_FLEET)
     ] = 1
@@ -150,6 +153,7 @@ class SimulatedFleetFlags:
             n_parallel=self.n_parallel,
             n_ctx=self.n_ctx,
             max_batch_tokens=self.max_batch_tokens,
+            target_inter_token_latency_ms=self.target_inter_token_latency_ms,
             gateways=self.gateways,
             report_s=self.report_s,
             tell_prefixes=self.tell_prefixes,
@@ -216,7 +220,7 @@ def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> No
     limits_s = Goodput.parse(wanted.target or ["ttft:2000 tpot:100"]).limits_s
     if not set(limits_s) <= {"ttft", "tpot"}:
         raise UsageError("target: only ttft and tpot have one")
-    step_time, trace = read_step_time(fleet.bench), load.read()
+    measured, trace = read_step_time(fleet.bench), load.read()
     console = Console()
     count = len(trace.requests)
     prompt, output = (sum(getattr(one, name) for one in trace.requests) / count for name in ("prompt", "output"))
@@ -224,9 +228,9 @@ def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> No
         f"{trace.name}: {count:,d} requests in {trace.duration_s:,.0f} s, "
         f"{prompt:,.0f} prompt and {output:,.0f} output tokens each"
     )
-    console.print(step_time.describe(), soft_wrap=True)
+    console.print(measured.describe(), soft_wrap=True)
     for router in fleet.router or ["prefix"]:
-        search = _Search(trace, step_time, fleet, router, limits_s, wanted.cost or 0.0)
+        search = _Search(trace, measured.time, fleet, router, limits_s, wanted.cost or 0.0)
         rows = search.rows(*bounds, wanted.share)
         console.print(f"\n[bold]{router}")
         console.print(plan_table(rows, target_share=wanted.share, with_cost=wanted.cost is not None))

@@ -246,6 +246,7 @@ def open_engine(
     batcher_options = BatcherOptions(
         n_parallel=num_slots,
         max_batch_tokens=build.max_num_tokens,
+        target_inter_token_latency_ms=0.0,  # chunks are as large as max_num_tokens, as that engine's are
         max_queue=UNBOUNDED_QUEUE,
         scheduler_policy=scheduler_policy,
         batching_type=model_type,

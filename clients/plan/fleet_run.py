@@ -22,21 +22,22 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 from rich.table import Table
 
+from genbatch.actors.batcher.options import CPU_TARGET_MS
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, build_router
-from genbatch.actors.scheduling.plan import StepLimits
+from genbatch.actors.scheduling.plan import StepLimits, prompt_budget
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import MicroBatchScheduler
 from genbatch.actors.scheduling.spec import STEP_ORDERS
-from genbatch.clients.plan.step_time import StepTime, StepWork
 from genbatch.clients.plan.traces import Trace, TraceError, TraceRequest
 from genbatch.nif.errors import how_to_install
+from genbatch.nif.step_time import StepTime, StepWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class SimulatedFleet:
     Args:
         router: see `build_router`.
         scheduler: "fifo" or "prefill_first".
-        n_parallel, n_ctx, max_batch_tokens: of each replica, as of the Batcher.
+        n_parallel, n_ctx, max_batch_tokens, target_inter_token_latency_ms: of each replica, as of the Batcher.
         max_queue: sequences that may wait in a replica; None: 4 a slot. What comes beyond is refused.
         batch_timeout_s: what an idle replica waits before it starts.
         gateways: each with a router of its own, taking turns.
@@ -61,6 +62,7 @@ class SimulatedFleet:
     n_parallel: int = 8
     n_ctx: int = 8192
     max_batch_tokens: int = 512
+    target_inter_token_latency_ms: float = CPU_TARGET_MS
     max_queue: int | None = None
     batch_timeout_s: float = 0.02
     gateways: int = 1
@@ -189,9 +191,11 @@ class _Blocks:
 class _Replica:
     """One replica: its queue, its running sequences, and the step or run of steps under way."""
 
-    def __init__(self, place: int, scheduler: MicroBatchScheduler, blocks: _Blocks, max_running: int) -> None:
+    def __init__(
+        self, place: int, scheduler: MicroBatchScheduler, limits: StepLimits, blocks: _Blocks, max_running: int
+    ) -> None:
         self.place = place
-        self.scheduler, self.blocks, self.max_running = scheduler, blocks, max_running
+        self.scheduler, self.limits, self.blocks, self.max_running = scheduler, limits, blocks, max_running
         self.waiting: deque[_Sequence] = deque()
         self.running: list[_Sequence] = []
         self.tokens_waiting = 0
@@ -258,14 +262,14 @@ class _DecodeRun:
 class _Fleet:
     def __init__(self, trace: Trace, step_time: StepTime, options: SimulatedFleet) -> None:
         self.trace, self.time, self.options = trace, step_time, options
-        limits = StepLimits(options.max_batch_tokens, 16)
         if options.scheduler not in STEP_ORDERS:
             raise TraceError(f"scheduler: {options.scheduler!r} is none of {', '.join(STEP_ORDERS)}")
         order = STEP_ORDERS[options.scheduler]
-        self.replicas = [
-            _Replica(place, order(limits), _Blocks(options.n_ctx, trace.block_tokens), options.n_parallel)
-            for place in range(options.replicas)
-        ]
+        self.target_s = options.target_inter_token_latency_ms / 1000 if options.scheduler == "fifo" else 0.0
+        self.replicas = []
+        for place in range(options.replicas):
+            limits, blocks = StepLimits(options.max_batch_tokens, 16), _Blocks(options.n_ctx, trace.block_tokens)
+            self.replicas.append(_Replica(place, order(limits), limits, blocks, options.n_parallel))
         waiting = 4 * options.n_parallel if options.max_queue is None else options.max_queue
         self.capacity = waiting + options.n_parallel
         self.routers: list[Router] = [build_router(options.router) for _ in range(options.gateways)]
@@ -376,16 +380,15 @@ class _Fleet:
             assert not replica.waiting, "an empty replica has room for every request"
             return
         if all(sequence.phase is Phase.DECODING for sequence in running):
-            keys = sum(sequence.num_computed + 1 for sequence in running)
             count = len(running)
-            first = self.time.seconds(StepWork(decodes=count, keys=keys))
+            first = self.time.seconds(_decode_work(running))
             steps = min(sequence.max_new_tokens - sequence.num_generated for sequence in running)
             self._put(replica, now, _DecodeRun(now, steps, first, self.time.key * count))
             return
         contexts, decodes, chunks = self._plan(replica)
-        work = StepWork(
-            decodes=len(decodes),
-            keys=sum(sequence.num_computed + 1 for sequence in decodes),
+        work = replace(
+            _decode_work(decodes),
+            prompts=len(contexts),
             prefill=sum(chunks.values()),
             prefill_keys=sum(
                 chunks[one.request_id] * (one.num_computed + chunks[one.request_id] / 2) for one in contexts
@@ -394,6 +397,10 @@ class _Fleet:
         self._put(replica, now, _Step(now, self.time.seconds(work), decodes, contexts, chunks))
 
     def _plan(self, replica: _Replica) -> tuple[Sequence[LlmRequest], Sequence[LlmRequest], dict[int, int]]:
+        decoding = [one for one in replica.running if one.phase is Phase.DECODING]
+        replica.limits.prompt_budget = prompt_budget(
+            self.time, _decode_work(decoding), len(replica.running) - len(decoding), self.target_s
+        )
         plan = replica.scheduler.schedule(list(replica.running), frozenset())
         assert not isinstance(plan, tuple)
         return plan.context_requests, plan.generation_requests, dict(plan.chunk_sizes)
@@ -448,6 +455,10 @@ class _Fleet:
         result.cached_tokens += sequence.num_cached
         result.output_tokens += sequence.num_generated
         result.duration_s = max(result.duration_s, now)
+
+
+def _decode_work(decodes: Sequence[LlmRequest]) -> StepWork:
+    return StepWork(decodes=len(decodes), keys=sum(sequence.num_computed + 1 for sequence in decodes))
 
 
 class PlotError(Exception):

@@ -1,26 +1,21 @@
-"""StepTime: how long a step takes, fitted to what `genbatch bench -w w5` measured.
+"""The step time of a machine, from the report of a benchmark that `genbatch bench -w w5` wrote.
 
     genbatch bench -w w5 --batch 1 --batch 4 --batch 16 --out w5.json
-    model = fit_step_time(json.loads(Path("w5.json").read_text()))
-    model.seconds(StepWork(decodes=16, keys=16 * 500))
+    measured = fit_step_time(json.loads(Path("w5.json").read_text()))
+    measured.time.seconds(StepWork(decodes=16, keys=16 * 500))
 
-A step costs a base, something for each sequence that decodes and for each key it reads, and something for each prompt
-token and for each key that prompt tokens read:
-
-    seconds = base + decode * sequences + key * keys + prefill * tokens + prefill_key * keys of prompts
-
-No factor is negative. They are found by least squares of the relative errors, first the decode's, then the prefill's.
+The model of a step's costs, and how they are fitted, is in `nif/step_time.py`: a running service learns the same model.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from genbatch.nif.step_time import StepTime, StepWork, fit
 
-# Prompt tokens that a service takes into one step, by default.
+# Prompt tokens that a service takes into one step while nobody decodes, by default.
 STEP_TOKENS = 512
 
 
@@ -29,57 +24,28 @@ class StepTimeError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """What one step does.
+class MeasuredStepTime:
+    """A step time that was fitted to measurements.
 
     Args:
-        decodes: sequences that get one token each.
-        keys: positions that those read, all together.
-        prefill: prompt tokens.
-        prefill_keys: positions that those read, all together.
-    """
-
-    decodes: int = 0
-    keys: float = 0.0
-    prefill: int = 0
-    prefill_keys: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Seconds of a step, see the module's docstring.
-
-    Args:
+        time: the costs.
         error: the largest relative error at the measured points, of a decode step and of a prefill.
     """
 
-    base: float
-    decode: float
-    key: float
-    prefill: float
-    prefill_key: float
-    error: tuple[float, float] = (0.0, 0.0)
-
-    def seconds(self, work: StepWork) -> float:
-        """Of one step."""
-        return (
-            self.base
-            + self.decode * work.decodes
-            + self.key * work.keys
-            + self.prefill * work.prefill
-            + self.prefill_key * work.prefill_keys
-        )
+    time: StepTime
+    error: tuple[float, float]
 
     def describe(self) -> str:
         """One line for people."""
+        time = self.time
         return (
-            f"step: {1e3 * self.base:.2f} ms + {1e3 * self.decode:.3f} ms a sequence + {1e6 * self.key:.3f} us a key, "
-            f"{1e3 * self.prefill:.3f} ms + {1e6 * self.prefill_key:.3f} us a key for a prompt token; where it was "
+            f"step: {1e3 * time.base:.2f} ms + {1e3 * time.decode:.3f} ms a sequence + {1e6 * time.key:.3f} us a key, "
+            f"{1e3 * time.prefill:.3f} ms + {1e6 * time.prefill_key:.3f} us a key for a prompt token; where it was "
             f"measured a step is at most {100 * self.error[0]:.0f} % off, a prefill {100 * self.error[1]:.0f} %"
         )
 
 
-def read_step_time(path: Path) -> StepTime:
+def read_step_time(path: Path) -> MeasuredStepTime:
     """The model fitted to a file that `genbatch bench -w w5 --out` wrote.
 
     Raises:
@@ -97,7 +63,7 @@ def read_step_time(path: Path) -> StepTime:
         raise StepTimeError(f"{path}: {error}") from error
 
 
-def fit_step_time(report: Mapping[str, Any]) -> StepTime:
+def fit_step_time(report: Mapping[str, Any]) -> MeasuredStepTime:
     """The model that comes nearest to a report of W5's runs.
 
     Raises:
@@ -107,29 +73,16 @@ def fit_step_time(report: Mapping[str, Any]) -> StepTime:
         runs = [_Run.of(run) for run in report["runs"]]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise StepTimeError("not what `genbatch bench -w w5 --out` wrote") from error
-    decodes = [run for run in runs if run.step_s is not None]
-    if len({run.batch for run in decodes}) < 2 or len({run.context for run in runs}) < 2:
+    decodes = [(run.decode_work, run.step_s) for run in runs if run.step_s is not None]
+    if len({work.decodes for work, _ in decodes}) < 2 or len({run.context for run in runs}) < 2:
         raise StepTimeError("needs W5 with two batches and two contexts at least; give --batch and --context again")
-    steps = np.array([run.step_s for run in decodes])
-    shapes = np.array([[1.0, run.batch, run.batch * run.mean_context] for run in decodes])
-    base, decode, key = _no_negative(shapes / steps[:, None], np.ones(len(decodes)))
-    # A prompt is evaluated in steps of 512 tokens, each with its base; what decodes beside them is paid already.
-    prefills = np.array([run.prefill_s for run in runs])
-    work = np.array([[run.tokens, run.tokens * run.context / 2] for run in runs])
-    rest = prefills - base * np.array([-(-run.tokens // STEP_TOKENS) for run in runs])
-    rest -= np.array([run.decoded_meanwhile for run in runs]) * decode
-    rest = np.maximum(rest, 0.05 * prefills)
-    prefill, prefill_key = _no_negative(work / prefills[:, None], rest / prefills)
-    decode_off = np.abs(shapes @ [base, decode, key] / steps - 1)
-    prefill_off = np.abs(work @ [prefill, prefill_key] - rest) / prefills
-    return StepTime(
-        base=base,
-        decode=decode,
-        key=key,
-        prefill=prefill,
-        prefill_key=prefill_key,
-        error=(float(decode_off.max()), float(prefill_off.max())),
-    )
+    prefills = [(run.prefill_work, run.prefill_s) for run in runs]
+    time = fit([*decodes, *prefills])
+    return MeasuredStepTime(time=time, error=(_largest_error(time, decodes), _largest_error(time, prefills)))
+
+
+def _largest_error(time: StepTime, measured: list[tuple[StepWork, float]]) -> float:
+    return max(abs(time.seconds(work) / seconds - 1) for work, seconds in measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +113,17 @@ class _Run:
         return self.batch * self.context
 
     @property
-    def mean_context(self) -> float:
-        return self.context + self.output / 2
+    def decode_work(self) -> StepWork:
+        """One step in which all decode, in the middle of the run."""
+        return StepWork(decodes=self.batch, keys=self.batch * (self.context + self.output / 2))
 
     @property
-    def decoded_meanwhile(self) -> float:
-        """Tokens that the first of them got while the last ones were prefilled."""
-        return self.batch * (self.tokens // STEP_TOKENS) / 2
-
-
-def _no_negative(columns: "np.ndarray[Any, Any]", wanted: "np.ndarray[Any, Any]") -> Sequence[float]:
-    """Least squares with no factor below 0: a column with a negative one is taken out, and the rest fitted anew."""
-    kept = list(range(columns.shape[1]))
-    while True:
-        found, *_ = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)
-        if (found >= 0).all() or len(kept) == 1:
-            factors = [0.0] * columns.shape[1]
-            for place, factor in zip(kept, found, strict=True):
-                factors[place] = max(0.0, float(factor))
-            return factors
-        del kept[int(found.argmin())]
+    def prefill_work(self) -> StepWork:
+        """The prompts, in steps of 512 tokens; the first sequences decode while the last ones are evaluated."""
+        meanwhile = self.batch * (self.tokens // STEP_TOKENS) / 2
+        return StepWork(
+            steps=-(-self.tokens // STEP_TOKENS),
+            decodes=meanwhile,
+            prefill=self.tokens,
+            prefill_keys=self.tokens * self.context / 2,
+        )

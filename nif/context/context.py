@@ -14,6 +14,7 @@ Synchronous. The tensors are touched by `eval` and what calls it, always on one 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
@@ -51,6 +52,10 @@ T = TypeVar("T")
 Draws: TypeAlias = list[Sampled | SampleFault | None]
 
 GREEDY = SamplingParams(seed=0)
+
+class _Rehearsed(Exception):
+    """A step was evaluated for nobody: what it has written is given back."""
+
 
 _N_CTX = 8192  # positions, where nobody says
 
@@ -255,6 +260,19 @@ class Context:
         if self._launcher is not None and can_overlap(samplers):
             return OverlappedRun(self.kv, self._launcher, batch, samplers, max_steps)
         return DecodeRun(self.kv, self.runner.device, batch, samplers, self._forward, max_steps)
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Evaluates a prompt of so many tokens and a greedy draw, and forgets both; sequence 0 is empty.
+
+        The first forward builds what is built once: threads, buffers, the weights' pages. Later ones say what a step costs.
+        """
+
+        def forget(*_: object) -> None:
+            raise _Rehearsed
+
+        entry = Entry(0, (0,) * num_tokens, 0, Logits.LAST)
+        with suppress(_Rehearsed):
+            self.step_and_read([entry], [SamplerState(GREEDY, ())], forget, with_logits=False)
 
     def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> torch.Tensor:
         """Evaluates a prompt in chunks of `n_batch` tokens.

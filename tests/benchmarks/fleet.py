@@ -155,8 +155,8 @@ async def fit(model: str, count: int, out: Path) -> None:
 
 async def load(chosen: argparse.Namespace) -> None:
     """Runs the load under each router, and prints what was measured beside what the plan says."""
-    step_time = read_step_time(chosen.bench)
-    print(machine(), step_time.describe(), sep="\n")
+    measured = read_step_time(chosen.bench)
+    print(machine(), measured.describe(), sep="\n")
     with TemporaryDirectory() as directory:
         async with open_replicas(chosen.model, chosen.replicas, Path(directory)) as addresses:
             for salt, router in enumerate(chosen.router or ["prefix"], start=chosen.salt):
@@ -171,7 +171,7 @@ async def load(chosen: argparse.Namespace) -> None:
                 fleet = SimulatedFleet(
                     replicas=chosen.replicas, router=router, n_parallel=N_PARALLEL, n_ctx=N_CTX, report_s=0.5
                 )
-                compare(router, run, run_fleet(load_trace(asked, arrivals), step_time, fleet))
+                compare(router, run, run_fleet(load_trace(asked, arrivals), measured.time, fleet))
 
 
 def compare(router: str, run: LoadRun, simulated: FleetRun) -> None:

@@ -29,6 +29,7 @@ from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
+from genbatch.nif.step_time import StepTimeModel, StepWork
 from genbatch.proto.messages import GenerateRequest, Result, Token
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer
@@ -134,7 +135,8 @@ class Sequences:
             )
             for text in texts
         ]
-        self.drafts = RunDrafts(cast("list[Sequence]", self.sequences), DraftCosts(), lambda: self.now, max_rows=64)
+        self.times = StepTimeModel()
+        self.drafts = RunDrafts(cast("list[Sequence]", self.sequences), DraftCosts(self.times), max_rows=64)
         self.drafts.begin()
 
     @staticmethod
@@ -153,7 +155,9 @@ class Sequences:
             draws.append([Sampled(token) for token in text[: right + 1]])
             self.at[index] += right + 1
         lengths = [len(draft) for draft in proposed]
-        self.now += self.step_s + self.row_s * sum(lengths)
+        seconds = self.step_s + self.row_s * sum(lengths)
+        self.now += seconds
+        self.times.took(StepWork(decodes=len(lengths), drafted=sum(lengths)), seconds)
         self.going = self.drafts.took(draws, sum(lengths))
         self.drafted += sum(lengths)
         self.steps += 1
@@ -244,8 +248,8 @@ def test_what_edits_its_logits_by_the_tokens_before_is_not_drafted(monkeypatch: 
 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drafted depends on no machine: a step takes the same whatever is in it."""
-    monkeypatch.setattr("genbatch.actors.runtime.worker.Worker.now", staticmethod(lambda: 0.0))
+    """The price of a draft depends on no machine."""
+    monkeypatch.setattr(DraftCosts, "price", lambda self, num_sequences, num_keys: 0.08)
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ class IdleRunner:
     def __init__(self, model: Model) -> None:
         self.vocab_size = model.vocab_size
         self.groups = model.groups
-        self.read = threading.Semaphore(0)
+        self.read = threading.Semaphore(2)  # the Batcher rehearses with two steps of a token
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         return block_size

@@ -18,6 +18,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault, RunAhead
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
+from genbatch.actors.scheduling.plan import PromptBudget
 from genbatch.actors.scheduling.request import RequestList, split_by_phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, SchedulerPolicy
 from genbatch.nif.context import Context
@@ -74,6 +75,7 @@ async def batcher(model: Model, *, n_ctx: int = 512, overlapped: bool = False, *
             lambda: Context(model, runner, n_ctx=n_ctx, n_parallel=chosen.n_parallel, n_held=4, block_size=4), chosen
         )
         ref = await start(nursery, actor, name="batcher")
+        runner.forwards = 0  # the Batcher has rehearsed
         yield Bench(actor, ref, runner)
         assert actor.slots.seq_pool == set(range(chosen.n_parallel))
         actor.ctx.kv.check_integrity()
@@ -110,9 +112,9 @@ async def test_while_somebody_waits_and_a_slot_is_free_each_step_has_a_plan(tiny
         planner = bench.actor.planner
         plan, waiting = planner.plan, []
 
-        def count(inflight: Set[int]) -> SchedulerOutput:
+        def count(inflight: Set[int], budget: PromptBudget | None) -> SchedulerOutput:
             waiting.append(len(bench.actor.slots.pending))
-            return plan(inflight)
+            return plan(inflight, budget)
 
         planner.plan = count  # type: ignore[method-assign]
         # Twelve of sixteen blocks each, so the second waits for the end of the first.

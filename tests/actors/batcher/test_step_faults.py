@@ -34,7 +34,8 @@ class Faulty(TorchRunner):
         self._fault = fault
 
     def forward(self, batch: Any) -> torch.Tensor:
-        error = self._fault(batch)
+        is_rehearsal = not batch.input_ids.any()
+        error = None if is_rehearsal else self._fault(batch)
         if error is not None:
             raise error
         return super().forward(batch)

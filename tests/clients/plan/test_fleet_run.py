@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet, plan_table, plot_plan, run_fleet, smallest
-from genbatch.clients.plan.step_time import StepTime
 from genbatch.clients.plan.traces import MADE, Trace, TraceError, TraceOptions, TraceRequest
+from genbatch.nif.step_time import StepTime
 from tests.clients.plan.measured import MACHINE
 
 SIMPLE = StepTime(base=0.010, decode=0.001, key=0.0, prefill=0.002, prefill_key=0.0)
@@ -28,7 +29,8 @@ def trace(*requests: TraceRequest) -> Trace:
 
 
 def fleet(replicas: int = 1, router: str = "least_tokens", **options: float) -> SimulatedFleet:
-    return SimulatedFleet(replicas=replicas, router=router, batch_timeout_s=0.0, report_s=0.0, **options)  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"target_inter_token_latency_ms": 0.0, **options}
+    return SimulatedFleet(replicas=replicas, router=router, batch_timeout_s=0.0, report_s=0.0, **chosen)
 
 
 def test_a_request_alone_takes_its_steps() -> None:

@@ -3,20 +3,20 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from genbatch.clients.plan.step_time import StepTimeError, StepWork, _no_negative, fit_step_time, read_step_time
+from genbatch.clients.plan.step_time import StepTimeError, fit_step_time, read_step_time
+from genbatch.nif.step_time import COSTS, StepWork
 from tests.clients.plan.measured import MACHINE, report
 
 
 def test_the_fit_finds_the_machine_that_was_measured() -> None:
     fitted = fit_step_time(report())
     for name in ("base", "decode", "key", "prefill"):
-        assert getattr(fitted, name) == pytest.approx(getattr(MACHINE, name), rel=0.03), name
+        assert getattr(fitted.time, name) == pytest.approx(getattr(MACHINE, name), rel=0.03), name
     assert max(fitted.error) < 0.01
     work = StepWork(decodes=8, keys=4000, prefill=300, prefill_keys=300 * 150)
-    assert fitted.seconds(work) == pytest.approx(MACHINE.seconds(work), rel=0.02)
+    assert fitted.time.seconds(work) == pytest.approx(MACHINE.seconds(work), rel=0.02)
     assert "at most" in fitted.describe()
 
 
@@ -26,21 +26,14 @@ def test_no_factor_is_negative_however_odd_the_figures_are() -> None:
         run["decode_tok_s"] *= 1 + place % 3
         run["prefill_tok_s"] *= 3 - place % 3
     fitted = fit_step_time(odd)
-    assert min(fitted.base, fitted.decode, fitted.key, fitted.prefill, fitted.prefill_key) >= 0
+    assert min(getattr(fitted.time, cost) for cost in COSTS) >= 0
     assert fitted.error[0] > 0.1
-
-
-def test_what_would_be_negative_is_left_out_and_the_rest_is_fitted_anew() -> None:
-    # Least squares of both would give the second -1, and 3 to the first, which alone is nearest at 2.
-    columns = np.array([[1.0, 1.0], [1.0, 1.0], [1.0, 2.0], [1.0, 0.0]])
-    wanted = columns @ [3.0, -1.0]
-    assert _no_negative(columns, wanted) == pytest.approx([wanted.mean(), 0.0])
 
 
 def test_a_run_without_a_decode_rate_still_tells_of_its_prefill() -> None:
     partial = report()
     partial["runs"][-1]["decode_tok_s"] = None
-    assert fit_step_time(partial).prefill == pytest.approx(MACHINE.prefill, rel=0.1)
+    assert fit_step_time(partial).time.prefill == pytest.approx(MACHINE.prefill, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+"""Step time: what one forward costs, learned from the forwards that were made.
+
+    times = StepTimeModel()
+    times.took(StepWork(decodes=1, keys=300), 0.004)      # a step has ended
+    times.time.seconds(StepWork(decodes=8, keys=2400))    # what a step of eight will take
+
+A step costs a base, something for each sequence that decodes and for each key it reads, and something for each prompt, for
+each of its tokens, and for each key that these tokens read. A drafted token costs a row, too:
+
+    seconds = base + decode * decodes + key * keys + prompt * prompts + prefill * tokens + prefill_key * keys of prompts
+              + draft * drafted
+
+The token budget of a step, the price of a draft and the simulated fleet of `genbatch plan` all ask this one model. A
+running service learns it step by step (`StepTimeModel`); measurements of a benchmark are fitted at once (`fit`). Both
+look for the costs with the least squares of the relative errors, and no cost is negative.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """The work of one step, or of several ones together.
+
+    Args:
+        steps: forwards.
+        decodes: sequences that get one token each.
+        keys: positions that those read, all together.
+        prompts: prompts of which a part is evaluated.
+        prefill: tokens of these parts.
+        prefill_keys: positions that those tokens read, all together.
+        drafted: tokens that are checked beside those decoded.
+    """
+
+    steps: float = 1
+    decodes: float = 0
+    keys: float = 0.0
+    prompts: float = 0
+    prefill: float = 0
+    prefill_keys: float = 0.0
+    drafted: float = 0
+
+    def row(self) -> Vector:
+        """The amounts in the order of `COSTS`."""
+        return np.array(
+            [self.steps, self.decodes, self.keys, self.prompts, self.prefill, self.prefill_keys, self.drafted], float
+        )
+
+
+# The fields of StepTime, in the order of StepWork's amounts.
+COSTS = ("base", "decode", "key", "prompt", "prefill", "prefill_key", "draft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds that each part of a step's work costs; see the module's docstring."""
+
+    base: float
+    decode: float
+    key: float
+    prefill: float
+    prefill_key: float
+    prompt: float = 0.0
+    draft: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        """How long this work takes."""
+        return (
+            self.base * work.steps
+            + self.decode * work.decodes
+            + self.key * work.keys
+            + self.prompt * work.prompts
+            + self.prefill * work.prefill
+            + self.prefill_key * work.prefill_keys
+            + self.draft * work.drafted
+        )
+
+
+def fit(measured: Sequence[tuple[StepWork, float]]) -> StepTime:
+    """The costs that come nearest to measurements, which are enough to tell the costs apart."""
+    seconds = np.array([taken for _, taken in measured])
+    rows = np.array([work.row() for work, _ in measured]) / seconds[:, None]
+    costs = least_squares(rows, np.ones(len(measured)))
+    return StepTime(**dict(zip(COSTS, costs, strict=True)))
+
+
+def least_squares(columns: Vector, wanted: Vector) -> list[float]:
+    """Least squares with no factor below 0: a column with a negative factor is taken out, and the rest fitted anew."""
+    kept = [place for place in range(columns.shape[1]) if columns[:, place].any()]
+    sizes = np.abs(columns).max(axis=0)
+    factors = [0.0] * columns.shape[1]
+    while kept:
+        found, *_ = np.linalg.lstsq(columns[:, kept] / sizes[kept], wanted, rcond=None)
+        if (found >= 0).all() or len(kept) == 1:
+            for place, factor in zip(kept, found, strict=True):
+                factors[place] = max(0.0, float(factor / sizes[place]))
+            break
+        del kept[int(found.argmin())]
+    return factors
+
+
+# What is assumed before a cost was seen, as shares of the first step's seconds. A row of weights is read once a step, so
+# that most of a small step is its base; a key is some 30,000th of the weights.
+_FIRST_SHARES = np.array([0.85, 0.08, 3e-5, 0.05, 0.08, 1e-6, 0.08])
+# How wrong these may be: each by itself, those of a row (decoded, prefilled, drafted) together, and all together.
+_FIRST_DOUBT, _ROW_DOUBT, _PACE_DOUBT = 1.0, 4.0, 2.0
+_ROWS = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+# From one step to the next the machine's pace, which changes all costs together, and each cost by itself change by so
+# much. The first is a machine that slows down; the second lets old steps be forgotten slowly.
+_PACE, _DRIFT = 0.03, 0.005
+# What a step's time is off by chance: at first, and within which bounds it is learned, each step with this weight.
+_CHANCE, _LEAST_CHANCE, _MOST_CHANCE, _NEWEST = 0.05, 0.01, 0.2, 0.05
+# The deviation beyond which a step counts no more than at it: an outlier.
+_OUTLIER = 2.5
+# How much less sure an outlier makes of the costs that it depends on: if it is the first step of a change, the next steps
+# count for more.
+_UNSURE = 0.5
+# What nobody has seen for long is not known less well than so.
+_MOST_DOUBT = 4.0
+# The least a cost comes down to, as a share of what was assumed first: it can grow again from there.
+_LEAST = 1e-3
+
+
+class StepTimeModel:
+    """Learns the costs from step to step; a Kalman filter over them.
+
+    One thread tells it of steps; any thread may read `time`.
+
+    The filter knows how sure it is of each cost. A step changes the costs that it depends on and that are unsure, and
+    leaves the others: thousands of steps without a prompt do not make it forget what a prompt costs. The machine's
+    pace is part of every cost, so a slower machine is known for prompts as soon as decodes take longer.
+    """
+
+    def __init__(self) -> None:
+        self.time: StepTime | None = None  # None until a first step was seen
+        self._units: Vector = np.zeros(len(COSTS))  # what was assumed first, in seconds; the costs are counted in these
+        self._costs: Vector = np.ones(len(COSTS))
+        self._doubt: Vector = np.zeros((len(COSTS), len(COSTS)))  # their covariance
+        self._chance = _CHANCE**2  # the variance of a step's time, as a share of it
+
+    def took(self, work: StepWork, seconds: float) -> None:
+        """Learns of a step that took so long; a clock that stood still says nothing."""
+        if seconds <= 0:
+            return
+        row = work.row()
+        if self.time is None:
+            self._units = _FIRST_SHARES * (seconds / float(_FIRST_SHARES @ row))
+            self._doubt = _FIRST_DOUBT**2 * np.eye(len(COSTS)) + _PACE_DOUBT**2 * np.ones_like(self._doubt)
+            self._doubt += _ROW_DOUBT**2 * np.outer(_ROWS, _ROWS)
+        self._learn(row * self._units, seconds)
+        self.time = StepTime(**dict(zip(COSTS, (self._costs * self._units).tolist(), strict=True)))
+
+    def _learn(self, row: Vector, seconds: float) -> None:
+        costs, doubt = self._costs, self._doubt
+        doubt += _PACE**2 * np.outer(costs, costs)
+        doubt.flat[:: len(COSTS) + 1] += (_DRIFT * costs) ** 2
+        self._cap()
+        expected = float(row @ costs)
+        towards = doubt @ row
+        variance = max(float(row @ towards), 0.0) + self._chance * expected**2
+        surprise = seconds - expected
+        most = _OUTLIER * sqrt(variance)
+        self._costs = np.maximum(costs + towards * (min(max(surprise, -most), most) / variance), _LEAST)
+        if abs(surprise) < most:
+            doubt -= np.outer(towards, towards) / variance
+        else:
+            doubt += np.outer(towards, towards) * (_UNSURE / variance)
+        newest = min(max((surprise / expected) ** 2, _LEAST_CHANCE**2), _MOST_CHANCE**2)
+        self._chance += _NEWEST * (newest - self._chance)
+
+    def _cap(self) -> None:
+        """Keeps the doubts of costs that are not seen from growing without end."""
+        too_much = np.sqrt(np.maximum(self._doubt.diagonal() / (_MOST_DOUBT * self._costs) ** 2, 1.0))
+        if (too_much > 1.0).any():
+            self._doubt /= np.outer(too_much, too_much)
