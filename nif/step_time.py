@@ -4,8 +4,8 @@
     times.took(StepWork(decodes=1, keys=300), 0.004)      # a step has ended
     times.time.seconds(StepWork(decodes=8, keys=2400))    # what a step of eight will take
 
-A step costs a base, something for each sequence that decodes and for each key it reads, and something for each prompt, for
-each of its tokens, and for each key that these tokens read. A drafted token costs a row, too:
+A step costs a base, something for each sequence that decodes and for each key it reads, and something for each prompt,
+for each of its tokens, and for each key that these tokens read. A drafted token costs a row, too:
 
     seconds = base + decode * decodes + key * keys + prompt * prompts + prefill * tokens + prefill_key * keys of prompts
               + draft * drafted
@@ -106,8 +106,8 @@ def least_squares(columns: Vector, wanted: Vector) -> list[float]:
     return factors
 
 
-# What is assumed before a cost was seen, as shares of the first step's seconds. A row of weights is read once a step, so
-# that most of a small step is its base; a key is some 30,000th of the weights.
+# What is assumed before a cost was seen, as shares of the first step's seconds. A row of weights is read once a step,
+# so most of a small step is its base; a key is some 30,000th of the weights.
 _FIRST_SHARES = np.array([0.85, 0.08, 3e-5, 0.05, 0.08, 1e-6, 0.08])
 # How wrong these may be: each by itself, those of a row (decoded, prefilled, drafted) together, and all together.
 _FIRST_DOUBT, _ROW_DOUBT, _PACE_DOUBT = 1.0, 4.0, 2.0
@@ -119,8 +119,8 @@ _PACE, _DRIFT = 0.03, 0.005
 _CHANCE, _LEAST_CHANCE, _MOST_CHANCE, _NEWEST = 0.05, 0.01, 0.2, 0.05
 # The deviation beyond which a step counts no more than at it: an outlier.
 _OUTLIER = 2.5
-# How much less sure an outlier makes of the costs that it depends on: if it is the first step of a change, the next steps
-# count for more.
+# How much less sure an outlier makes of the costs that it depends on: if it is the first step of a change, the next
+# steps count for more.
 _UNSURE = 0.5
 # What nobody has seen for long is not known less well than so.
 _MOST_DOUBT = 4.0

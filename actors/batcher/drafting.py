@@ -11,8 +11,8 @@
 
 A draft costs rows of a forward and saves a step where it is right. Both are measured: how often a lookup is right by
 letting it guess every token, drafted or not, which costs no forward; what a row costs by the one model of step time
-(nif/step_time.py). So drafts begin where they pay and end by themselves where they do not. All of this is for the model's
-thread.
+(nif/step_time.py). So drafts begin where they pay and end by themselves where they do not. All of this is for the
+model's thread.
 """
 
 from collections.abc import Sequence as ListOf

@@ -134,9 +134,9 @@ class BatcherOptions:
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
         batch_timeout: milliseconds an idle Batcher waits for more requests before it starts.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
-        target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated in
-            chunks that fit. Prompts always get 1.5 times the time of the decodes beside them, so a step can take longer.
-            0: chunks are as large as max_batch_tokens. If not given: 12 on a CPU, 20 on a GPU.
+        target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated
+            in chunks that fit. Prompts always get 1.5 times the time of the decodes beside them, so a step can take
+            longer. 0: chunks are as large as max_batch_tokens. If not given: 12 on a CPU, 20 on a GPU.
         max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. If not given: 4 a
             slot for clients, 1024 for the program that runs the Batcher.
         max_client_queue_share: share of the places in the queue that one client may fill, of those that others leave.

@@ -34,7 +34,6 @@ from genbatch.nif.step_time import StepTimeModel, StepWork
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.messages import Health, Models
 
-
 log = logging.getLogger("genbatch")
 
 # Most tokens of the prompt that is evaluated at the start to learn what a prompt costs, and about how long it may take.
@@ -136,7 +135,7 @@ class BatcherParts(GenServer):
             held.num_computed = len(held.tokens)
 
     async def _rehearse(self) -> None:
-        """Makes a few steps for nobody: the first request finds everything built, and the first plan knows their cost."""
+        """Makes a few steps for nobody: the first request finds all built, and the first plan knows what they cost."""
         if not self.intake.generates:
             return
         try:

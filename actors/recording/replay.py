@@ -222,6 +222,7 @@ class HollowModel:
     def __init__(self, header: Header) -> None:
         self.name = header.model
         self.generates = True
+        self.sampling: dict[str, float] = {}  # requests were recorded with what they drew
         self.device = HollowRunner.device
         self.vocab_size = header.context.vocab_size
         self.eos_token_ids = frozenset(header.context.eos_token_ids)

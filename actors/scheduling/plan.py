@@ -1,7 +1,7 @@
 """A step's plan: its budgets, the order of picking, the scheduler's answer, and the forwards it is carried out in.
 
-A step has a size, `max_batch_tokens`, and while somebody decodes it has a time, too: PromptBudget says for how many seconds
-a step may evaluate prompts. See ADRs/0040-a-step-has-a-time.md.
+A step has a size, `max_batch_tokens`, and while somebody decodes it has a time, too: PromptBudget says for how many
+seconds a step may evaluate prompts. See ADRs/0040-a-step-has-a-time.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -14,10 +14,10 @@ from genbatch.nif.step_time import StepTime, StepWork
 
 # However little time a step has for prompts, the first one gets so many of its tokens evaluated: prompts never starve.
 LEAST_PROMPT_TOKENS = 8
-# Prompts get so many times the time of the decodes beside them: a step takes at most 2.5 times as long as without prompts.
+# Prompts get so many times the time of the decodes beside them: a step takes at most 2.5 times as long as its decodes.
 PROMPT_SHARE = 1.5
-# Where many prompts wait beside few decodes they get more: so many times the decodes' time for a prompt a decode. Else the
-# prompts of a full service would wait longer and longer, while few sequences decode fast.
+# Where many prompts wait beside few decodes they get more: so many times the decodes' time for a prompt a decode. Else
+# the prompts of a full service would wait longer and longer, while few sequences decode fast.
 BACKLOG_SHARE = 2.0
 
 
@@ -43,7 +43,7 @@ class PromptBudget:
         if left <= 0:
             return 0
         first = self.token + self.key * num_computed
-        # Token number n costs first + key * n; the root in a form that loses no digits where a key costs next to nothing.
+        # Token number n costs first + key * n; this form of the root loses no digits where a key costs nearly nothing.
         return int(2 * left / (first + sqrt(first * first + 2 * self.key * left)))
 
     def cost(self, num_tokens: int, num_computed: int) -> float:
@@ -51,13 +51,11 @@ class PromptBudget:
         return self.prompt + num_tokens * (self.token + self.key * (num_computed + num_tokens / 2))
 
 
-def prompt_budget(
-    time: StepTime | None, decodes: StepWork, num_prompts: int, target_s: float
-) -> PromptBudget | None:
+def prompt_budget(time: StepTime | None, decodes: StepWork, num_prompts: int, target_s: float) -> PromptBudget | None:
     """The time for prompts in a step beside sequences that decode; None where nothing bounds it.
 
-    A step is to take `target_s`. What the decodes leave of it goes to the prompts, but never less than `PROMPT_SHARE` of
-    the decodes' own time: so prompts always have 60 % of a step's time.
+    A step is to take `target_s`. What the decodes leave of it goes to the prompts, but never less than `PROMPT_SHARE`
+    of the decodes' own time: so prompts always have 60 % of a step's time.
 
     Args:
         time: what has been learned of steps, if anything.
@@ -69,7 +67,9 @@ def prompt_budget(
         return None
     decode_s = time.seconds(decodes)
     share = max(PROMPT_SHARE, BACKLOG_SHARE * num_prompts / decodes.decodes)
-    return PromptBudget(max(target_s - decode_s, share * decode_s), time.prompt, max(time.prefill, 1e-9), time.prefill_key)
+    return PromptBudget(
+        max(target_s - decode_s, share * decode_s), time.prompt, max(time.prefill, 1e-9), time.prefill_key
+    )
 
 
 @dataclass(slots=True)

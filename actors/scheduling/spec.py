@@ -84,7 +84,7 @@ class SchedulerOptions:
 
     @property
     def decodes_first(self) -> bool:
-        """Whether decodes go on in each step while prompts are evaluated: then a step's time is a gap between tokens."""
+        """Whether decodes go on while prompts are evaluated: then a step's time is a gap between tokens."""
         return self.batching_type is not BatchingType.V1 and self.scheduler != "prefill_first"
 
     def limits(self, block_size: int) -> StepLimits:

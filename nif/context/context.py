@@ -53,6 +53,7 @@ Draws: TypeAlias = list[Sampled | SampleFault | None]
 
 GREEDY = SamplingParams(seed=0)
 
+
 class _Rehearsed(Exception):
     """A step was evaluated for nobody: what it has written is given back."""
 
@@ -264,7 +265,8 @@ class Context:
     def rehearse(self, num_tokens: int) -> None:
         """Evaluates a prompt of so many tokens and a greedy draw, and forgets both; sequence 0 is empty.
 
-        The first forward builds what is built once: threads, buffers, the weights' pages. Later ones say what a step costs.
+        The first forward builds what is built once: threads, buffers, the weights' pages. Later ones say what a step
+        costs.
         """
 
         def forget(*_: object) -> None:
