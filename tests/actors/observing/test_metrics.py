@@ -109,11 +109,10 @@ async def test_the_exposition_says_what_a_scripted_run_did(tiny_model: TinyModel
         def on_token(token: Token) -> None:
             mock_clock.jump(1.0)
 
-        await generate(n=3)  # more than slot and queue together
         await generate(temperature=-1.0)
-        async with trio.open_nursery() as both:
-            both.start_soon(generate)
-            both.start_soon(generate)
+        async with trio.open_nursery() as all_three:  # more than slot and queue together
+            for _ in range(3):
+                all_three.start_soon(generate)
         scrape = Scrape(await ref.call(StatsRequest()))
 
     assert sorted(error.__name__ for error in refused) == ["InvalidRequest", "QueueFull"]
