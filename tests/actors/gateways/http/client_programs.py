@@ -422,6 +422,116 @@ def _(url: str) -> None:
     assert set(asked) <= {"here", "there"} and asked
 
 
+@tries("pydantic-ai", "a function of one's own beside NativeOutput")
+def _(url: str) -> None:
+    from pydantic_ai import NativeOutput
+
+    _pydantic_ai_with_a_tool(url, NativeOutput(Colour), Colour)
+
+
+@tries("pydantic-ai", "a function of one's own beside PromptedOutput")
+def _(url: str) -> None:
+    from pydantic_ai import PromptedOutput
+
+    # Its format is any JSON object, and the model has not read the prompt.
+    _pydantic_ai_with_a_tool(url, PromptedOutput(AnyObject), AnyObject)
+
+
+class AnyObject(pydantic.BaseModel, extra="allow"):
+    """An object."""
+
+
+def _pydantic_ai_with_a_tool(url: str, output_type: Any, expected: type) -> None:
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        settings: Any = {"max_tokens": 400, "temperature": 1.0, "seed": seed}
+        agent = pydantic_ai_agent(url, output_type=output_type, model_settings=settings)
+        agent.tool_plain(look)
+        return agent.run_sync("Which?").output
+
+    until_looked(ask, expected)
+
+
+def until_looked(ask: Callable[[Callable[..., str], int], Any], expected: type) -> None:
+    """Asks with a tool and a format until the tool was called and then an answer of the format was given.
+
+    A random model chooses either; it may also call for ever, or be cut short.
+    """
+    looked: list[str] = []
+
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        looked.append(place)
+        return "nothing"
+
+    faults: list[Exception] = []
+    for seed in range(20):
+        looked.clear()
+        try:
+            answer = ask(look, seed)
+        except Exception as error:
+            faults.append(error)
+            continue
+        assert isinstance(answer, expected), answer
+        if looked:
+            assert set(looked) <= {"here", "there"}
+            return
+    raise AssertionError(f"it never looked and answered: {faults}")
+
+
+# langchain
+
+
+@tries("langchain", "create_agent with a tool and a provider strategy")
+def _(url: str) -> None:
+    from langchain.agents import create_agent
+    from langchain.agents.structured_output import ProviderStrategy
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        chat = ChatOpenAI(
+            base_url=url, api_key="none", model="model", max_tokens=400, max_retries=0, temperature=1.0, seed=seed
+        )  # type: ignore[call-arg]
+        agent = create_agent(chat, tools=[tool(look)], response_format=ProviderStrategy(Colour))
+        return agent.invoke({"messages": [{"role": "user", "content": "Which?"}]})["structured_response"]
+
+    until_looked(ask, Colour)
+
+
+# openai-agents
+
+
+def _openai_agent(url: str, kind: str) -> Callable[[Callable[..., str], int], Any]:
+    import agents
+    import openai
+
+    agents.set_tracing_disabled(True)
+
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+        settings = agents.ModelSettings(temperature=1.0, max_tokens=400, extra_body={"seed": seed})
+        agent = agents.Agent(
+            name="one",
+            model=getattr(agents, kind)(model="model", openai_client=client),
+            model_settings=settings,
+            tools=[agents.function_tool(look)],
+            output_type=Colour,
+        )
+        return agents.Runner.run_sync(agent, "Which?", max_turns=30).final_output
+
+    return ask
+
+
+@tries("openai-agents", "a tool and output_type over chat completions")
+def _(url: str) -> None:
+    until_looked(_openai_agent(url, "OpenAIChatCompletionsModel"), Colour)
+
+
+@tries("openai-agents", "a tool and output_type over responses")
+def _(url: str) -> None:
+    until_looked(_openai_agent(url, "OpenAIResponsesModel"), Colour)
+
+
 # litellm
 
 

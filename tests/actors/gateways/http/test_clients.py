@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,9 +31,11 @@ PROGRAMS = Path(__file__).with_name("client_programs.py")
 AGENT_PROGRAMS = Path(__file__).with_name("agent_programs.py")
 # By the environment that they are in: the tests' own, and the one that `make clients` makes.
 OTHERS = ROOT / ".venv-clients" / "bin" / "python"
-ROWS: dict[str, Any] = {**TRIED, **AGENTS}
+AI_SDK_PROGRAM = Path(__file__).with_name("ai_sdk.mjs")
+AI_SDK = {"ai": ("Output.object with tools", "Output.object with tools, streamed")}
+ROWS: dict[str, Any] = {**TRIED, **AI_SDK, **AGENTS}
 MODULES = {"openai": "openai", "anthropic": "anthropic", "langchain-openai": "langchain_openai",
-           "pydantic-ai": "pydantic_ai"}  # fmt: skip
+           "pydantic-ai": "pydantic_ai", "langchain": "langchain", "openai-agents": "agents"}  # fmt: skip
 ELSEWHERE = ("litellm", "llama-index", "instructor")
 
 
@@ -73,6 +76,14 @@ def run_agent(agent: str, url: str) -> dict[str, Any]:
     return _said([str(OTHERS), str(AGENT_PROGRAMS), agent, url, str(folder)], {**os.environ, "PYTHONPATH": ""})
 
 
+def run_ai_sdk(url: str) -> dict[str, Any]:
+    """What the program over the Vercel AI SDK says; skips where node or its packages are missing."""
+    node, folder = shutil.which("node"), OTHERS.parents[1] / "npm"
+    if node is None or not (folder / "node_modules" / "@ai-sdk" / "openai-compatible").exists():
+        pytest.skip("the npm packages ai and @ai-sdk/openai-compatible are not installed; make clients, with npm")
+    return _said([node, str(AI_SDK_PROGRAM), url, str(folder)], dict(os.environ))
+
+
 def _said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -93,6 +104,10 @@ def with_row(text: str, client: str, said: dict[str, Any]) -> str:
 @pytest.mark.parametrize("client", TRIED)
 def test_a_client_runs_unchanged_and_its_row_says_what_was_tried(client: str, url: str) -> None:
     check_row(client, run_client(client, url))
+
+
+def test_the_ai_sdk_runs_unchanged_and_its_row_says_what_was_tried(url: str) -> None:
+    check_row("ai", run_ai_sdk(url))
 
 
 @pytest.mark.parametrize("agent", AGENTS)
