@@ -65,7 +65,9 @@ class PromptSharing:
             # A template may do something new with a conversation; at least one token stays to be evaluated.
             shares = len(prefix) < len(request.prompt_tokens) and request.prompt_tokens[: len(prefix)] == prefix
             if shares and self._held.notice(prefix, first.cache_key):
-                held = self._hold(self._intake.held_prompt(prefix, first.cache_key, first.adapter), context_is_free)
+                noticed = self._intake.held_prompt(prefix, first.cache_key, first.adapter)
+                noticed.noticed_by = request
+                held = self._hold(noticed, context_is_free)
         if held is not None:
             first.donor = held
             first.num_shared = len(held.tokens)

@@ -95,6 +95,8 @@ class TextCalls:
         return without_template(text, CHARS_PER_TOKEN * len(wanted.token_ids))
 
 
+# Milliseconds after which requests that hold blocks may have ended.
+RETRY_AFTER_BLOCKS_MS = 1000
 SESSION_FAULT = "the session's KV cannot be copied"
 
 Work: TypeAlias = Callable[[], Any]
@@ -223,8 +225,12 @@ class SessionCalls:
         def load() -> int:
             try:
                 return ctx.seq_load(slot, message.state, key, adapter)
-            except (BatchError, OutOfBlocks) as error:
+            except BatchError as error:
                 raise InvalidRequest("state", str(error)) from error
+            except OutOfBlocks as error:
+                if error.needed > max(ctx.kv.num_blocks):
+                    raise InvalidRequest("state", str(error)) from error
+                raise Unavailable(f"{error}: others hold them", retry_after_ms=RETRY_AFTER_BLOCKS_MS) from error
 
         def end(result: "outcome.Outcome[Any]") -> None:
             if isinstance(result, outcome.Error):

@@ -24,7 +24,7 @@ from genbatch.actors.batcher.prompt_reader import PromptReader
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
 from genbatch.actors.batcher.stats import BatcherStats, StallWatch, model_cards, stats_report
 from genbatch.actors.batcher.stepper import StepCommit, Stepper
-from genbatch.actors.runtime.actor import GenServer, Reason, Timer
+from genbatch.actors.runtime.actor import Exit, GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.nif.context import Context
@@ -91,7 +91,7 @@ class BatcherParts(GenServer):
             raise
 
     async def terminate(self, reason: Reason) -> None:
-        self._flight.close(f"the batcher has stopped: {reason!r}")
+        self._flight.close("the batcher has stopped" if isinstance(reason, Exit) else f"the batcher failed: {reason!r}")
         self.stepper.hurry()
         self.requests.end_all(Unavailable("the batcher has stopped"))
         self.sessions.end_all(Unavailable("the batcher has stopped"))

@@ -18,7 +18,7 @@ from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerErro
 from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Beginning
-from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.runner import Entry, LayerGroup, Logits
 from genbatch.nif.step_time import StepTimeModel, StepWork
 
 
@@ -181,11 +181,24 @@ class KVView:
             if width > 1:
                 # Beams share the prompt's whole blocks. Those that share a last block each take a copy before the
                 # original goes: one more for every two.
-                common = min(num_prompt // kv.block_size, beam) if group.window is None else 0
+                common = self._common(group, num_prompt, num_positions, beam)
                 count = max(count, common + (beam - common) * width + width // 2)
             shared = num_pinned // kv.block_size if group.window is None else 0
             needed.append(max(0, count - shared))
         return Blocks(needed)
+
+    def _common(self, group: LayerGroup, num_prompt: int, num_positions: int, held: int) -> int:
+        """Whole blocks of the prompt among the `held` ones that a beam has at its full length.
+
+        A window keeps the sinks at the beginning, and the last blocks.
+        """
+        block_size = self._kv.block_size
+        prompt_blocks = num_prompt // block_size
+        if group.window is None:
+            return min(prompt_blocks, held)
+        kept = min(-(-group.sink_tokens // block_size), held)
+        first = -(-num_positions // block_size) - (held - kept)
+        return min(prompt_blocks, kept) + max(0, prompt_blocks - max(first, kept))
 
 
 def _slots(request: LlmRequest) -> list[int]:

@@ -145,6 +145,8 @@ class HeldPrompt(Slotted):
     last_used: float = 0.0  # seconds on the event loop's clock
     pinned: bool = False  # configured, not noticed: never dropped to make room
     begun: bool = False  # its slot has what was evaluated of it before
+    num_reused: int = 0  # of its tokens, those that were evaluated before it was held
+    noticed_by: "Request | None" = None  # the request for which the rest is evaluated, until that has started
 
     @property
     def ready(self) -> bool:

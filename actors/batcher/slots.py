@@ -376,7 +376,7 @@ class Slots:
             self._journal.stats.shared_tokens += num_shared
             self._journal.stats.reused_tokens += sequence.num_computed - num_shared
             if sequence.choice == 0:
-                sequence.request.cached_tokens = sequence.num_computed
+                sequence.request.cached_tokens = sequence.num_computed - _evaluated_for(sequence)
             self._journal.admitted(sequence)
 
     def pause(self, owner: LlmRequest) -> None:
@@ -416,7 +416,7 @@ class Slots:
             return
         assert held.seq_id is not None
         held.begun = True
-        held.num_computed = self._ctx.attach_prefix(held.seq_id, held.tokens, held.key)
+        held.num_computed = held.num_reused = self._ctx.attach_prefix(held.seq_id, held.tokens, held.key)
         self._journal.stats.reused_tokens += held.num_computed
 
     def drop_held(self, held: HeldPrompt) -> None:
@@ -499,6 +499,15 @@ def _has_had_a_turn(sequence: Sequence) -> bool:
     """Whether it may be paused for another client."""
     num_drawn = sequence.num_generated - sequence.drawn_before
     return sequence.phase is Phase.DECODING and sequence.width == 1 and num_drawn >= TURN_TOKENS
+
+
+def _evaluated_for(sequence: Sequence) -> int:
+    """Tokens of the held prompt that were evaluated for this very request, and are no cache hit of it."""
+    held = sequence.donor
+    if not isinstance(held, HeldPrompt) or held.noticed_by is not sequence.request:
+        return 0
+    held.noticed_by = None
+    return len(held.tokens) - held.num_reused
 
 
 def _charge(sequence: Sequence) -> int:

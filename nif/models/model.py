@@ -550,8 +550,10 @@ def _has_head(files: _Files) -> bool:
         return False
     if getattr(files.config, "tie_word_embeddings", False):
         return True
-    head = ARCHITECTURES[files.model_class.__name__](files.config).tensors.head if described(files.model_class) else ""
-    return not head or f"{head}.weight" in files.weights().names()
+    if not described(files.model_class):
+        return True
+    tensors, names = ARCHITECTURES[files.model_class.__name__](files.config).tensors, files.weights().names()
+    return tensors.stored(f"{tensors.head}.weight", names) in names
 
 
 def _encoder(

@@ -201,3 +201,15 @@ def test_a_gguf_files_embedding_is_transformers_last_state(tmp_path: Path) -> No
     with torch.inference_mode():
         expected = hf.model(torch.tensor([tokens])).last_hidden_state[0, -1]
     torch.testing.assert_close(pooling.finish(rows[-1]), expected / expected.norm(), atol=2e-5, rtol=1e-4)
+
+
+def test_every_decoder_with_a_pooling_of_the_operators_continues_text_too(
+    tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Where the head is stored under a name of the family's own, it is found under that."""
+    silent = []
+    for family in tiny_models.FAMILIES:
+        directory = tiny_models.build_model(family, tmp_path_factory.mktemp(family))
+        if not load_model(str(directory), dtype="float32", n_gpu_layers=0, pooling="mean").generates:
+            silent.append(family)
+    assert not silent

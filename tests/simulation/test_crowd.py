@@ -368,3 +368,16 @@ def test_an_open_end_stops_where_a_configured_prompt_begins(model: Model) -> Non
     assert answer.finish_reason == shared.finish_reason == "length"
     assert answer.usage.prompt_tokens + len(answer.token_ids) == (12 - -(-held // 16)) * 16 + 1
     assert shared.usage.prompt_tokens + len(shared.token_ids) == (12 - -(-held // 16) + held // 16) * 16 + 1
+
+
+@pytest.mark.parametrize("policy", SchedulerPolicy)
+@pytest.mark.parametrize(("window", "num_blocks"), [(64, 15), (16, 13)])
+def test_beams_with_a_window_share_the_prompts_blocks_that_are_in_sight(
+    model: Model, policy: SchedulerPolicy, window: int, num_blocks: int
+) -> None:
+    """The five blocks of the prompt, or the three in sight, are common; each of the four beams has two of its own."""
+    memory: dict[str, Any] = {"num_blocks": [num_blocks], "block_size": 4}
+    [answer] = serve(
+        model, [[asks(20, 8)]], windows=[window], memory=memory, n_parallel=4, beam_width=4, scheduler_policy=policy
+    )
+    assert [len(choice.token_ids) for choice in answer.choices] == [8] * 4

@@ -12,11 +12,15 @@ import trio
 
 from genbatch import open_batcher
 from genbatch.actors.batcher.calls import SessionCalls
+from genbatch.actors.batcher.messages import LoadSession, SaveSession
 from genbatch.actors.batcher.requests import HeldPrompt
 from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.scheduling.request import RequestList
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, MicroBatchOutput
-from genbatch.proto.errors import Unavailable
+from genbatch.nif.models.model import Model
+from genbatch.proto.errors import InvalidRequest, Unavailable
+from genbatch.proto.messages import Message, TokenizeRequest
+from tests.actors.batcher.bench import batcher
 from tests.waiting import ENGINE_PATIENCE_S
 
 
@@ -108,3 +112,56 @@ def test_a_session_takes_the_slot_of_what_was_used_longest_ago_but_not_of_what_i
     with pytest.raises(Unavailable, match="no sequence is free"):
         calls._slot(needed)
     assert held.find([1, 2], b"a") is needed
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("shares_blocks", [False, True])
+async def test_tokens_of_a_held_prompt_that_were_evaluated_for_the_very_request_are_not_cached_ones(
+    tiny_model_dir: Callable[[str], Path], shares_blocks: bool
+) -> None:
+    """The second request has its first message held; what was evaluated meanwhile is no saving of its own."""
+    torch.set_num_threads(1)
+    options: Any = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512, "allow_block_sharing": shares_blocks}
+    with trio.fail_after(ENGINE_PATIENCE_S):
+        async with open_batcher(str(tiny_model_dir("llama")), **options) as client:
+            cached, evaluated = [], [0]
+            for word in ("one", "two", "three"):
+                turns: Any = [
+                    {"role": "system", "content": "Be brief and kind. " * 4},
+                    {"role": "user", "content": word},
+                ]
+                result = await client.generate(messages=turns, max_tokens=2)
+                cached.append(result.usage.cached_tokens)
+                evaluated.append((await client.stats())["prefilled_tokens"])
+                num_evaluated = evaluated[-1] - evaluated[-2]
+                assert cached[-1] + num_evaluated == result.usage.prompt_tokens, word
+    assert cached[0] == 0 and (cached[1] > 0) == shares_blocks and cached[2] > 60
+
+
+@pytest.mark.trio
+async def test_a_session_finds_no_room_beside_others_for_now_and_in_a_pool_that_is_too_small_for_good(
+    tiny_model: Callable[[str], Model],
+) -> None:
+    model = tiny_model("llama")
+    turns = [Message(role="user", content="a word " * 12)]
+    save = SaveSession(TokenizeRequest(messages=turns))
+    async with batcher(model, n_ctx=256) as bench:
+        await bench.generate(messages=turns, max_tokens=1)
+        state = await bench.ref.call(save, timeout=None)
+        num_positions = await bench.ref.call(LoadSession(state), timeout=None)
+    size = 4 * -(-num_positions // 4)
+    async with batcher(model, n_ctx=size + 16) as bench:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: bench.generate(token_ids=[5] * 20, max_tokens=size - 20, ignore_eos=True))
+            while not bench.actor.slots.sequences or bench.actor.ctx.kv.length(0) < 20:
+                await trio.lowlevel.checkpoint()
+            with pytest.raises(Unavailable, match="others hold them") as refused:
+                await bench.ref.call(LoadSession(state), timeout=None)
+            assert refused.value.retry_after_ms
+            nursery.cancel_scope.cancel()
+        while len(bench.actor.requests):
+            await trio.lowlevel.checkpoint()
+    async with batcher(model, n_ctx=size - 4) as bench:
+        with pytest.raises(InvalidRequest, match="KV blocks needed") as refused_for_good:
+            await bench.ref.call(LoadSession(state), timeout=None)
+        assert refused_for_good.value.field == "state"

@@ -287,6 +287,10 @@ def test_a_record_replays_up_to_where_it_is_damaged(recorded: Path, tmp_path: Pa
     assert report.fault is not None and "damaged" in report.fault
 
 
+def test_the_end_of_a_record_is_a_plain_sentence(recorded: Path) -> None:
+    assert played(recorded)[0].end == "the batcher has stopped"
+
+
 def test_a_record_that_lacks_a_message_is_another_flight(recorded: Path, tmp_path: Path) -> None:
     path = tmp_path / "forged.flight"
     kept = list(RecordReader(recorded))
