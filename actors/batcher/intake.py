@@ -359,12 +359,10 @@ class Intake:
         A grammar or an expression of the caller's that names the mark holds the thinking itself.
         """
         calls = bool(wanted.tools) and wanted.tool_choice != "none"
-        if THINK_OPEN in (wanted.grammar or wanted.regex or ""):
+        if not self._tells_thinking(wanted, calls=calls) or THINK_OPEN in (wanted.grammar or wanted.regex or ""):
             return False
         template = self._tokenizer.response_template
-        marks = THINK_OPEN, THINK_CLOSE
-        by_marks = template is None or all(mark in json.dumps(template) for mark in marks)
-        return self._tells_thinking(wanted, calls=calls) and by_marks
+        return template is None or all(mark in json.dumps(template) for mark in (THINK_OPEN, THINK_CLOSE))
 
     def _opens_thinking(self, prompt_tokens: list[int]) -> bool:
         """Whether the prompt has opened the thinking that the answer goes on with."""

@@ -228,7 +228,6 @@ class HollowModel:
         self.eos_token_ids = frozenset(header.context.eos_token_ids)
         self.max_position = header.context.max_position
         self.tokenizer = HollowTokenizer()
-        self.sampling: dict[str, float] = {}  # draws are in the record
 
 
 class HollowTokenizer:
