@@ -33,6 +33,7 @@ TOKEN_IDS = [5, 6, 7, 8] * 20_000
 FLOOD = 64  # calls that are sent before the first answer is read
 CONNECTIONS = 100
 SLOW = 6
+STREAMS, LONG_TOKENS = 8, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,22 @@ async def sessions(place: Place, answers: Answers) -> None:
         answers["closed"] += 1
 
 
+async def greedy_client(place: Place, answers: Answers) -> None:
+    """As many ordinary requests as are taken, all at once."""
+    line = await Line.enter(place, answers)
+    params = {"prompt": "I want it all", "max_tokens": 16, "ignore_eos": True}
+    await line.flood(FLOOD, *[("generate", params)] * FLOOD)
+    await line.hang_up()
+
+
+async def long_streams(place: Place, answers: Answers) -> None:
+    """Long streams in every slot."""
+    line = await Line.enter(place, answers)
+    params = {"prompt": "It was a long and winding road", "max_tokens": LONG_TOKENS, "ignore_eos": True}
+    await line.flood(STREAMS, *[("stream", params)] * STREAMS)
+    await line.hang_up()
+
+
 # Over ZeroMQ
 
 
@@ -204,6 +221,18 @@ async def zeromq_messages(place: Place, answers: Answers) -> None:
             for _ in range(FLOOD):
                 [message] = await dealer.recv()
                 answers[msgpack.unpackb(message)[2]["code"]] += 1
+
+
+async def zeromq_tokenize_flood(place: Place, answers: Answers) -> None:
+    """Long texts to be tokenized, all at once."""
+    async with open_socket(zmq.DEALER) as dealer:
+        dealer.connect(place.zeromq)
+        with trio.fail_after(ANSWER_S):
+            for number in range(FLOOD):
+                await dealer.send([msgpack.packb([0, number, "tokenize", [{"prompt": TEXT}]])])
+            for _ in range(FLOOD):
+                error = msgpack.unpackb((await dealer.recv())[0])[2]
+                answers[error["code"] if error else "result"] += 1
 
 
 async def zeromq_connections(place: Place, answers: Answers) -> None:
@@ -314,7 +343,10 @@ KINDS: dict[str, Kind] = {
         grammar_flood,
         connection_flood,
         sessions,
+        greedy_client,
+        long_streams,
         zeromq_messages,
+        zeromq_tokenize_flood,
         zeromq_connections,
         slow_headers,
         big_bodies,
