@@ -207,7 +207,67 @@ async def long_streams(place: Place, answers: Answers) -> None:
     await line.hang_up()
 
 
+HALF_MESSAGES, HALF_BYTES = 24, 3 * 2**20  # more than all clients' unfinished messages may have
+UNREAD_CLIENTS, UNREAD_CALLS = 16, 200
+
+
+async def posts_to_rpc(place: Place, answers: Answers) -> None:
+    """Web pages' requests at the msgpack-RPC door, with calls in their bodies."""
+    drain = msgpack.packb([0, 1, "drain", [{"timeout_s": 0.0}]])
+    post = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\n\r\n" + drain * 100
+    for _ in range(CONNECTIONS):
+        line = await Line.open(place, Counter())
+        with suppress(trio.BrokenResourceError):
+            await line._stream.send_all(post)
+            await line.hear(2)  # its refusal, and the end
+        answers["closed"] += 1
+        await line.hang_up()
+
+
+async def unfinished_strings(place: Place, answers: Answers) -> None:
+    """Long strings that never end, on many connections at once."""
+    head = b"\x94\x00\x01\xa8generate\x91\x81\xa6prompt\xdb\x00\x3f\xf0\x00"
+    async with AsyncExitStack() as stack:
+        for _ in range(HALF_MESSAGES):
+            line = await Line.enter(place, answers)
+            stack.push_async_callback(line.hang_up)
+            with suppress(trio.BrokenResourceError):
+                await line._stream.send_all(head + bytes(HALF_BYTES))
+    answers["closed"] += HALF_MESSAGES
+
+
+async def unread_stats(place: Place, answers: Answers) -> None:
+    """Many clients that ask for the counters again and again and read nothing."""
+    async with AsyncExitStack() as stack:
+        for _ in range(UNREAD_CLIENTS):
+            line = await Line.enter(place, answers)
+            stack.push_async_callback(line.hang_up)
+            with trio.move_on_after(1.0), suppress(trio.BrokenResourceError):
+                await line.tell(*[("stats", {})] * UNREAD_CALLS)
+    answers["closed"] += UNREAD_CLIENTS
+
+
 # Over ZeroMQ
+
+
+async def old_greetings(place: Place, answers: Answers) -> None:
+    """Peers of ZMTP 1.0 and 2.0, and web pages' requests, at the ZeroMQ door."""
+    body = msgpack.packb([0, 1, "drain", [{"timeout_s": 0.0}]])
+    frame = bytes([len(body) + 1, 0]) + body
+    new_signature = b"\xff" + bytes(7) + b"\x01\x7f"
+    said = (
+        b"\x01\x00" + frame,
+        new_signature + b"\x01\x05\x00\x00" + bytes([0, len(body)]) + body,
+        b"POST / HTTP/1.1\r\n\r\n" + body,
+    )
+    for number in range(CONNECTIONS):
+        stream = await trio.open_unix_socket(place.zeromq.removeprefix("ipc://"))
+        with suppress(trio.BrokenResourceError), trio.fail_after(ANSWER_S):
+            await stream.send_all(said[number % len(said)])
+            while await stream.receive_some(4096):
+                pass
+        answers["closed"] += 1
+        await stream.aclose()
 
 
 async def zeromq_messages(place: Place, answers: Answers) -> None:
@@ -345,6 +405,10 @@ KINDS: dict[str, Kind] = {
         sessions,
         greedy_client,
         long_streams,
+        posts_to_rpc,
+        unfinished_strings,
+        unread_stats,
+        old_greetings,
         zeromq_messages,
         zeromq_tokenize_flood,
         zeromq_connections,

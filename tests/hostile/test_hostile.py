@@ -17,7 +17,7 @@ from genbatch.actors.service.service import open_service
 from genbatch.clients import RPCClient
 from genbatch.nif.engine_options import EngineOptions
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
-from tests.hostile.clients import CONNECTIONS, FLOOD, KINDS, SLOW, STREAMS, Place
+from tests.hostile.clients import CONNECTIONS, FLOOD, HALF_MESSAGES, KINDS, SLOW, STREAMS, UNREAD_CLIENTS, Place
 from tests.waiting import until_idle
 
 TOKENS = 150
@@ -34,6 +34,10 @@ HEARD = {
     "greedy_client": {"result", "queue_full"},
     "long_streams": {"result": STREAMS},
     "zeromq_tokenize_flood": {"result", "queue_full"},
+    "posts_to_rpc": {"closed": CONNECTIONS},
+    "unfinished_strings": {"closed": HALF_MESSAGES},
+    "unread_stats": {"closed": UNREAD_CLIENTS},
+    "old_greetings": {"closed": CONNECTIONS},
     "zeromq_messages": {"malformed_message": FLOOD // 2, "prompt_too_long": FLOOD // 2},
     "zeromq_connections": {"closed": CONNECTIONS},
     "slow_headers": {"http 401": SLOW},
