@@ -169,22 +169,29 @@ class CancelOver:
     """The time to end what was cancelled, at the end of a drain, is over."""
 
 
+Callers = dict[Monitor, "From[Any]"]
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One open call."""
+    """One open call, and who waits for its answer: several callers where they ask for the same."""
 
-    from_: "From[Any]"
-    monitor: Monitor
     method: str
+    callers: Callers
 
 
 class OpenQuestions:
-    """Their numbers are negative, those of requests positive."""
+    """Their numbers are negative, those of requests positive.
+
+    The engine is asked for its counters once at a time, however many callers ask for them: callers that ask meanwhile
+    share the next answer. So clients that ask without a pause cost the engine no more than one does.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, Question] = {}
         self._ids: dict[Monitor, int] = {}
         self._last_id = 0
+        self._next_stats: Callers = {}  # they wait until the engine can be asked for its counters again
 
     def ask(self, call: object, from_: "From[Any]", monitor: Monitor, connection: EngineConnection | None) -> None:
         """Sends a call of the Batcher's.
@@ -200,17 +207,19 @@ class OpenQuestions:
             data = encode(call)
         except (TypeError, ValueError, OverflowError) as fault:
             raise InvalidRequest(None, f"cannot be sent: {fault}") from fault
-        self._last_id -= 1
-        self._open[self._last_id] = Question(from_, monitor, method.name)
-        self._ids[monitor] = self._last_id
-        connection.post(Ask(self._last_id, method.name, data))
+        if method.name == "stats" and any(question.method == "stats" for question in self._open.values()):
+            self._next_stats[monitor] = from_
+        else:
+            self._post(method.name, data, {monitor: from_}, connection)
 
     def tell_to_drain(self, connection: EngineConnection) -> None:
         """Has the Batcher cancel what is open and answer it; nobody waits for the answer to this."""
         self._last_id -= 1
         connection.post(Ask(self._last_id, "drain", encode(DrainRequest(timeout_s=0.0))))
 
-    def answer(self, id: int, value: msgspec.Raw, counters: Mapping[str, object]) -> None:
+    def answer(
+        self, id: int, value: msgspec.Raw, counters: Mapping[str, object], connection: EngineConnection | None
+    ) -> None:
         """Replies with the engine's answer; `counters` are added to its stats."""
         question = self._take(id)
         if question is None:
@@ -218,32 +227,63 @@ class OpenQuestions:
         try:
             answer = decode_value(value, METHODS[question.method].answer)
         except LinkError as error:
-            reply_error(question.from_, EngineError(str(error)))
-            return
-        reply(question.from_, {**answer, **counters} if question.method == "stats" else answer)
+            for from_ in question.callers.values():
+                reply_error(from_, EngineError(str(error)))
+        else:
+            for from_ in question.callers.values():
+                reply(from_, {**answer, **counters} if question.method == "stats" else answer)
+        self._ask_for_next_stats(question, connection)
 
     def fail(self, id: int, error: GenbatchError) -> None:
         """Replies with the engine's refusal."""
         question = self._take(id)
-        if question is not None:
-            reply_error(question.from_, error)
+        if question is None:
+            return
+        callers = question.callers
+        if question.method == "stats":
+            for monitor in self._next_stats:
+                monitor.cancel()
+            callers, self._next_stats = callers | self._next_stats, {}
+        for from_ in callers.values():
+            reply_error(from_, error)
 
     def leave(self, monitor: Monitor, connection: EngineConnection | None) -> None:
         """Its caller is gone."""
-        id = self._ids.get(monitor)
-        if id is not None and self._take(id) is not None and connection is not None:
-            connection.post(Cancel(id))
+        if self._next_stats.pop(monitor, None) is not None:
+            monitor.cancel()
+        if (id := self._ids.pop(monitor, None)) is None:
+            return
+        monitor.cancel()
+        question = self._open[id]
+        del question.callers[monitor]
+        if not question.callers:
+            del self._open[id]
+            if connection is not None:
+                connection.post(Cancel(id))
+            self._ask_for_next_stats(question, connection)
 
     def lose(self) -> None:
         """The engine is gone: replies to all."""
         for id in list(self._open):
             self.fail(id, Unavailable("the engine died", retry_after_ms=RETRY_MS))
 
+    def _post(self, method: str, data: msgspec.Raw, callers: Callers, connection: EngineConnection) -> None:
+        self._last_id -= 1
+        self._open[self._last_id] = Question(method, callers)
+        self._ids.update(dict.fromkeys(callers, self._last_id))
+        connection.post(Ask(self._last_id, method, data))
+
+    def _ask_for_next_stats(self, ended: Question, connection: EngineConnection | None) -> None:
+        if ended.method == "stats" and self._next_stats and connection is not None:
+            callers, self._next_stats = self._next_stats, {}
+            self._post("stats", encode(StatsRequest()), callers, connection)
+
     def _take(self, id: int) -> Question | None:
         question = self._open.pop(id, None)
         if question is not None:
-            del self._ids[question.monitor]
-            question.monitor.cancel()
+            for monitor in question.callers:
+                del self._ids[monitor]
+                monitor.cancel()
         return question
 
 
@@ -514,7 +554,7 @@ class RemoteBatcher(GenServer):
                 else:
                     self._final(epoch, id, from_wire(error))
             case Answer(id, value):
-                self._questions.answer(id, value, self._counters())
+                self._questions.answer(id, value, self._counters(), self._connection)
 
     def _final(self, epoch: int, id: int, end: object) -> None:
         entry = self.accepted.final(epoch, id)
