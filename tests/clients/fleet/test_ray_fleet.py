@@ -21,6 +21,7 @@ from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import EngineLost, Unavailable
+from genbatch.proto.messages import HealthRequest
 from tests.actors.service.running_service import TIMEOUT_S, is_running
 from tests.waiting import a_moment
 
@@ -195,7 +196,7 @@ async def test_a_replica_of_two_ranks_on_two_nodes_is_reached_with_keys_and_come
             assert before.address.startswith("tcp://") and before.server_key is not None
             with pytest.raises(Unavailable):  # without a key, libzmq lets nobody in
                 async with ReplicaConnection(ZeroMQTransport(before.address), timeout=1.0) as stranger:
-                    await stranger.health()
+                    await stranger.ask(HealthRequest())
             [name] = await replicas.names()
             standing = ray.get_actor(name, namespace=NAMESPACE)
             assert len(set(ray.get(standing.placed.remote()))) == 2  # each has room for one of them
