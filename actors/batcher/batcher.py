@@ -55,6 +55,11 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True)
+class Quiet:
+    """No other request has come for a while, and the window is not over."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlinePassed:
     """A request's deadline, while nothing was evaluated."""
 
@@ -150,7 +155,9 @@ class Batcher(BatcherParts):
             case DrainOver():
                 self._flight.drain_over()
                 self._cancel_open()
-            case Flush():
+            case Quiet() if len(self.arrivals):  # a tokenizer or a grammar has more: they are on their way
+                self._wait_for_more()
+            case Quiet() | Flush():
                 self._flight.prompted()
                 self._window = None
                 self._tick_when_idle()
@@ -181,8 +188,23 @@ class Batcher(BatcherParts):
             self.stepper.hurry()
         if len(self.slots.pending) >= self.options.flush_size:
             self._tick_when_idle()
-        elif not self._stepping and self._window is None:
-            self._window = self.send_after(self.options.batch_timeout / 1000, Flush())
+        elif not self._stepping:
+            self._wait_for_more()
+
+    def _wait_for_more(self) -> None:
+        """An idle Batcher waits for the window's end, or until requests have ceased to come."""
+        now, quiet_s = trio.current_time(), self.options.quiet_s
+        if self._window is None:
+            self._window_ends = now + self.options.window_s
+        elif quiet_s is None:
+            return
+        else:
+            self._window.cancel()
+        left_s = max(0.0, self._window_ends - now)
+        if quiet_s is not None and quiet_s < left_s:
+            self._window = self.send_after(quiet_s, Quiet())
+        else:
+            self._window = self.send_after(left_s, Flush())
 
     def _tick_when_idle(self) -> None:
         if not self._stepping:

@@ -112,6 +112,8 @@ class Admission:
         return max(1, round(1000 * load.service_s * load.waiting / self.n_parallel))
 
 
+# The defaults of batch_timeout and batch_quiet.
+BATCH_TIMEOUT_MS, BATCH_QUIET_MS = 20.0, 2.0
 # The default of target_inter_token_latency_ms.
 CPU_TARGET_MS, GPU_TARGET_MS = 12.0, 20.0
 
@@ -119,7 +121,7 @@ CPU_TARGET_MS, GPU_TARGET_MS = 12.0, 20.0
 QUEUE_PER_SLOT = 4
 OWN_QUEUE = 1024
 NOT_NEGATIVE = (
-    *("batch_size", "batch_timeout", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
+    *("batch_size", "batch_timeout", "batch_quiet", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
     *("default_deadline_s", "max_answer_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
     "target_inter_token_latency_ms",
 )
@@ -132,7 +134,10 @@ class BatcherOptions:
     Args:
         n_parallel: sequences decoded at once.
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
-        batch_timeout: milliseconds an idle Batcher waits for more requests before it starts.
+        batch_timeout: milliseconds an idle Batcher waits for more requests before it starts. If not given: 20 at most,
+            and no longer than `batch_quiet` says.
+        batch_quiet: milliseconds without another request after which an idle Batcher waits no longer; 0: it waits for
+            all of batch_timeout. If not given: 2, or 0 where batch_timeout or batch_size is given.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
         target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated
             in chunks that fit. Prompts always get 1.5 times the time of the decodes beside them, so a step can take
@@ -183,7 +188,8 @@ class BatcherOptions:
 
     n_parallel: int = 8
     batch_size: int = 0
-    batch_timeout: float = 20.0
+    batch_timeout: float | None = None
+    batch_quiet: float | None = None
     max_batch_tokens: int = 512
     target_inter_token_latency_ms: float | None = None
     max_queue: int | None = None
@@ -215,6 +221,11 @@ class BatcherOptions:
     def __post_init__(self) -> None:
         if self.n_parallel < 1:
             raise OptionError("n_parallel", f"must be at least 1, not {self.n_parallel}")
+        if self.batch_quiet is None:
+            is_default = self.batch_timeout is None and not self.batch_size
+            object.__setattr__(self, "batch_quiet", BATCH_QUIET_MS if is_default else 0.0)
+        if self.batch_timeout is None:
+            object.__setattr__(self, "batch_timeout", BATCH_TIMEOUT_MS)
         if self.max_queue is not None and self.max_queue < 0:
             raise OptionError("max_queue", f"{self.max_queue} is less than 0")
         if self.max_client_queue_share > 1:
@@ -249,6 +260,17 @@ class BatcherOptions:
     def plans_repeat(self) -> bool:
         """Whether the plan of a step in which all decode holds until something arrives or ends."""
         return self.scheduler in STEP_ORDERS and self.cache_budget is None
+
+    @property
+    def window_s(self) -> float:
+        """Seconds that an idle Batcher waits for more requests at most."""
+        assert self.batch_timeout is not None, "set when the options were made"
+        return self.batch_timeout / 1000
+
+    @property
+    def quiet_s(self) -> float | None:
+        """Seconds without another request that end this wait; None: only its end does."""
+        return self.batch_quiet / 1000 if self.batch_quiet else None
 
     @property
     def flush_size(self) -> int:

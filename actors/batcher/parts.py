@@ -71,7 +71,8 @@ class BatcherParts(GenServer):
         self._open_flight = open_flight
         self._on_models = on_models
         self._stepping = False  # whether the context is in use by its thread
-        self._window: Timer | None = None
+        self._window: Timer | None = None  # ends the wait of an idle Batcher
+        self._window_ends = 0.0
         self._turn_began = 0.0  # when the message came that is being handled: seconds on the event loop's clock
         self._deadline: Timer | None = None  # the next one; steps look for themselves
         self._runs_ahead = self.options.async_batching and self.options.record is None

@@ -49,7 +49,7 @@ class SimulatedFleet:
         scheduler: "fifo" or "prefill_first".
         n_parallel, n_ctx, max_batch_tokens, target_inter_token_latency_ms: of each replica, as of the Batcher.
         max_queue: sequences that may wait in a replica; None: 4 a slot. What comes beyond is refused.
-        batch_timeout_s: what an idle replica waits before it starts.
+        batch_timeout_s: what an idle replica waits before it starts, `batch_quiet` of the Batcher.
         gateways: each with a router of its own, taking turns.
         report_s: seconds between two reports of a replica; 0: every gateway knows everything at once.
         tell_prefixes: whether the reports say which prefixes a replica has been given; else a gateway knows of those
@@ -64,7 +64,7 @@ class SimulatedFleet:
     max_batch_tokens: int = 512
     target_inter_token_latency_ms: float = CPU_TARGET_MS
     max_queue: int | None = None
-    batch_timeout_s: float = 0.02
+    batch_timeout_s: float = 0.002
     gateways: int = 1
     report_s: float = 0.25
     tell_prefixes: bool = False

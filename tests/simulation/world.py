@@ -94,8 +94,9 @@ class World:
         return BatcherOptions(
             n_parallel=rng.choice((4, 6)) if self._is_crowded else rng.choice((1, 2, 4)),
             batch_size=rng.choice((0, 0, 2)),
-            batch_timeout=rng.choice((0.0, 20.0)),
+            batch_timeout=rng.choice((0.0, 20.0, None)),
             max_batch_tokens=rng.choice((8, 32)),
+            target_inter_token_latency_ms=rng.choice((None, 0.0, 40.0, 100.0)),  # a simulated step takes 25 on average
             max_queue=rng.choice((None, 4, 64)),
             fair_share=rng.random() < 0.8,
             priority_ageing_s=rng.choice((0.0, 0.0, 2.0)),

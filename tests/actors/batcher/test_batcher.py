@@ -100,6 +100,49 @@ async def test_a05_an_idle_batcher_waits_for_the_timeout_and_no_longer(
         assert started[0] - arrived == pytest.approx(0.0201)
 
 
+async def steps_after(bench: Bench, mock_clock: MockClock, seconds: float) -> int:
+    """How many steps there were when so much time had passed."""
+    await wait_all_tasks_blocked()
+    mock_clock.jump(seconds)
+    await wait_all_tasks_blocked()
+    return bench.actor.stats.steps + bench.actor._stepping
+
+
+@pytest.mark.trio
+async def test_an_idle_batcher_lets_a_lone_caller_wait_for_two_milliseconds(
+    tiny_model: TinyModel, mock_clock: MockClock
+) -> None:
+    async with batcher(tiny_model("llama"), batch_timeout=None) as bench, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: bench.generate(prompt="a"))
+        assert await steps_after(bench, mock_clock, 0.0019) == 0
+        assert await steps_after(bench, mock_clock, 0.0002) > 0
+
+
+@pytest.mark.trio
+async def test_a_burst_shares_its_first_forward(tiny_model: TinyModel, mock_clock: MockClock) -> None:
+    async with batcher(tiny_model("llama"), n_parallel=8, batch_timeout=None) as bench:
+        async with trio.open_nursery() as nursery:
+            for number in range(5):
+                nursery.start_soon(lambda number: bench.generate(prompt=f"p{number}", max_tokens=1), number)
+                assert await steps_after(bench, mock_clock, 0.0015) == 0
+            mock_clock.jump(0.001)
+        assert (bench.actor.stats.steps, bench.actor.stats.scheduled_entries) == (1, 5)
+
+
+@pytest.mark.trio
+async def test_callers_that_go_on_coming_keep_nobody_waiting_for_longer_than_the_window(
+    tiny_model: TinyModel, mock_clock: MockClock
+) -> None:
+    async with batcher(tiny_model("llama"), n_parallel=32, batch_timeout=None) as bench:
+        async with trio.open_nursery() as nursery:
+            steps = []
+            for number in range(20):
+                nursery.start_soon(lambda number: bench.generate(prompt=f"p{number}", max_tokens=1), number)
+                steps.append(await steps_after(bench, mock_clock, 0.0015))
+            mock_clock.jump(0.1)
+        assert steps.index(next(filter(None, steps))) == 13  # after 14 times 1.5 ms
+
+
 @pytest.mark.trio
 async def test_a05_a_full_batch_starts_at_once(tiny_model: TinyModel, mock_clock: MockClock) -> None:
     async with batcher(tiny_model("llama"), batch_size=3, batch_timeout=1e6) as bench:

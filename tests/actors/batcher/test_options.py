@@ -1,5 +1,7 @@
 """The options and their documented defaults."""
 
+from dataclasses import replace
+
 import pytest
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -16,7 +18,15 @@ def test_a07_the_defaults_are_the_documented_ones() -> None:
     assert batcher.scheduling.max_num_requests == 8
 
 
-@pytest.mark.parametrize("name", ["batch_size", "batch_timeout", "max_queue", "max_held_prompts"])
+def test_an_idle_batcher_waits_for_all_of_a_window_that_somebody_set() -> None:
+    assert BatcherOptions().quiet_s == 0.002
+    assert BatcherOptions(batch_timeout=20.0).quiet_s is None and BatcherOptions(batch_size=4).quiet_s is None
+    assert BatcherOptions(batch_timeout=20.0, batch_quiet=5.0).quiet_s == 0.005
+    again = replace(BatcherOptions(), n_parallel=3)
+    assert (again.window_s, again.quiet_s) == (0.02, 0.002)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "batch_timeout", "batch_quiet", "max_queue", "max_held_prompts"])
 def test_a_negative_option_is_named(name: str) -> None:
     with pytest.raises(OptionError, match=name):
         BatcherOptions(**{name: -1})
