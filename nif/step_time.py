@@ -16,77 +16,20 @@ look for the costs with the least squares of the relative errors, and no cost is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
+from genbatch.nif.step_costs import COSTS, StepTime, StepWork
+
 Vector = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """The work of one step, or of several ones together.
-
-    Args:
-        steps: forwards.
-        decodes: sequences that get one token each.
-        keys: positions that those read, all together.
-        prompts: prompts of which a part is evaluated.
-        prefill: tokens of these parts.
-        prefill_keys: positions that those tokens read, all together.
-        drafted: tokens that are checked beside those decoded.
-    """
-
-    steps: float = 1
-    decodes: float = 0
-    keys: float = 0.0
-    prompts: float = 0
-    prefill: float = 0
-    prefill_keys: float = 0.0
-    drafted: float = 0
-
-    def row(self) -> Vector:
-        """The amounts in the order of `COSTS`."""
-        return np.array(
-            [self.steps, self.decodes, self.keys, self.prompts, self.prefill, self.prefill_keys, self.drafted], float
-        )
-
-
-# The fields of StepTime, in the order of StepWork's amounts.
-COSTS = ("base", "decode", "key", "prompt", "prefill", "prefill_key", "draft")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Seconds that each part of a step's work costs; see the module's docstring."""
-
-    base: float
-    decode: float
-    key: float
-    prefill: float
-    prefill_key: float
-    prompt: float = 0.0
-    draft: float = 0.0
-
-    def seconds(self, work: StepWork) -> float:
-        """How long this work takes."""
-        return (
-            self.base * work.steps
-            + self.decode * work.decodes
-            + self.key * work.keys
-            + self.prompt * work.prompts
-            + self.prefill * work.prefill
-            + self.prefill_key * work.prefill_keys
-            + self.draft * work.drafted
-        )
 
 
 def fit(measured: Sequence[tuple[StepWork, float]]) -> StepTime:
     """The costs that come nearest to measurements, which are enough to tell the costs apart."""
     seconds = np.array([taken for _, taken in measured])
-    rows = np.array([work.row() for work, _ in measured]) / seconds[:, None]
+    rows = np.array([work.row() for work, _ in measured], float) / seconds[:, None]
     costs = least_squares(rows, np.ones(len(measured)))
     return StepTime(**dict(zip(COSTS, costs, strict=True)))
 
@@ -149,7 +92,7 @@ class StepTimeModel:
         """Learns of a step that took so long; a clock that stood still says nothing."""
         if seconds <= 0:
             return
-        row = work.row()
+        row = np.array(work.row(), float)
         if self.time is None:
             self._units = _FIRST_SHARES * (seconds / float(_FIRST_SHARES @ row))
             self._doubt = _FIRST_DOUBT**2 * np.eye(len(COSTS)) + _PACE_DOUBT**2 * np.ones_like(self._doubt)

@@ -20,7 +20,8 @@ from math import inf
 
 from genbatch.actors.batcher.requests import Sequence
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
-from genbatch.nif.step_time import StepTimeModel, StepWork
+from genbatch.nif.step_costs import StepWork
+from genbatch.nif.step_time import StepTimeModel
 
 # With more sequences a step's further rows cost as much as its first ones do.
 MAX_SEQUENCES = 4

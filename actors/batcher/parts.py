@@ -30,7 +30,8 @@ from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.errors import OptionError, OutOfBlocks
-from genbatch.nif.step_time import StepTimeModel, StepWork
+from genbatch.nif.step_costs import StepWork
+from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.messages import Health, Models
 

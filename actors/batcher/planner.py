@@ -19,7 +19,8 @@ from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Beginning
 from genbatch.nif.runner import Entry, LayerGroup, Logits
-from genbatch.nif.step_time import StepTimeModel, StepWork
+from genbatch.nif.step_costs import StepWork
+from genbatch.nif.step_time import StepTimeModel
 
 
 @dataclass(frozen=True, slots=True)

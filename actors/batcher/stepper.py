@@ -31,7 +31,8 @@ from genbatch.nif.errors import DeviceFault, NativeError, OutOfBlocks
 from genbatch.nif.runner import Logits
 from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.step_time import StepTimeModel, StepWork
+from genbatch.nif.step_costs import StepWork
+from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import Token, TokenLogprob
 

@@ -10,7 +10,7 @@ from enum import Enum
 from math import inf, sqrt
 
 from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
-from genbatch.nif.step_time import StepTime, StepWork
+from genbatch.nif.step_costs import StepTime, StepWork
 
 # However little time a step has for prompts, the first one gets so many of its tokens evaluated: prompts never starve.
 LEAST_PROMPT_TOKENS = 8

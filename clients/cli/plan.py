@@ -14,7 +14,7 @@ from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error, wit
 if TYPE_CHECKING:
     from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet
     from genbatch.clients.plan.traces import Trace
-    from genbatch.nif.step_time import StepTime
+    from genbatch.nif.step_costs import StepTime
 
 _TRACE = "Trace"
 _FLEET = "Fleet"

@@ -37,7 +37,7 @@ from genbatch.actors.scheduling.scheduler import MicroBatchScheduler
 from genbatch.actors.scheduling.spec import STEP_ORDERS
 from genbatch.clients.plan.traces import Trace, TraceError, TraceRequest
 from genbatch.nif.errors import how_to_install
-from genbatch.nif.step_time import StepTime, StepWork
+from genbatch.nif.step_costs import StepTime, StepWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

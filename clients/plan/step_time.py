@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genbatch.nif.step_time import StepTime, StepWork, fit
+from genbatch.nif.step_costs import StepTime, StepWork
+from genbatch.nif.step_time import fit
 
 # Prompt tokens that a service takes into one step while nobody decodes, by default.
 STEP_TOKENS = 512

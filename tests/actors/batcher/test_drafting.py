@@ -29,7 +29,8 @@ from genbatch.nif.models.model import Model, load_model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
-from genbatch.nif.step_time import StepTimeModel, StepWork
+from genbatch.nif.step_costs import StepWork
+from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.messages import GenerateRequest, Result, Token
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer

@@ -16,7 +16,7 @@ from genbatch.actors.scheduling.plan import (
 )
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, SchedulerOutput, normalize_output
-from genbatch.nif.step_time import StepTime, StepWork
+from genbatch.nif.step_costs import StepTime, StepWork
 from tests.actors.scheduling.real_blocks import decoding, prefilling, request
 
 TARGET_S = 0.03
