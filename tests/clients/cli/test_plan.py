@@ -19,21 +19,21 @@ def bench(tmp_path: Path) -> str:
 
 def test_a_plan_finds_the_smallest_fleet_for_each_router(bench: str, tmp_path: Path) -> None:
     arguments = ["plan", "--trace", "agents", "--rate", "2", "--duration", "40", "--scale", "0.15", "--bench", bench]
-    arguments += ["--share", "0.8", "--write-trace", str(tmp_path / "agents.jsonl")]
+    arguments += ["--share", "0.75", "--write-trace", str(tmp_path / "agents.jsonl")]
     routers = ["--router", "round_robin", "--router", "prefix"]
     made = CliRunner().invoke(
         app, [*arguments, *routers, "--cost", "1.5", "--plot", str(tmp_path / "plan.png")], env={"COLUMNS": "150"}
     )
     assert made.exit_code == 0, made.output
-    needs = [int(line.split()[0]) for line in made.output.splitlines() if " replicas: 80 %" in line]
+    needs = [int(line.split()[0]) for line in made.output.splitlines() if " replicas: 75 %" in line]
     assert len(needs) == 2 and needs[1] < needs[0]
     assert "cost/Mtok" in made.output
     for router in ("round_robin", "prefix"):
         assert (tmp_path / f"plan-{router}.png").read_bytes().startswith(b"\x89PNG")
 
     again = ["plan", "--trace", str(tmp_path / "agents.jsonl"), "--block-tokens", "64", "--bench", bench]
-    read = CliRunner().invoke(app, [*again, "--replicas", str(needs[1]), "--share", "0.8"], env={"COLUMNS": "150"})
-    assert read.exit_code == 0 and f"{needs[1]} replicas: 80 %" in read.output
+    read = CliRunner().invoke(app, [*again, "--replicas", str(needs[1]), "--share", "0.75"], env={"COLUMNS": "150"})
+    assert read.exit_code == 0 and f"{needs[1]} replicas: 75 %" in read.output
 
 
 def test_a_target_out_of_reach_is_said(bench: str) -> None:
