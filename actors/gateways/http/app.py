@@ -7,9 +7,10 @@ So are embeddings, and what is served as OpenAPI and as a page, made of the tabl
 
 import html
 import inspect
+import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ from genbatch.actors.observing.metrics import render
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.security.security import Security
 from genbatch.proto.errors import EngineError, Forbidden, GenbatchError
-from genbatch.proto.messages import Embeddings, ModelCard, check_type
+from genbatch.proto.messages import Embeddings, GenerateRequest, ModelCard, check_type
 
 NO_EMBEDDINGS = (
     "there are no embeddings: {} was trained to continue text, and its hidden states are no measure of what a text "
@@ -176,9 +177,10 @@ def docs_page(endpoints: Sequence[Endpoint]) -> str:
         parts.append(f'<section class="card"><h2>{endpoint.method} {html.escape(endpoint.shown)}</h2>')
         parts.append(f"<p>{html.escape(endpoint.summary)}</p>")
         if endpoint.body is not None:
+            told = {**_arguments(GenerateRequest), **_arguments(endpoint.body)}
             rows = "".join(
-                f"<tr><td><code>{field.name}</code></td><td><code>{html.escape(_type_name(field.type))}</code></td>"
-                f"<td>{'required' if field.required else ''}</td></tr>"
+                f"<tr><td><code>{field.name}</code></td><td><code>{html.escape(_json_type(field.type))}</code></td>"
+                f"<td>{'required' if field.required else ''}</td><td>{html.escape(told.get(field.name, ''))}</td></tr>"
                 for field in msgspec.structs.fields(endpoint.body)
             )
             parts.append(f"<details><summary>{_first_line(endpoint.body)}</summary><table>{rows}</table></details>")
@@ -186,8 +188,38 @@ def docs_page(endpoints: Sequence[Endpoint]) -> str:
     return _PAGE.replace("{{sections}}", "".join(parts))
 
 
-def _type_name(wanted: Any) -> str:
-    return (wanted.__name__ if isinstance(wanted, type) else str(wanted)).replace("typing.", "").rpartition("http.")[2]
+def _json_type(wanted: Any) -> str:
+    """A field's type in JSON's words, such as "array of string or null"."""
+    (schema,), _ = msgspec.json.schema_components([wanted], ref_template="{name}")
+    return _shown_type(schema)
+
+
+def _shown_type(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"])
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_shown_type, schema["anyOf"])))
+    if "enum" in schema:
+        return " or ".join(map(json.dumps, schema["enum"]))
+    kind = schema.get("type", "any")
+    return f"array of {_shown_type(schema['items'])}" if kind == "array" and schema.get("items") else str(kind)
+
+
+_ARGUMENT = re.compile(r"    (\w+(?:, \w+)*): (.*)")
+
+
+def _arguments(body: type) -> dict[str, str]:
+    """What the class's docstring says of each field, by its name."""
+    _, _, part = (inspect.getdoc(body) or "").partition("Args:\n")
+    told: dict[str, str] = {}
+    names: list[str] = []
+    for line in part.splitlines():
+        if found := _ARGUMENT.fullmatch(line):
+            names = found[1].split(", ")
+            told.update(dict.fromkeys(names, found[2]))
+        elif line.startswith("        "):
+            told.update({name: f"{told[name]} {line.strip()}" for name in names})
+    return told
 
 
 def _first_line(body: type) -> str:

@@ -1,5 +1,6 @@
 """The page in a real browser, over the whole tree with a tiny model."""
 
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -209,6 +210,9 @@ async def test_docs_list_what_is_served() -> None:
                 response = await served.client.request(other, path)
                 assert response.status_code == 405, path
         assert "<summary>What /v1/chat/completions takes;" in page
+        assert "<td><code>number or null</code></td>" in page and "<code>array of object</code>" in page
+        assert "| None" not in page and "openai_request." not in page, "types are JSON's, not Python's"
+        assert re.search(r"<code>min_tokens</code></td><td><code>integer[^<]*</code></td><td></td><td>\w", page)
         chat = document["components"]["schemas"]["ChatFields"]["properties"]
         assert {"messages", "tools", "tool_choice"} <= chat.keys()
 
