@@ -243,15 +243,19 @@ class TemplateRenderer:
         return self._compiled[name]
 
     def _compile(self) -> None:
-        self.prepare()
-        assert self._keeper is not None and self._answer is not None
-        self._compiled = dict.fromkeys(self._sources, ([], f"its source has more than {MAX_SOURCE} characters"))
-        if self._answer.receive(MAX_WAIT_S) and self._answer.value is not None:
-            self._compiled.update(self._answer.value)
-        else:
+        compiled = dict.fromkeys(self._sources, ([], f"its source has more than {MAX_SOURCE} characters"))
+        fault = f"it takes more than {COMPILE_S:g} s or {MAX_MEMORY >> 20} MiB"
+        compiled.update(dict.fromkeys(self._fitting, ([], fault)))
+        for _ in range(2):  # the first process may have been killed from outside
+            self.prepare()
+            assert self._keeper is not None and self._answer is not None
+            if self._answer.receive(MAX_WAIT_S) and self._answer.value is not None:
+                compiled.update(self._answer.value)
+                break
             self._keeper.kill()
-            fault = f"it takes more than {COMPILE_S:g} s or {MAX_MEMORY >> 20} MiB"
-            self._compiled.update(dict.fromkeys(self._fitting, ([], fault)))
+            self._close(self._keeper)
+            self._keeper = None
+        self._compiled = compiled
 
     def _take_worker(self) -> _Node:
         worker = None

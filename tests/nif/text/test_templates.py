@@ -177,6 +177,16 @@ def test_a_process_that_is_killed_is_replaced(victim: str) -> None:
         pytest.fail("it renders no more")
 
 
+def test_a_process_that_is_killed_while_it_compiles_makes_no_template_a_bad_one() -> None:
+    before = keepers()
+    killed = TemplateRenderer({"default": PLAIN})
+    killed.prepare()
+    while not (started := keepers() - before):
+        pass
+    os.kill(started.pop(), signal.SIGKILL)
+    assert killed.fault("default") == "" and render(killed) == "user: hi\n"
+
+
 def test_processes_end_with_their_renderer() -> None:
     before = keepers()
     renderer = TemplateRenderer({"default": PLAIN})
