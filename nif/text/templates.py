@@ -243,7 +243,9 @@ class TemplateRenderer:
         return self._compiled[name]
 
     def _compile(self) -> None:
-        compiled = dict.fromkeys(self._sources, ([], f"its source has more than {MAX_SOURCE} characters"))
+        compiled: dict[str, tuple[list[str], str]] = dict.fromkeys(
+            self._sources, ([], f"its source has more than {MAX_SOURCE} characters")
+        )
         fault = f"it takes more than {COMPILE_S:g} s or {MAX_MEMORY >> 20} MiB"
         compiled.update(dict.fromkeys(self._fitting, ([], fault)))
         for _ in range(2):  # the first process may have been killed from outside
