@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -242,6 +242,8 @@ RENDERERS = TemplateRenderer(CONSTRUCTS)
 def test_a_prompt_is_what_transformers_renders(
     name: str, messages: list[dict[str, Any]], goes_on: bool, tools: list[dict[str, Any]] | None
 ) -> None:
+    # Where there is nothing to go on with, transformers refuses some templates that we cut.
+    assume(not goes_on or str(messages[-1].get("content") or "").strip())
     try:
         theirs: str | None = render_jinja_template(
             [messages],
