@@ -1,4 +1,4 @@
-"""PromptReader: makes tokens of prompts; nobody else waits for one that takes long.
+"""PromptReader: tokenizes prompts. A prompt that takes long delays no other request.
 
 short text                     cut into tokens at once
 long text                      on the tokenizer's thread

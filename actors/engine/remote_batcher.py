@@ -174,7 +174,7 @@ Callers = dict[Monitor, "From[Any]"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One open call, and who waits for its answer: several callers where they ask for the same."""
+    """One open call and the callers that wait for its answer. Equal questions share one call."""
 
     method: str
     callers: Callers

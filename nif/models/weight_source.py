@@ -321,7 +321,7 @@ def _shards(model: str, directory: Path) -> list[Path]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, whose keys differ."""
+    """Return a JSON object and refuse one with a duplicate key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -96,7 +96,7 @@ class _Node:
         return _Node(self, next(self._numbers))
 
     def kill(self) -> None:
-        """Ends the process, whatever it does."""
+        """Kill the process, even in the middle of a job."""
         self._tell_parent(KILL)
 
     def yield_to_others(self) -> None:
@@ -422,7 +422,7 @@ class Rendering:
         )
 
     def end_for_others(self) -> None:
-        """Kills the worker; who waits for it is told."""
+        """Kill the worker. The caller that waits for it gets an error."""
         self._makes_room = True
         self._renderer._running.remove(self)
         self._worker.kill()
