@@ -5,13 +5,13 @@
     result = await remote.call(Generate(request), timeout=None)      # as of a Batcher
 
 It decides, AcceptedRequests remembers, an EngineConnection moves the bytes, an EngineWatch knows the engine's health.
-Requests outlive engines: what an engine's death means for each is the rule of AcceptedRequests. Whoever asks how the
-service is gets an answer from here, however the engine is.
+Requests outlive engines: what an engine's death means for each is the rule of AcceptedRequests. OpenQuestions asks the
+engine all else. A health check is answered even while the engine is not: then with what the engine said last.
 """
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, 
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_wire import (
     Answer,
-    Ask,
     Beat,
     Began,
     Cancel,
@@ -42,10 +41,10 @@ from genbatch.actors.engine.engine_wire import (
     ToGateway,
     Tokens,
     decode_for_gateway,
-    decode_value,
     encode,
     encode_frame,
 )
+from genbatch.actors.engine.open_questions import AnswerLate, OpenQuestions
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, Reason, reply, reply_error
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.proto.errors import (
@@ -68,7 +67,7 @@ from genbatch.proto.messages import (
     ModelsRequest,
     StatsRequest,
 )
-from genbatch.proto.methods import METHODS, method_of
+from genbatch.proto.methods import method_of
 from genbatch.proto.validation import validate_embed, validate_request
 
 logger = logging.getLogger(__name__)
@@ -169,124 +168,6 @@ class CancelOver:
     """The time to end what was cancelled, at the end of a drain, is over."""
 
 
-Callers = dict[Monitor, "From[Any]"]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One open call and the callers that wait for its answer. Equal questions share one call."""
-
-    method: str
-    callers: Callers
-
-
-class OpenQuestions:
-    """Their numbers are negative, those of requests positive.
-
-    The engine is asked for its counters once at a time, however many callers ask for them: callers that ask meanwhile
-    share the next answer. So clients that ask without a pause cost the engine no more than one does.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, Question] = {}
-        self._ids: dict[Monitor, int] = {}
-        self._last_id = 0
-        self._next_stats: Callers = {}  # they wait until the engine can be asked for its counters again
-
-    def ask(self, call: object, from_: "From[Any]", monitor: Monitor, connection: EngineConnection | None) -> None:
-        """Sends a call of the Batcher's.
-
-        Raises:
-            GenbatchError: it cannot be sent; `from_` has no reply yet.
-        """
-        if connection is None:
-            raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
-        method = method_of(call)
-        assert method is not None and method.crosses, call
-        try:
-            data = encode(call)
-        except (TypeError, ValueError, OverflowError) as fault:
-            raise InvalidRequest(None, f"cannot be sent: {fault}") from fault
-        if method.name == "stats" and any(question.method == "stats" for question in self._open.values()):
-            self._next_stats[monitor] = from_
-        else:
-            self._post(method.name, data, {monitor: from_}, connection)
-
-    def tell_to_drain(self, connection: EngineConnection) -> None:
-        """Has the Batcher cancel what is open and answer it; nobody waits for the answer to this."""
-        self._last_id -= 1
-        connection.post(Ask(self._last_id, "drain", encode(DrainRequest(timeout_s=0.0))))
-
-    def answer(
-        self, id: int, value: msgspec.Raw, counters: Mapping[str, object], connection: EngineConnection | None
-    ) -> None:
-        """Replies with the engine's answer; `counters` are added to its stats."""
-        question = self._take(id)
-        if question is None:
-            return
-        try:
-            answer = decode_value(value, METHODS[question.method].answer)
-        except LinkError as error:
-            for from_ in question.callers.values():
-                reply_error(from_, EngineError(str(error)))
-        else:
-            for from_ in question.callers.values():
-                reply(from_, {**answer, **counters} if question.method == "stats" else answer)
-        self._ask_for_next_stats(question, connection)
-
-    def fail(self, id: int, error: GenbatchError) -> None:
-        """Replies with the engine's refusal."""
-        question = self._take(id)
-        if question is None:
-            return
-        callers = question.callers
-        if question.method == "stats":
-            for monitor in self._next_stats:
-                monitor.cancel()
-            callers, self._next_stats = callers | self._next_stats, {}
-        for from_ in callers.values():
-            reply_error(from_, error)
-
-    def leave(self, monitor: Monitor, connection: EngineConnection | None) -> None:
-        """Its caller is gone."""
-        if self._next_stats.pop(monitor, None) is not None:
-            monitor.cancel()
-        if (id := self._ids.pop(monitor, None)) is None:
-            return
-        monitor.cancel()
-        question = self._open[id]
-        del question.callers[monitor]
-        if not question.callers:
-            del self._open[id]
-            if connection is not None:
-                connection.post(Cancel(id))
-            self._ask_for_next_stats(question, connection)
-
-    def lose(self) -> None:
-        """The engine is gone: replies to all."""
-        for id in list(self._open):
-            self.fail(id, Unavailable("the engine died", retry_after_ms=RETRY_MS))
-
-    def _post(self, method: str, data: msgspec.Raw, callers: Callers, connection: EngineConnection) -> None:
-        self._last_id -= 1
-        self._open[self._last_id] = Question(method, callers)
-        self._ids.update(dict.fromkeys(callers, self._last_id))
-        connection.post(Ask(self._last_id, method, data))
-
-    def _ask_for_next_stats(self, ended: Question, connection: EngineConnection | None) -> None:
-        if ended.method == "stats" and self._next_stats and connection is not None:
-            callers, self._next_stats = self._next_stats, {}
-            self._post("stats", encode(StatsRequest()), callers, connection)
-
-    def _take(self, id: int) -> Question | None:
-        question = self._open.pop(id, None)
-        if question is not None:
-            for monitor in question.callers:
-                del self._ids[monitor]
-                monitor.cancel()
-        return question
-
-
 class EngineWatch:
     """Of one engine after another. Times are seconds on the event loop's clock.
 
@@ -372,7 +253,7 @@ class RemoteBatcher(GenServer):
         self.accepted = AcceptedRequests(options.admission(REMOTE).max_queue + options.n_parallel)
         self._on_hung = on_hung
         self._callers: dict[Monitor, AcceptedRequest] = {}
-        self._questions = OpenQuestions()
+        self._questions = OpenQuestions(self.send_after, self._completed, self._health)
         self._connection: EngineConnection | None = None
         self._models: Models | None = None
         self._watch = EngineWatch(options.stall_s)
@@ -392,9 +273,8 @@ class RemoteBatcher(GenServer):
                     self._receive(request, from_)
                 case StatsRequest() if self._connection is None:
                     return self._own_stats()
-                case HealthRequest():
-                    draining = self._draining.has_begun
-                    return self._watch.report(trio.current_time(), draining=draining, waiting=len(self.accepted))
+                case HealthRequest() if self._connection is None or self._watch.is_given_up:
+                    return self._health()
                 case ModelsRequest():
                     return self._known_models()
                 case DrainRequest(timeout_s=timeout_s):
@@ -421,6 +301,8 @@ class RemoteBatcher(GenServer):
             case WatchTick():
                 self.send_after(TICK_S, WatchTick())
                 self._tick()
+            case AnswerLate(id):
+                self._questions.give_up(id, self._connection)
             case DrainOver():
                 self._cancel_open()
             case CancelOver():
@@ -554,7 +436,7 @@ class RemoteBatcher(GenServer):
                 else:
                     self._final(epoch, id, from_wire(error))
             case Answer(id, value):
-                self._questions.answer(id, value, self._counters(), self._connection)
+                self._questions.answer(id, value, self._connection)
 
     def _final(self, epoch: int, id: int, end: object) -> None:
         entry = self.accepted.final(epoch, id)
@@ -584,6 +466,20 @@ class RemoteBatcher(GenServer):
         self._on_hung(reason)
 
     # What gateways ask
+
+    def _completed(self, method: str, answer: Any) -> Any:
+        """An engine's answer with what is known of it here."""
+        if method == "stats":
+            return {**answer, **self._counters()}
+        if method == "health":
+            self._watch.beat(answer)
+            return self._health()
+        return answer
+
+    def _health(self) -> Health:
+        """The engine's health as it said last, and this link's."""
+        draining = self._draining.has_begun
+        return self._watch.report(trio.current_time(), draining=draining, waiting=len(self.accepted))
 
     def _known_models(self) -> Models:
         if self._models is None:

@@ -16,6 +16,7 @@ from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_process import EngineSession
 from genbatch.actors.engine.engine_wire import FrameStream, Submit, Tokens, encode_frame
+from genbatch.actors.engine.open_questions import HEALTH_WAIT_S
 from genbatch.actors.engine.remote_batcher import (
     CANCEL_GRACE_S,
     TICK_S,
@@ -562,6 +563,33 @@ async def test_the_default_deadline_ends_nothing_that_an_engine_works_on(bench: 
 
 
 # The engine hangs
+
+
+@pytest.mark.trio
+async def test_health_is_that_of_now_and_the_last_known_where_the_engine_does_not_answer(
+    bench: Bench, mock_clock: MockClock
+) -> None:
+    await bench.engine_comes()
+    before = await bench.ref.call(HealthRequest(), control=True)
+    bench.engine.health = msgspec.structs.replace(before, steps=4, requests_running=0)
+    assert (await bench.ref.call(HealthRequest(), control=True)).steps == 4  # no beat has come in between
+    bench.engine.health = None
+    answers: list[Health] = []
+
+    async def ask() -> None:
+        answers.append(await bench.ref.call(HealthRequest(), control=True))
+
+    bench.nursery.start_soon(ask)
+    await settle()
+    assert answers == []
+    mock_clock.jump(HEALTH_WAIT_S)
+    await until(lambda: answers)
+    assert (answers[0].status, answers[0].steps) == ("ready", 4)
+    bench.nursery.start_soon(ask)
+    await settle()
+    await bench.engine_dies()  # in the middle of a question
+    await until(lambda: len(answers) == 2)
+    assert answers[1].status == "down"
 
 
 @pytest.mark.trio
