@@ -35,7 +35,7 @@ class AnswerLate:
     id: int
 
 
-class Engine(Protocol):
+class EngineSender(Protocol):
     """An engine's connection."""
 
     def post(self, message: ToEngine) -> None:
@@ -76,7 +76,7 @@ class OpenQuestions:
         # Callers by method. They wait until the engine can be asked again.
         self._next: dict[str, Callers] = {method: {} for method in SHARED}
 
-    def ask(self, call: object, from_: "From[Any]", monitor: Monitor, engine: Engine | None) -> None:
+    def ask(self, call: object, from_: "From[Any]", monitor: Monitor, engine: EngineSender | None) -> None:
         """Sends a call of the Batcher's.
 
         Raises:
@@ -95,12 +95,12 @@ class OpenQuestions:
         else:
             self._post(method.name, data, {monitor: from_}, engine)
 
-    def tell_to_drain(self, engine: Engine) -> None:
+    def tell_to_drain(self, engine: EngineSender) -> None:
         """Has the Batcher cancel what is open and answer it; nobody waits for the answer to this."""
         self._last_id -= 1
         engine.post(Ask(self._last_id, "drain", encode(DrainRequest(timeout_s=0.0))))
 
-    def answer(self, id: int, value: msgspec.Raw, engine: Engine | None) -> None:
+    def answer(self, id: int, value: msgspec.Raw, engine: EngineSender | None) -> None:
         """Replies with the engine's answer."""
         question = self._take(id)
         if question is None:
@@ -127,13 +127,13 @@ class OpenQuestions:
             self._next[question.method] = {}
         self._reply_error(question.method, callers, error)
 
-    def give_up(self, id: int, engine: Engine | None) -> None:
+    def give_up(self, id: int, engine: EngineSender | None) -> None:
         """Waits for an answer no longer."""
         if id in self._open and engine is not None:
             engine.post(Cancel(id))
         self.fail(id, Unavailable("the engine does not answer", retry_after_ms=RETRY_MS))
 
-    def leave(self, monitor: Monitor, engine: Engine | None) -> None:
+    def leave(self, monitor: Monitor, engine: EngineSender | None) -> None:
         """Its caller is gone."""
         for callers in self._next.values():
             if callers.pop(monitor, None) is not None:
@@ -154,14 +154,14 @@ class OpenQuestions:
         for id in list(self._open):
             self.fail(id, Unavailable("the engine died", retry_after_ms=RETRY_MS))
 
-    def _post(self, method: str, data: msgspec.Raw, callers: Callers, engine: Engine) -> None:
+    def _post(self, method: str, data: msgspec.Raw, callers: Callers, engine: EngineSender) -> None:
         self._last_id -= 1
         timer = self._send_after(HEALTH_WAIT_S, AnswerLate(self._last_id)) if method == "health" else None
         self._open[self._last_id] = Question(method, callers, timer)
         self._ids.update(dict.fromkeys(callers, self._last_id))
         engine.post(Ask(self._last_id, method, data))
 
-    def _ask_next(self, method: str, engine: Engine | None) -> None:
+    def _ask_next(self, method: str, engine: EngineSender | None) -> None:
         callers = self._next.get(method)
         if callers and engine is not None:
             self._next[method] = {}
