@@ -130,6 +130,33 @@ async def test_a_burst_shares_its_first_forward(tiny_model: TinyModel, mock_cloc
 
 
 @pytest.mark.trio
+async def test_a_prompt_that_a_thread_still_tokenizes_keeps_the_window_open(
+    tiny_model: TinyModel, mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both requests share the first forward, though the tokenizer takes longer than `batch_quiet`."""
+    is_quiet = threading.Event()
+    async with batcher(tiny_model("llama"), batch_timeout=None) as bench:
+        encode = Tokenizer.encode
+
+        def slow_encode(self: Any, text: str, *args: Any, **options: Any) -> Any:
+            if text.startswith("long"):
+                assert is_quiet.wait(10)
+            return encode(self, text, *args, **options)
+
+        monkeypatch.setattr(Tokenizer, "encode", slow_encode)
+        monkeypatch.setattr(bench.actor.arrivals._reader, "_inline_chars", 3)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: bench.generate(prompt="a", max_tokens=1))
+            nursery.start_soon(lambda: bench.generate(prompt="long", max_tokens=1))
+            assert await steps_after(bench, mock_clock, 0.003) == 0
+            is_quiet.set()
+            while len(bench.actor.slots.pending) < 2:
+                await wait_all_tasks_blocked()
+            mock_clock.jump(0.003)
+        assert (bench.actor.stats.steps, bench.actor.stats.scheduled_entries) == (1, 2)
+
+
+@pytest.mark.trio
 async def test_callers_that_go_on_coming_keep_nobody_waiting_for_longer_than_the_window(
     tiny_model: TinyModel, mock_clock: MockClock
 ) -> None:

@@ -209,12 +209,13 @@ def test_recorded_loads_replay_to_the_same_ticks(tiny_model: TinyModel, tmp_path
         draws = [draw for record in shown if isinstance(record, records.SteppedRecord) for draw in record.draws if draw]
         met |= {draw.end for draw in draws}
         met |= {"held" for tick in ticks for group in tick.groups for part in group if part.request == 0}
+        met |= {"budget" for tick in ticks if tick.prompt_budget is not None}
         met |= {"paused"} if batcher.stats.preemptions else set()
         met |= {"swapped"} if batcher.stats.swaps else set()
         met |= {"answer cut"} if load.num_cut else set()
         met |= {"waited in vain"} if load.num_waited else set()
     wanted = {"cancelled", "deadline", "error", "stop", "length", "fault", "Left", "DrainOverRecord", "n 2", "beams 3"}
-    assert wanted | {"held", "paused", "swapped", "answer cut", "waited in vain", records.RAISED} <= met, met
+    assert wanted | {"held", "budget", "paused", "swapped", "answer cut", "waited in vain", records.RAISED} <= met, met
 
 
 def test_a_function_that_raises_at_the_last_token_of_one_choice_replays(tiny_model: TinyModel, tmp_path: Path) -> None:
