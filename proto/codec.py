@@ -121,6 +121,7 @@ class MessageSplitter:
                 self._walker.feed(self._held)
                 self._end_of_last = 0
             yield message
+        # guard: cap on a message, msgpack-RPC
         if len(self._held) > self.max_bytes:
             reason = f"{len(self._held)} bytes and more in one message, {self.max_bytes} can be passed over"
             raise StreamBroken(self.head(), FrameTooLarge(reason))
@@ -201,10 +202,12 @@ def decode(data: bytes, limits: DecodeLimits) -> Any:
         FrameTooLarge: more bytes than `limits` allow.
         MalformedMessage: not one complete, well-formed message, or beyond `limits`.
     """
+    # guard: cap on a message's size
     if len(data) > limits.max_bytes:
         raise FrameTooLarge(f"{len(data)} bytes in one message, {limits.max_bytes} are taken")
     containers = _Containers(limits.max_containers)
     try:
+        # guard: lengths are true
         _walker.decode(data)
         value = msgpack.unpackb(
             data,
@@ -222,6 +225,7 @@ def decode(data: bytes, limits: DecodeLimits) -> Any:
         raise MalformedMessage(f"nested more than {limits.max_nesting} deep") from None
     except (ValueError, TypeError, msgpack.UnpackException) as error:  # a limit, an extension type, a key, no UTF-8
         raise MalformedMessage(str(error)) from None
+    # guard: cap on nesting
     if _is_deeper(value, limits.max_nesting):
         raise MalformedMessage(f"nested more than {limits.max_nesting} deep")
     return value
@@ -290,6 +294,7 @@ class _Containers:
         self._count()
         entries = list(pairs)
         result = dict(entries)
+        # guard: no key twice
         if len(result) != len(entries):
             raise ValueError("a map has the same key twice")
         return result
@@ -300,6 +305,7 @@ class _Containers:
 
     def _count(self) -> None:
         self.room -= 1
+        # guard: cap on containers
         if self.room < 0:
             raise ValueError("too many arrays and maps")
 

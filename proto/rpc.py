@@ -296,6 +296,7 @@ class ServerConnection:
     def _read_request(self, msgid: int, method: str, params: object) -> CallReceived:
         if not 0 <= msgid <= MAX_MSGID:
             raise MalformedMessage("the msgid is negative")
+        # guard: msgid in use
         if msgid in self.calls:
             raise InvalidRequest("msgid", f"{msgid} is in use by a call that has not ended")
         arguments: dict[Any, Any] = {}
@@ -309,6 +310,7 @@ class ServerConnection:
                 options = _stream_options(announced)
             case _:
                 raise MalformedMessage("the parameters are not an array of one map, or of a map and stream options")
+        # guard: calls of one client
         if len(self.calls) >= self._max_calls:
             raise QueueFull(f"{self._max_calls} calls of this client are open", retry_after_ms=RETRY_AFTER_MS)
         self.calls.move(msgid, CallEvent.REQUEST)

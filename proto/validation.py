@@ -143,6 +143,7 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(grammar.field, "is not valid Unicode: it has a lone surrogate") from None
+    # guard: cap on a grammar's size
     if size > limits.max_grammar_bytes:
         raise InvalidRequest(grammar.field, f"has {size} bytes, {limits.max_grammar_bytes} are allowed")
     _check_excluded(request, given[0])
@@ -335,6 +336,7 @@ def _check_calls(message: Message, path: str) -> None:
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{place}.arguments", "is not the JSON of an object")
         # JSON may spell what no text has: half a surrogate pair, NaN.
+        # guard: arguments of a call that was sent back
         _check_json(f"{place}.arguments", arguments)
 
 
@@ -354,6 +356,7 @@ def _check_tools(request: GenerateRequest) -> None:
 def _check_offer(request: GenerateRequest | TokenizeRequest) -> None:
     tools = request.tools
     names = [tool.name for tool in tools]
+    # guard: cap on tools
     _check_count("tools", len(tools), MAX_TOOLS)
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
@@ -386,12 +389,14 @@ def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
     _check_range("min_tokens", request.min_tokens, 0, MAX_COUNT)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise InvalidRequest("min_tokens", f"{request.min_tokens} is more than max_tokens, {request.max_tokens}")
+    # guard: cap on n
     _check_range("n", request.n, 1, limits.max_n)
     _check_deadline(request, limits)
 
 
 def _check_deadline(request: GenerateRequest | EmbedRequest, limits: RequestLimits) -> None:
     if request.deadline_s is not None:
+        # guard: cap on the deadline
         _check_range("deadline_s", request.deadline_s, 0, limits.max_deadline_s, above=True)
 
 
@@ -410,10 +415,12 @@ def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
             raise InvalidRequest(f"logit_bias[{token_id}]", "the token id is negative")
     _check_given_range("seed", request.seed, 0, MAX_SEED)
     for name in ("logprobs", "prompt_logprobs"):
+        # guard: cap on logprobs
         _check_given_range(name, getattr(request, name), 0, limits.max_logprobs)
 
 
 def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
+    # guard: cap on stop strings
     _check_count("stop", len(request.stop), limits.max_stop)
     for index, text in enumerate(request.stop):
         if not text:

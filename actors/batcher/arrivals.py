@@ -136,6 +136,7 @@ class Arrivals:
     def take(self, message: Generate | Embed, from_: "From[Any]") -> Request | None:
         """Lets a request in, or replies with what is wrong with it."""
         try:
+            # guard: draining takes nothing new
             self._draining.check()
             if isinstance(message, Embed):
                 request = self._embedding(message, from_)
@@ -218,6 +219,7 @@ class Arrivals:
         options = self._options
         return TimeLimits(
             deadline_s=wanted.deadline_s,
+            # guard: default deadline
             wait_s=(options.default_deadline_s or None) if client else None,
             answer_s=(options.max_answer_s or None) if client else None,
         )

@@ -125,6 +125,7 @@ class Batcher(BatcherParts):
                     self._stepped()
             case Down():
                 request = self.requests.find(message.monitor)
+                # guard: callers that leave
                 if request:
                     self._flight.left(request)
                     request.abandoned = "cancelled"

@@ -188,6 +188,7 @@ class RunDrafts:
         size = len(self._sequences)
         chances = [
             # What a sampler makes of logits by the tokens before is not known for several tokens at once.
+            # guard: what the tokens before edit is not drafted
             0.0 if sequence.sampler.edits else lookup.chance
             for sequence, lookup in zip(self._sequences, self._lookups, strict=True)
         ]
@@ -208,6 +209,7 @@ class RunDrafts:
             if gains[best] < 0.0 or gains[best] <= MARGIN * price * tokens / steps:
                 break
             # A step draws one token more than it drafts, and nobody draws more than it may.
+            # guard: nobody's draft goes beyond its last token
             if lengths[best] >= min(MAX_DRAFT, self._left[best] - 1):
                 gains[best] = -1.0
                 continue

@@ -196,6 +196,7 @@ class Intake:
                 self._check_token(token_id, f"token_ids[{index}]")
 
     def _check_token(self, token_id: int, field: str) -> None:
+        # guard: token ids of a request
         if not 0 <= token_id < self._model.vocab_size:
             raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
 
@@ -325,6 +326,7 @@ class Intake:
         has_format = shape is not None and not (calls is not None and calls.forced)
         text = answer_grammar(calls, self._tokenizer.special_id, has_format=has_format, thinks=thinks)
         most = self._options.limits.max_grammar_bytes
+        # guard: size of the tools' schemas
         if calls is not None and len(text) > most:
             raise InvalidRequest("tools", f"their schemas have {len(text)} bytes, {most} are allowed")
         field = "tools" if calls is not None else shape.field if shape is not None else ""
@@ -464,11 +466,13 @@ class Intake:
         if longest < self.max_positions:
             holds = f"the KV cache has room for {longest} of one request"
         room = longest - num_prompt
+        # guard: the prompt fits
         if room < 1:
             raise PromptTooLong(
                 f"the prompt has {num_prompt} tokens, {holds} including at least one to generate",
                 field=_prompt_field(wanted),
             )
+        # guard: the answer fits
         return room if wanted.max_tokens is None else min(wanted.max_tokens, room)
 
     def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
@@ -502,11 +506,14 @@ class Intake:
                 num_prompt_tokens=len(request.prompt_tokens),
                 max_new_tokens=max(max_tokens, 1),  # the one of none is drawn with the prompt, and dropped
                 priority=wanted.priority,
+                # guard: ageing
                 turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s,
                 tokens=list(request.prompt_tokens),
                 request=request,
                 choice=choice,
                 adapter=request.adapter,
+                # guard: tenant in the key
+                # guard: adapter in the key
                 cache_key=prefix_key(wanted.tenant, digest),
                 scores_prompt=_scores_prompt(request) and choice == 0,
                 sampler=SamplerState(

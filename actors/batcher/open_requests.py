@@ -66,6 +66,7 @@ class OpenRequests:
         """Takes a request in; its monitor names it."""
         self._requests[request.monitor] = request
         if request.wanted.payer is not None:
+            # guard: what a client had elsewhere
             self._fair.owe(request.account, request.wanted.payer.served)
         self._fair.enter(request.account)
 
@@ -99,6 +100,7 @@ class OpenRequests:
         """Ends what nobody waits for any more, and what has passed its deadline."""
         now = self._now()
         for request in self:
+            # guard: deadline at each step
             if request.abandoned is None and request.expires_at is not None and now >= request.expires_at:
                 request.abandoned = request.expiry
             if request.abandoned is not None:
@@ -112,6 +114,7 @@ class OpenRequests:
         """Whether something is to be ended before the next step."""
         now = self._now()
         return bool(self._deferred) or any(
+            # guard: deadline during a run
             request.abandoned is not None or (request.expires_at is not None and now >= request.expires_at)
             for request in self._requests.values()
         )

@@ -64,6 +64,7 @@ class Admission:
             places = f"{self.n_parallel} slots and {self.max_queue} places in the queue"
             raise InvalidRequest("n", f"{wanted} answers never fit: this service has {places}")
         retry_ms = self._retry_ms(load)
+        # guard: bound of the queue
         if load.waiting + wanted > self.max_queue + load.free_slots:
             raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
         # A client's only request needs a place and no share. The program that runs the Batcher has no name here: it
@@ -71,6 +72,7 @@ class Admission:
         if client and load.open_of.get(client):
             self._check_share(wanted, client, load, retry_ms)
         expected_s = self._expected_wait_s(wanted, client, load)
+        # guard: hopeless deadline
         if patience_s is not None and expected_s is not None and expected_s > patience_s:
             raise DeadlineExceeded(
                 f"the wait is about {expected_s:.1f} s, and {patience_s:.1f} s are allowed", retry_after_ms=retry_ms
@@ -79,6 +81,7 @@ class Admission:
     def _check_share(self, wanted: int, client: str, load: Load, retry_ms: int) -> None:
         mine = load.waiting_of.get(client, 0)
         most = most_waiting(self.max_queue, load.waiting - mine, self.max_client_queue_share)
+        # guard: a client's share of the queue
         if mine + wanted > most + load.free_slots:
             raise QueueFull(
                 f"{mine} of this client's requests are waiting, {most:g} may: the other places are for other clients",
@@ -88,6 +91,7 @@ class Admission:
             return
         held = load.open_of[client]
         most = self.max_client_open * self.n_parallel
+        # guard: a client's open requests
         if held + wanted > most:
             raise QueueFull(
                 f"this client has {held} requests open, {most:g} may be while others are served",

@@ -535,8 +535,10 @@ class Request:
     def begin(self, now: float) -> None:
         """It has its first slot: the operator's bound on waiting is over, and the one on its answer begins."""
         self.started_at = now
+        # guard: default deadline, once it has a slot
         if self.limits.deadline_s is None:
             self.expires_at = None
+        # guard: limit on an answer's time
         if self.limits.answer_s is not None and self.embedding is None:
             answer_ends = now + self.limits.answer_s
             if self.expires_at is None or answer_ends < self.expires_at:

@@ -167,6 +167,7 @@ class HeldPrompts:
             # At least one token stays to be evaluated: its logits give the first token.
             if size >= len(tokens) or (found and size <= len(found.tokens)):
                 continue
+            # guard: configured prompts have no adapter
             if ((held.pinned and adapter is None) or held.key == key) and tokens[:size] == held.tokens:
                 found = held
         return found
@@ -395,6 +396,7 @@ class Slots:
             # Else it would come back whole, and there may be room only for what it has beside a prompt held for good.
             swapped = self._swap.out(owner.request_id, owner.seq_id)
             if swapped:
+                # guard: room for all that was swapped
                 owner.donor = None  # a plan must find room for all of it
         self._free(owner)
         owner.pause()
@@ -438,6 +440,7 @@ class Slots:
 
     def _in_turn(self) -> list[Sequence]:
         """Who waits, paused ones first: they have paid for their prompt, and their callers have begun to read."""
+        # guard: clients take turns
         if self._fair is None or len(self.pending) < 2:
             return self.pending
         paused = [sequence for sequence in self.pending if sequence.num_pauses]

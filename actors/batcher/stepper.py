@@ -282,6 +282,7 @@ class StepFaults:
                 raise EngineFault(f"half a step is out of memory, too: {error}") from error
             self._is_short = True
             return _halves(batch) if len(batch) > 1 else [batch]
+        # guard: bisection of a step
         if len(batch) > 1:
             return _halves(batch)
         self._alone.append((batch[0], error))
@@ -309,6 +310,7 @@ class StepFaults:
             return alone
         self._lone_faults += 1
         owners = {id(p.owner.request) if isinstance(p.owner, Sequence) else id(p.owner) for p, _ in alone}
+        # guard: blame has an end
         if len(owners) > 1 or self._lone_faults >= MAX_LONE_FAULTS:
             error = alone[0][1]
             raise EngineFault(f"no request's step succeeds: {error}") from error
@@ -469,6 +471,7 @@ class StepCommit:
                         tool_calls=apart.tool_calls,
                     )
                 )
+            # guard: a caller's function
             except Exception as error:  # the caller's own function: its fault ends its request only
                 sequence.raised = True
                 self._requests.fail(request, EngineError(f"on_token raised {error!r}"))
@@ -615,6 +618,7 @@ class Stepper:
 
     def _split(self, batch: list[Planned], error: BaseException) -> None:
         """A step failed and left no trace: its parts are tried, until what is at fault stands alone."""
+        # guard: a failed device ends the engine
         if isinstance(error, DeviceFault):
             raise EngineFault(f"the engine cannot go on after {error!r}") from error
         if isinstance(error, OutOfBlocks) and len(self._slots.sequences) > 1:

@@ -137,6 +137,7 @@ class AcceptedRequests:
             Unavailable: no engine is there, and enough wait for one.
             EngineLost: it is poison.
         """
+        # guard: requests that wait for an engine
         if not self.is_up and self._num_sequences() + request.n > self._max_waiting:
             raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
         self._check_poison(request, now)
@@ -156,6 +157,7 @@ class AcceptedRequests:
             return []
         sent = list(self._due.values())
         self._due.clear()
+        # guard: suspects one at a time
         if self._suspects and not any(entry.deaths and entry.phase is Stage.SENT for entry in self._entries.values()):
             sent.append(self._suspects.pop(next(iter(self._suspects))))
         for entry in sent:
@@ -164,6 +166,7 @@ class AcceptedRequests:
 
     def drop(self, entry: AcceptedRequest) -> bool:
         """Its caller is gone, or was answered by the gateway; returns whether the engine is to be told."""
+        # guard: one final
         if self._entries.pop(entry.id, None) is None:
             return False
         self._due.pop(entry.id, None)
@@ -190,6 +193,7 @@ class AcceptedRequests:
         Raises:
             LinkError: a token is missing, or comes twice.
         """
+        # guard: epoch of tokens
         if epoch != self.epoch or not self.is_up:
             self.counts["stale"] += 1
             return []
@@ -200,6 +204,7 @@ class AcceptedRequests:
             if entry is None:
                 continue  # its caller left, and the engine does not know yet
             expected = entry.next_index.get(row.choice, 0)
+            # guard: no gap in a stream
             if row.index != expected or entry.phase is Stage.WAITING:
                 raise LinkError(f"request {row.id}: token {row.index} where {expected} was next")
             entry.next_index[row.choice] = expected + 1
@@ -264,6 +269,7 @@ class AcceptedRequests:
         return sum([entry.request.n for entry in self._entries.values()])
 
     def _open(self, epoch: int, request_id: int) -> AcceptedRequest | None:
+        # guard: epoch of finals
         if epoch != self.epoch or not self.is_up:
             self.counts["stale"] += 1
             return None
@@ -271,14 +277,17 @@ class AcceptedRequests:
 
     def _verdict(self, entry: AcceptedRequest, now: float, *, alone: bool) -> GenbatchError | None:
         """How an entry that a dead engine had ends; None if it is replayed."""
+        # guard: replay only once
         if entry.deaths > 1:
             if alone or entry.phase is Stage.SENT:
                 self._poisons[_fingerprint(entry.request)] = now + POISON_S
                 while len(self._poisons) > MAX_POISONS:
                     self._poisons.popitem(last=False)
             return EngineLost("the engine died twice while it worked on this request", entry.num_delivered)
+        # guard: replay only what was not delivered
         if entry.num_delivered:
             return EngineLost("the engine died in mid stream", entry.num_delivered)
+        # guard: replay only within the deadline
         if entry.expires_at is not None and now >= entry.expires_at:
             return DeadlineExceeded("the deadline passed, and the engine died")
         return None
@@ -288,6 +297,7 @@ class AcceptedRequests:
             self._poisons.popitem(last=False)
         if self._poisons:
             forgiven_at = self._poisons.get(_fingerprint(request))
+            # guard: poison
             if forgiven_at is not None:
                 retry_ms = round(1000 * (forgiven_at - now))
                 raise EngineLost("the engine died twice while it worked on such a request", 0, retry_after_ms=retry_ms)

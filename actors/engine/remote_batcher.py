@@ -319,6 +319,7 @@ class RemoteBatcher(GenServer):
     # Requests
 
     def _receive(self, message: Generate | Embed, from_: "From[Any]") -> None:
+        # guard: draining takes nothing new, at the link
         self._draining.check()
         if isinstance(message, Embed):
             validate_embed(message.request, self.options.limits)
@@ -333,6 +334,7 @@ class RemoteBatcher(GenServer):
         wanted = message.request
         is_streamed = isinstance(message, Generate) and message.on_token is not None
         # The engine bounds the wait for a slot itself, from when it has the request.
+        # guard: default deadline, at the link
         wait_s = (self.options.default_deadline_s or None) if message.client else None
         entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed, wait_s=wait_s)
         entry.caller = WaitingCaller(from_, self.monitor(from_), message)
@@ -355,6 +357,7 @@ class RemoteBatcher(GenServer):
         """A caller has stopped waiting."""
         self._questions.leave(monitor, self._connection)
         entry = self._callers.pop(monitor, None)
+        # guard: callers that leave, at the link
         if entry is not None:
             self._forget(entry)
 
@@ -450,6 +453,7 @@ class RemoteBatcher(GenServer):
         now = trio.current_time()
         self._watch.was_deaf(max(0.0, now - self._last_tick - TICK_S))
         self._last_tick = now
+        # guard: deadline without an engine
         for entry in self.accepted.expired(now):
             reason = "the deadline passed before the engine had answered"
             if entry.wait_s is not None:
@@ -457,6 +461,7 @@ class RemoteBatcher(GenServer):
             self._end(entry, DeadlineExceeded(reason))
         if not len(self.accepted):
             self.accepted.check_integrity()
+        # guard: hung engine
         if self._connection is not None and not self._watch.is_given_up and self._watch.is_stuck(now):
             self._give_up(f"no progress for {self._watch.stalled_s(now):.1f} s")
 

@@ -99,6 +99,7 @@ class ConnectionLimit:
         self._newcomers[seat] = None
         self._taken += 1
         try:
+            # guard: connections of strangers
             if self._taken > self.most:
                 oldest = next(iter(self._newcomers))
                 oldest.settle()  # it is pushed out only once
@@ -163,6 +164,7 @@ class MessageRoom:
         self.num_bytes += num_bytes - self._held.pop(share, 0)
         if num_bytes:
             self._held[share] = num_bytes
+        # guard: half messages of strangers
         while self.num_bytes > self.max_bytes:
             oldest = next(iter(self._held))
             self.num_bytes -= self._held.pop(oldest)

@@ -88,6 +88,7 @@ class Caller:
     @property
     def payer(self) -> str:
         """Whose share of the service its requests are taken from: connections cost nothing, keys are given out."""
+        # guard: share is the key's
         return self.client if self.tenant is None else f"tenant:{self.tenant}"
 
 
@@ -253,6 +254,7 @@ class Dispatcher:
             raise UnknownMethod(f"no method {method[:64]!r}; there are {known}") from None
         if self._of_fleet:
             tenant = None  # a key names the gateway, not its clients
+        # guard: drain is the operator's
         if row.is_operators and tenant is not None:
             raise Forbidden(f"{method} is for the operator, at an address of this machine without keys or tokens")
         try:
@@ -299,6 +301,7 @@ class Dispatcher:
         request = _claimed(to_generate_request(params), caller)
         payer = caller.payer
         if request.payer is not None:
+            # guard: who may say whom it asks for
             if not self._of_fleet:
                 raise InvalidRequest("payer", "is for the gateways of a fleet to say")
             payer = request.payer.name
@@ -342,6 +345,8 @@ def _claimed(request: Claimed, caller: Caller) -> Claimed:
     """
     if caller.tenant is None or request.tenant == caller.tenant:
         return request
+    # guard: no other tenant's name
     if request.tenant:
         raise InvalidRequest("tenant", "is not the name that goes with the key or token")
+    # guard: tenant is the key's
     return msgspec.structs.replace(request, tenant=caller.tenant)

@@ -118,6 +118,7 @@ class RPCConnection:
         self._sent = trio.Event()  # there is less in it
         self._is_sending = False
         self._reading = trio.CancelScope()
+        # guard: size before the token
         self._splitter = MessageSplitter(MAX_HELLO_BYTES if self._asks_for_hello else MAX_TRANSPORT_BYTES)
 
     async def run(self) -> None:
@@ -247,6 +248,7 @@ class RPCConnection:
         """Acts on a message; returns whether the connection goes on."""
         if self.session is None:
             return self._greet(message)
+        # guard: tokens taken off the list
         if self._authenticate is not None and self._authenticate(self._token) != self.session.tenant:
             self.session.refuse(message, Unauthenticated("the token is no longer valid"))
             self.cancel_all(Unauthenticated("the token is no longer valid"))
@@ -266,6 +268,7 @@ class RPCConnection:
             return False
         token = None if hello is None else hello.token
         tenant = self._authenticate(token) if self._authenticate is not None and token is not None else None
+        # guard: token before anything, msgpack-RPC
         if self._authenticate is not None and tenant is None:
             asks = "the service asks for a token (--token), in a hello before all else"
             fault = "the token is not known" if token else asks
@@ -399,6 +402,7 @@ class RPCGateway:
                         room=self._room,
                         client=f"rpc:{next(self._names)}",
                         authenticate=authenticate,
+                        # guard: a hello first, over TCP
                         asks_for_hello=stream.socket.family != socket.AF_UNIX,
                         on_sense=seat.settle,
                     )
@@ -473,6 +477,7 @@ def check_connection(connection: RPCConnection, now: float) -> None:
     if session.lease_s is None or not session.num_calls:
         return
     lease_s = min(session.lease_s, MAX_LEASE_S)
+    # guard: lease, msgpack-RPC
     if now - connection.last_heard > lease_s:
         session.cancel_all(Cancelled(f"the client was not heard for {lease_s:g} s"))
     else:

@@ -57,6 +57,7 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """Whether more is waiting than may wait for a client that takes nothing."""
+        # guard: bound of the outbox
         return self.num_waiting > MAX_WAITING
 
     def post(self, message: bytes) -> None:
@@ -143,6 +144,7 @@ class OpenCall:
     def deliver(self, token: TokenArray) -> bool:
         """Sends the next token, or keeps it until there is credit; returns whether it was sent."""
         if self._credit is not None:
+            # guard: credit of a stream
             if not self._credit:
                 self._hold(token)
                 return False
@@ -168,6 +170,7 @@ class OpenCall:
 
     def check_stalled(self, now: float) -> None:
         """Cancels it if its client has granted nothing for too long while tokens wait."""
+        # guard: stalled stream
         if self._stalled_since is not None and now - self._stalled_since > STALLED_S:
             self.cancel(Cancelled(f"the client granted no credit for {STALLED_S:g} s"))
 
@@ -176,6 +179,7 @@ class OpenCall:
             self._stalled_since = trio.current_time()
             self._caught_up = trio.Event()
         self._held.append(token)
+        # guard: tokens that wait for credit
         if len(self._held) > MAX_HELD:
             self.cancel(Cancelled(f"more than {MAX_HELD} tokens of this call wait for credit"))
 
@@ -259,6 +263,7 @@ class RPCSession:
             case Refused(error, reply, is_foreign):
                 self._log_refusal(error)
                 self._post(reply)
+                # guard: another protocol is the connection's end
                 return not is_foreign
         return True
 

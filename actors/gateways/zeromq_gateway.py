@@ -189,7 +189,9 @@ class ZeroMQGateway:
 
     def _listen(self, path: Path | None) -> None:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        # guard: no identity handed over
         self._socket.set(zmq.ROUTER_HANDOVER, 0)
+        # guard: cap on a frame, ZeroMQ
         self._socket.set(zmq.MAXMSGSIZE, MAX_TRANSPORT_BYTES)
         # With a bound libzmq stops reading where it is reached. If that client then resets its connection with a PING
         # among what was read, libzmq 4.3.5 aborts the process (`!_io_error`, stream_engine_base.cpp). The bounds are
@@ -249,6 +251,7 @@ class ZeroMQGateway:
         message = rest[1:] if peer.delimited else rest
         # Several frames make no message; the decoder says so of an empty one.
         data = message[0] if len(message) == 1 else b""
+        # guard: keys taken off the list
         if self._guard.is_welcome(peer.key):
             peer.session.receive(data, may_stream=not peer.delimited)
         else:
@@ -361,11 +364,13 @@ class ZeroMQGateway:
         if peer.blocked_since is not None and now - peer.blocked_since > STALLED_S:
             peer.leave()
         lease_s = None if session.lease_s is None else min(session.lease_s, MAX_LEASE_S)
+        # guard: streams of keys taken off the list
         if not self._guard.is_welcome(peer.key):
             session.cancel_all(_revoked())
         session.check_stalled(now)
         if peer.is_gone or (peer.is_idle and silent_s > (lease_s or DEFAULT_LEASE_S)):
             self._forget(peer)
+        # guard: lease, ZeroMQ
         elif lease_s is not None and silent_s > lease_s:
             session.cancel_all(Cancelled(f"the client was not heard for {lease_s:g} s"))
         elif lease_s is not None and session.num_calls and not peer.delimited:

@@ -87,6 +87,7 @@ class ZeroMQConnections:
         counts = self._taken.setdefault(connection, [0, 0])
         counts[0] += 1
         counts[1] += num_bytes
+        # guard: flood of messages
         if counts[0] <= MAX_MESSAGES_AT_ONCE and counts[1] <= MAX_BYTES_AT_ONCE:
             return True
         if connection in self:
@@ -109,6 +110,7 @@ class ZeroMQConnections:
             before = self._received.setdefault(connection, 0)
             if connection in spoke:
                 self._received[connection] = received
+            # guard: message without an end
             elif received - before > MAX_BYTES_BETWEEN:
                 logger.warning("a client sent %d bytes of a message without an end, and was cut off", received - before)
                 self.end(connection)
@@ -228,6 +230,7 @@ class ZAPHandler:
             return [VERSION, request_id, b"500", b"not a question of this service's", b"", b""]
         key = z85.encode(credentials[0])
         name = self._keys.client_name(key.decode())
+        # guard: list of keys
         if name is None:
             logger.info("refused a ZeroMQ client at %s: its key %s is not on the list", address.decode(), key.decode())
             return [VERSION, request_id, b"400", b"the key is not on the list", b"", b""]
@@ -299,6 +302,7 @@ async def open_guard(socket: ZeroMQSocket, keys: ServerKeys | None) -> AsyncIter
     async with AsyncExitStack() as stack:
         # A socket with a domain refuses the greetings of ZMTP 1.0 and 2.0, which can show no key. Any first byte but
         # 0xFF, such as that of a web page's POST, is taken for a greeting of ZMTP 1.0.
+        # guard: old greetings
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         monitor = await stack.enter_async_context(monitored(socket, EVENTS))
         zap = await stack.enter_async_context(open_zap_handler(socket, keys)) if keys is not None else None

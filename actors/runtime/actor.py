@@ -220,6 +220,7 @@ class Mailbox(Lifetime):
             raise ActorDown(self.name, self.closed)
         if control:
             self._control.append(envelope)
+        # guard: bound of a mailbox
         elif len(self._normal) < self.max_size:
             self._normal.append(envelope)
         else:

@@ -46,6 +46,7 @@ class FairShare:
         """Books that one of the client's requests is at work."""
         if client not in self._requests:
             least = min((self._served[other] for other in self._requests), default=self._last_left)
+            # guard: lift of who comes back
             self._served[client] = max(self.served(client), least)
         self._requests[client] = self._requests.get(client, 0) + 1
 

@@ -178,6 +178,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
             if needed <= available:
                 fitting.append(request)
                 available -= needed
+            # guard: what never fits
             elif needed > max_blocks:
                 never_fitting.append(request)
             else:
@@ -250,7 +251,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
         if self.pause_order is PauseOrder.OLDEST and not reset_blocks and not running[0].num_pauses:
             return 0
         # The first is never among them: whatever happens, the one that has run longest gets to its end.
+        # guard: the first is never paused
         newest_first = range(len(running) - 1, 0, -1)
+        # guard: pauses of one request
         spared = (index for index in newest_first if running[index].num_pauses < self.max_pauses)
         return next(spared, len(running) - 1)
 

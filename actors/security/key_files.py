@@ -228,6 +228,7 @@ class TokenFile:
         given = hash_token(token)
         found = None
         for name, known in self._file.watch().items():
+            # guard: tokens are compared in constant time
             if hmac.compare_digest(given, known):
                 found = name
         return found

@@ -33,6 +33,7 @@ def check_bind(option: str, address: str, host: str, *, lacking: Sequence[str]) 
     Raises:
         InsecureBind: others could reach the host, and something is lacking.
     """
+    # guard: bind policy
     if lacking and not is_loopback(host):
         raise InsecureBind(option, address, lacking)
 

@@ -92,6 +92,7 @@ class SessionFile:
             raise SessionFileError(f"{self.path} cannot be read: {error.strerror}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise SessionFileError(f"{self.path} is not a session of genbatch chat: {error}") from error
+        # guard: digest of a session file
         intact = len(state) == head.state_bytes and hashlib.sha256(state).hexdigest() == head.state_sha256
         return Session(system=head.system, turns=head.turns, state=state if intact else b"", is_damaged=not intact)
 

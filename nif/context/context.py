@@ -344,6 +344,7 @@ class Context:
         self.kv.seq_rm(seq_id, p0, p1)
         if self.kv.length(seq_id) == 0:
             # A slot's next user must not inherit the last one's half of a code point.
+            # guard: a slot forgets
             self._texts.pop(seq_id, None)
 
     def attach_prefix(self, seq_id: int, tokens: Sequence[int], key: bytes = b"") -> int:
@@ -424,6 +425,7 @@ class Context:
             if entry.adapter not in self._adapter_handles:
                 raise BatchError(f"sequence {entry.seq_id}: no adapter has the handle {entry.adapter}")
             for token in entry.tokens:
+                # guard: token ids of an entry
                 if not 0 <= token < width:
                     raise BatchError(f"sequence {entry.seq_id}: token id {token} is outside 0..{width - 1}")
 
@@ -458,6 +460,7 @@ class Context:
                 result = read(self.runner.forward(laid_out), None)
         except BaseException:
             # A step that failed must leave no trace, wherever it did: the same entries may be evaluated again.
+            # guard: a step that failed is undone
             reservation.rollback()
             raise
         reservation.commit(None if kept is None else kept(result))

@@ -173,6 +173,7 @@ def _that_count(draft: Sequence[int], draws: list[Sampled | SampleFault]) -> lis
     """The draws up to the first that is not what was drafted: the ones after it follow a wrong token."""
     for place, token in enumerate(draft):
         draw = draws[place]
+        # guard: draws after a wrong draft do not count
         if not isinstance(draw, Sampled) or draw.token_id != token:
             return draws[: place + 1]
     return draws
@@ -269,6 +270,7 @@ class OverlappedRun:
             try:
                 _read(flight)
             finally:
+                # guard: the step under way is undone
                 flight.reservation.rollback()
 
     def _launch(self, tokens: Sequence[int], after: Launched | None) -> _Flight:

@@ -134,11 +134,13 @@ class PrefixCache:
 
     def _name(self, parent: bytes, tokens: Sequence[int], index: int) -> bytes:
         start = index * self.block_size
+        # guard: parent in the hash
         return sha256(parent + array("q", tokens[start : start + self.block_size]).tobytes()).digest()
 
 
 def root_hash(key: bytes) -> bytes:
     """What stands for the parent of a first block."""
+    # guard: tenant in the hash
     return sha256(_ROOT + key).digest()
 
 
@@ -210,6 +212,7 @@ class BlockPool:
         """Holds each block once less, in this order; one held no more is free, and initialized if hashed."""
         for block in blocks:
             self.references[block] -= 1
+            # guard: reference count at release
             if self.references[block] == 0:
                 if self.hashes[block] is None:
                     self._uninitialized.append(block)
@@ -239,6 +242,7 @@ class BlockPool:
             AssertionError: a count differs, or the states do not partition the ids.
         """
         for block, (counted, expected) in enumerate(zip(self.references, held, strict=True)):
+            # guard: integrity check
             assert counted == expected, f"block {block} is counted {counted} times and held {expected} times"
         free = self._uninitialized + list(self._initialized)
         used = [block for block, count in enumerate(self.references) if count > 0]

@@ -97,6 +97,7 @@ class BlockTables:
         block = self.partial_tail(group, sequence)
         if block is None:
             return None
+        # guard: copy on write
         return block if self.pools[group].references[block] > 1 else None
 
     def settle(self, sequence: KVSequence) -> None:
@@ -150,6 +151,7 @@ class BlockTables:
             hole = min(max(whole, self.kept[group]), end)  # from here to `start`, there is nothing that p1 attends to
             start = max(hole, first)
             sinks, shared = given[whole:hole], given[start:end]
+            # guard: copies share
             for block in sinks + shared:
                 pool.share(block)
             pool.release(self.live(group, target, whole))  # the partly filled one, which is covered
@@ -194,6 +196,7 @@ class BlockTables:
         """Forgets the positions from `length` on; with 0, also whose sequence it was."""
         kept = self.blocks(length)
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            # guard: blocks come back
             pool.release(reversed(self.live(group, sequence, kept)))  # a chain's leaves are forgotten before its root
             del table[kept:]
             sequence.evicted[group] = min(sequence.evicted[group], kept)

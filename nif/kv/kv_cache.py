@@ -293,6 +293,7 @@ class KVCache:
             raise BatchError(f"sequence {seq_id} holds {len(sequence.tokens)} positions already")
         check_prompt(self._tables, seq_id, tokens, self._cap)
         filled = self._tables.fill(sequence, tokens)
+        # guard: content from outside is not shared
         sequence.key = key
         if key is not None and self._tables.prefix_cache is not None:
             # Named, but not cached: the caller has yet to fill them.

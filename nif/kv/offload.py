@@ -60,6 +60,7 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
             raise ValueError("its metadata is no map")
     except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise BatchError(f"not a saved sequence: {error}") from error
+    # guard: identity of a session file
     if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
         raise BatchError("the saved sequence is of another model, precision or block size")
     return tokens, contents

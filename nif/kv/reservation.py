@@ -50,6 +50,7 @@ class Reservation:
         self._on_end()
         sequences, settle = self._tables.sequences, self._tables.settle
         shorter: list[KVSequence] = []
+        # guard: tokens told at the commit
         if told is not None:
             entries = list(zip(self._entries, told, strict=True))
             shorter = [sequences[seq_id] for (seq_id, tokens, _), kept in entries if len(kept) < len(tokens)]
@@ -63,6 +64,7 @@ class Reservation:
         for group, block in self.replaced():
             self._tables.pools[group].release((block,))
         for sequence in shorter:
+            # guard: blocks of wrong drafts come back
             self._tables.trim(sequence)
 
     def rollback(self) -> None:
@@ -97,6 +99,7 @@ class Reservation:
                 used += 1
             elif len(sequence.tokens) % tables.block_size:
                 # Nobody else holds it, so it is written in place, and stops being what its hash says.
+                # guard: content that changes loses its name
                 tables.pools[group].drop_hash(table[-1])
             more = tables.blocks(length) - before
             if more:

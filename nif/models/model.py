@@ -399,6 +399,7 @@ class _Directory:
         self.directory = directory
         check_counts(source, "config.json", read_object(source, directory / "config.json"))
         try:
+            # guard: no code of a model
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault

@@ -76,6 +76,7 @@ def check_directory(source: str, directory: Path) -> None:
     if not (directory / "config.json").is_file():
         raise ModelError(source, f"{directory} has no config.json")
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    # guard: no pickled weights
     if single.is_file() or index.is_file():
         return
     pickled = sorted(file.name for pattern in PICKLED for file in directory.glob(pattern))

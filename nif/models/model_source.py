@@ -131,6 +131,7 @@ log = logging.getLogger("genbatch")
 OTHER_CACHE = "name another folder for the cache with $GENBATCH_CACHE"
 
 # Weights, configuration, tokenizer and template; never pickled weights, never code.
+# guard: no pickles fetched
 _SNAPSHOT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIRST_PIP_WITH_RAW_PROGRESS = (24, 1)

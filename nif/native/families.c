@@ -19,6 +19,7 @@ static int chunks_with(const family *f, const attention_entry *entry, const cach
     const attention_entry *first = &f->members[0];
     int shorter = first->kv_len < entry->kv_len ? first->kv_len : entry->kv_len;
     /* The block of a sequence's last key is its own. */
+    /* guard: own block of a family's member */
     int chunks = attention_whole_chunks(c, common_blocks(first->table, entry->table, (shorter - 1) / c->block_size));
     if (f->count == 1) return chunks;
     return 2 * chunks < f->chunks ? 0 : chunks < f->chunks ? chunks : f->chunks;
@@ -27,6 +28,7 @@ static int chunks_with(const family *f, const attention_entry *entry, const cach
 /* Where a window ends inside a sequence, the blocks before it may be anything. */
 static bool may_share(const attention_entry *entry, int window)
 {
+    /* guard: evicted blocks of a family's member */
     return entry->query_len == 1 && entry->kv_len <= window;
 }
 

@@ -74,10 +74,12 @@ class BlockTransfer:
             storage: [num_blocks, elements of a block].
         """
         host = torch.empty((len(blocks), storage[0].nbytes), dtype=torch.uint8, pin_memory=self._on_gpu)
+        # guard: blocks leave after the step that wrote them
         self._stream.wait_for_compute()
         with self._stream.open():
             for part in self._parts(storage, len(blocks)):
                 gathered = storage[self._ids(blocks[part])].view(torch.uint8)
+                # guard: a step waits until what it writes over is gathered
                 self._stream.hold_up_compute()
                 host[part].copy_(gathered, non_blocking=True)
         return host
@@ -87,8 +89,10 @@ class BlockTransfer:
         with self._stream.open():
             for part in self._parts(storage, len(blocks)):
                 arrived = content[part].to(self._device, non_blocking=True)
+                # guard: blocks come back after who read what was there
                 self._stream.wait_for_compute()  # kernels under way may read what these blocks held before
                 storage[self._ids(blocks[part])] = arrived.view(storage.dtype)
+        # guard: a step waits until its blocks are back
         self._stream.hold_up_compute()
 
     def finish(self) -> None:

@@ -79,6 +79,7 @@ class BatchUpload:
         stage = self._stages[self._next]
         self._next = (self._next + 1) % _NUM_STAGES
         if stage.copied is not None:
+            # guard: staging memory is filled when it has been copied
             stage.copied.synchronize()
         if len(stage.host) < size:
             stage.host = self._new_host(2 * size)
@@ -413,11 +414,13 @@ class Launches:
             graph, step = captured
         size = packed_size(step)
         try:
+            # guard: a step's input is memory of the stream that writes it
             with self._copies.open():
                 # Allocated on the stream that writes it: memory of the computing stream may be what the step under
                 # way has given back and still uses.
                 inputs = pair.inputs_of(size)
                 arrived = self._upload.upload_step(step, into=inputs)
+            # guard: a step waits for its input
             self._copies.hold_up_compute()
             if graph is not None:
                 graph.inputs.copy_(inputs[:size])
@@ -459,6 +462,7 @@ class LaunchedStep:
         assert not self.is_read, "its buffers may be another step's by now"
         self.is_read = True
         if self._arrived is not None:
+            # guard: tokens are read when they have arrived
             self._arrived.synchronize()
         return [None if token == NONE else token for token in self._tokens.tolist()]
 

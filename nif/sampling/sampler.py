@@ -213,6 +213,7 @@ class SamplerState:
 def greedy(largest: Largest) -> list[Sampled | SampleFault]:
     """The tokens of rows that take the model's largest logit as it is, as `sample` gives them."""
     tokens = largest.token_ids.tolist()
+    # guard: rows that are no numbers, greedy
     finite = np.isfinite(largest.values)
     if finite.all():
         return [Sampled(token) for token in tokens]
@@ -251,6 +252,7 @@ def sample(
         tokens: list[int | None] = best_ids.tolist()
     else:
         best, tokens = torch.from_numpy(largest.values), largest.token_ids.tolist()
+    # guard: rows that are no numbers
     finite = best.isfinite().tolist()
     faults = [SampleFault(_NOT_FINITE)] * len(states)
     rest = [i for i, s in enumerate(states) if finite[i] and (s.edits or s.params.temperature > 0.0)]
@@ -391,6 +393,7 @@ def choose(
         return _choose_all(logits, largest, states, positions)
     except Exception:
         # What is one state's own fault must not cost the others this step.
+        # guard: a sampler's fault is its row's
         return _choose_each(logits, largest, states, positions)
 
 

@@ -100,11 +100,11 @@ def _check(copies: "queue.SimpleQueue[Path]", mutation: Mutation) -> tuple[Mutat
     copy = copies.get()
     started = time.perf_counter()
     try:
-        text = mutation.apply(copy)
+        path, text = mutation.apply(copy)
         try:
             run = run_tests(copy, list(mutation.tests), stop_at_first=True, timeout_s=TIMEOUT_S)
         finally:
-            (copy / mutation.file).write_text(text)
+            path.write_text(text)
         is_killed, what = _verdict(mutation, run)
     except DoesNotApply as fault:
         is_killed, what = False, f"does not apply: {fault}"
@@ -129,7 +129,7 @@ def _table(rows: list[tuple[Mutation, bool, str]]) -> str:
     lines = ["| guard | without it | file | test that turns red |", "|---|---|---|---|"]
     for mutation, is_killed, what in rows:
         red = f"`{what}`" if is_killed else f"**survives**: {what}"
-        lines.append(f"| {mutation.name} | {mutation.why} | `{mutation.file}` | {red} |")
+        lines.append(f"| {mutation.name} | {mutation.why} | `{mutation.file(ROOT)}` | {red} |")
     return "\n".join(lines) + "\n"
 
 

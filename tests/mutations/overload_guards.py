@@ -1,74 +1,65 @@
 """Who is let in, whose turn it is, and who gives way."""
 
-from tests.mutations.mutation import Mutation
+from tests.mutations.mutation import (
+    Mutation,
+    always,
+    argument_becomes,
+    call_becomes,
+    dropped,
+    never,
+    unfiltered,
+    value_becomes,
+    without_operand,
+)
 
-ADMISSION, INTAKE, BATCHER = "actors/batcher/options.py", "actors/batcher/intake.py", "actors/batcher/batcher.py"
-ARRIVALS = "actors/batcher/arrivals.py"
-OPEN_REQUESTS, CAPACITY = "actors/batcher/open_requests.py", "actors/scheduling/scheduler.py"
 BAD_REQUESTS = ("actors/batcher/test_answers.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
 
 OVERLOAD_GUARDS = (
     Mutation(
         "the prompt fits",
-        INTAKE,
-        "if room < 1:",
-        "if False:",
+        never,
         BAD_REQUESTS,
         "a prompt that can never run waits for ever",
     ),
     Mutation(
         "the answer fits",
-        INTAKE,
-        "min(wanted.max_tokens, room)",
-        "wanted.max_tokens",
+        call_becomes("min", "{0}"),
         ("actors/batcher/test_answers.py::test_an_answer_that_does_not_fit_is_cut_to_the_room_that_is_left",),
         "a request runs into the end of the context",
     ),
     Mutation(
         "token ids of a request",
-        INTAKE,
-        "if not 0 <= token_id < self._model.vocab_size:",
-        "if False:",
+        never,
         BAD_REQUESTS,
         "an id beyond the vocabulary reaches the model",
     ),
     Mutation(
         "bound of the queue",
-        ADMISSION,
-        "if load.waiting + wanted > self.max_queue + load.free_slots:",
-        "if False:",
+        never,
         ("actors/batcher/test_admission.py::test_the_queue_holds_max_queue_and_what_free_slots_take_at_once",),
         "the queue grows without end",
     ),
     Mutation(
         "a client's share of the queue",
-        ADMISSION,
-        "if mine + wanted > most + load.free_slots:",
-        "if False:",
+        never,
         ("actors/batcher/test_admission.py::test_whatever_greedy_clients_ask_there_is_room_for_a_newcomer",),
         "one client fills the queue for all",
     ),
     Mutation(
         "a client's open requests",
-        ADMISSION,
-        "if held + wanted > most:",
-        "if False:",
+        never,
         ("actors/batcher/test_admission.py::test_beside_others_a_client_has_two_sequences_a_slot_open",),
         "one client holds all slots",
     ),
     Mutation(
         "hopeless deadline",
-        ADMISSION,
-        "expected_s is not None and expected_s > patience_s:",
-        "False:",
+        never,
         ("actors/batcher/test_admission.py::test_a_deadline_before_its_turn_is_refused_at_once",),
         "work is begun for nobody",
     ),
     Mutation(
         "default deadline",
-        ARRIVALS,
-        "            wait_s=(options.default_deadline_s or None) if client else None,",
-        "            wait_s=None,",
+        value_becomes("None"),
         (
             "actors/batcher/test_overload.py::test_a_clients_request_without_a_deadline_waits_no_longer_than_the_default_one",
         ),
@@ -76,25 +67,19 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "default deadline, once it has a slot",
-        "actors/batcher/requests.py",
-        "        if self.limits.deadline_s is None:\n            self.expires_at = None\n",
-        "",
+        never,
         ("actors/batcher/test_overload.py::test_the_default_deadline_does_not_end_an_answer_that_is_being_generated",),
         "a long answer is thrown away",
     ),
     Mutation(
         "limit on an answer's time",
-        "actors/batcher/requests.py",
-        "        if self.limits.answer_s is not None and self.embedding is None:",
-        "        if False:",
+        never,
         ("actors/batcher/test_overload.py::test_the_operators_limit_on_an_answers_time_ends_it_as_its_length_does",),
         "an answer takes longer than the operator allows",
     ),
     Mutation(
         "default deadline, at the link",
-        "actors/engine/remote_batcher.py",
-        "wait_s = (self.options.default_deadline_s or None) if message.client else None",
-        "wait_s = None",
+        value_becomes("None"),
         (
             "actors/engine/test_remote_batcher.py::"
             "test_a_clients_request_waits_for_an_engine_no_longer_than_the_default_deadline",
@@ -103,25 +88,19 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "deadline at each step",
-        OPEN_REQUESTS,
-        "if request.abandoned is None and request.expires_at is not None and now >= request.expires_at:",
-        "if False:",
+        never,
         ("actors/batcher/test_batcher.py::test_a06_a_deadline_ends_a_request_with_what_it_has",),
         "what is late goes on",
     ),
     Mutation(
         "deadline during a run",
-        OPEN_REQUESTS,
-        "request.abandoned is not None or (request.expires_at is not None and now >= request.expires_at)\n",
-        "request.abandoned is not None\n",
+        without_operand(1),
         ("actors/batcher/test_run_ahead.py::test_a_deadline_ends_a_request_during_a_run",),
         "what is late goes on for up to 64 steps",
     ),
     Mutation(
         "callers that leave",
-        BATCHER,
-        "                if request:\n",
-        "                if False:\n",
+        never,
         (
             "actors/batcher/test_batcher.py::test_a06_a_cancelled_caller_frees_its_sequence_at_the_next_tick",
             "actors/batcher/test_batcher.py::test_a06_callers_that_leave_while_waiting_never_run",
@@ -130,41 +109,31 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "draining takes nothing new",
-        ARRIVALS,
-        "self._draining.check()",
-        "pass",
+        dropped,
         ("actors/batcher/test_service_calls.py::test_a_draining_batcher_finishes_what_it_has_and_takes_nothing_new",),
         "a service that is to stop never does",
     ),
     Mutation(
         "clients take turns",
-        "actors/batcher/slots.py",
-        "if self._fair is None or len(self.pending) < 2:",
-        "if True:",
+        always,
         ("actors/batcher/test_overload.py::test_a_client_with_one_request_does_not_wait_behind_anothers_four",),
         "who asks most is served most",
     ),
     Mutation(
         "lift of who comes back",
-        "actors/scheduling/fair_share.py",
-        "max(self.served(client), least)",
-        "self.served(client)",
+        call_becomes("max", "{0}"),
         ("actors/scheduling/test_fair_share.py::test_nobody_saves_up_a_claim_by_staying_away",),
         "a client saves up turns by staying away",
     ),
     Mutation(
         "what a client had elsewhere",
-        OPEN_REQUESTS,
-        "self._fair.owe(request.account, request.wanted.payer.served)",
-        "pass",
+        dropped,
         ("actors/batcher/test_overload.py::test_what_a_client_had_of_a_fleets_other_replicas_counts_here",),
         "who asks every replica has a share of each",
     ),
     Mutation(
         "who may say whom it asks for",
-        "actors/gateways/dispatcher.py",
-        "            if not self._of_fleet:\n",
-        "            if False:\n",
+        never,
         (
             "actors/gateways/test_dispatcher.py"
             "::test_only_a_fleets_gateways_say_whom_they_ask_for_and_may_drain_with_a_key",
@@ -173,17 +142,13 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "ageing",
-        INTAKE,
-        "turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s",
-        "turn=1e9 * wanted.priority",
+        value_becomes("1e9 * wanted.priority"),
         ("actors/batcher/test_overload.py::test_a_priority_is_worth_so_much_waiting_and_no_more",),
         "the less urgent starve",
     ),
     Mutation(
         "the first is never paused",
-        CAPACITY,
-        "newest_first = range(len(running) - 1, 0, -1)",
-        "newest_first = range(len(running) - 1, -1, -1)",
+        argument_becomes("range", 1, "-1"),
         (
             "actors/scheduling/test_capacity.py::test_a_request_that_was_paused_twice_is_spared_while_there_is_another",
             "actors/scheduling/test_capacity.py::test_b17_the_request_that_has_run_longest_is_never_paused",
@@ -192,17 +157,13 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "pauses of one request",
-        CAPACITY,
-        "if running[index].num_pauses < self.max_pauses",
-        "if True",
+        unfiltered,
         ("actors/scheduling/test_capacity.py::test_a_request_that_was_paused_twice_is_spared_while_there_is_another",),
         "the newest is computed again and again",
     ),
     Mutation(
         "what never fits",
-        CAPACITY,
-        "elif needed > max_blocks:",
-        "elif False:",
+        never,
         ("actors/scheduling/test_capacity.py::test_s05_what_can_never_fit_is_reported_and_holds_nobody_back",),
         "one that never fits holds everybody back",
     ),

@@ -8,7 +8,18 @@ import pytest
 
 from tests.mutations import drawn as drawn_mutations
 from tests.mutations.drawn import Record, Tried, changes_of, draw
-from tests.mutations.mutation import DoesNotApply, Mutation
+from tests.mutations.mutation import (
+    Change,
+    DoesNotApply,
+    Mutation,
+    always,
+    call_becomes,
+    dropped,
+    markers,
+    never,
+    only_otherwise,
+    without_operand,
+)
 from tests.mutations.mutations import MUTATIONS
 from tests.mutations.reach import Reach
 
@@ -17,13 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_guard_can_be_taken_out_of_a_copy_and_put_back(mutation: Mutation, tmp_path: Path) -> None:
-    source, copy = ROOT / mutation.file, tmp_path / mutation.file
+    source = ROOT / mutation.file(ROOT)
+    copy = tmp_path / mutation.file(ROOT)
     copy.parent.mkdir(parents=True)
     shutil.copy(source, copy)
-    text = mutation.apply(tmp_path)
-    assert text == source.read_text() != copy.read_text()
+    path, text = mutation.apply(tmp_path)
+    assert path == copy and text == source.read_text() != copy.read_text()
     if copy.suffix == ".py":
-        ast.parse(copy.read_text())  # else every test would be red
+        assert ast.dump(ast.parse(copy.read_text())) != ast.dump(ast.parse(text)), "nothing but the layout changed"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -33,10 +45,55 @@ def test_the_tests_that_are_named_are_there(mutation: Mutation) -> None:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
 
 
-def test_a_guard_that_has_moved_is_named(tmp_path: Path) -> None:
-    (tmp_path / "there.py").write_text("if full: return\nif full: return\n")
-    with pytest.raises(DoesNotApply, match="2 times"):
-        Mutation("bound", "there.py", "if full", "if False", (), "it grows").apply(tmp_path)
+def test_every_marker_of_the_product_has_its_guard() -> None:
+    assert set(markers(ROOT)) == {mutation.name for mutation in MUTATIONS}
+
+
+def written(root: Path, text: str) -> None:
+    (root / "proto").mkdir(exist_ok=True)
+    (root / "proto" / "there.py").write_text(text)
+    markers.cache_clear()
+
+
+def taken_out(root: Path, text: str, change: Change) -> str:
+    written(root, text)
+    path, _ = Mutation("bound", change, (), "it grows").apply(root)
+    return path.read_text()
+
+
+def test_a_marker_that_is_missing_or_there_twice_is_named(tmp_path: Path) -> None:
+    for text, times in (("if full: pass\n", 0), ("# guard: bound\nif full: pass\n" * 2, 2)):
+        with pytest.raises(DoesNotApply, match=f"'guard: bound' {times} times"):
+            taken_out(tmp_path, text, never)
+
+
+def test_a_statement_of_another_shape_is_named(tmp_path: Path) -> None:
+    for text, change in (
+        ("# guard: bound\nfull()\n", never),
+        ("# guard: bound\nif f(max(1, 2), max(3, 4)): pass\n", call_becomes("max", "{0}")),
+        ("# guard: bound\nif True:\n    x = max(1, 2)\n", call_becomes("max", "{0}")),
+        ("# guard: bound\n", dropped),
+    ):
+        with pytest.raises(DoesNotApply):
+            taken_out(tmp_path, text, change)
+
+
+@pytest.mark.parametrize(
+    ("statement", "change", "rest"),
+    [
+        ("if a:\n    pass\nelif b:\n    pass\n", always, "if (a) or True:\n    pass\nelif b:\n    pass\n"),
+        ("if a or\\\n  b: pass\n", never, "if (a or\\\n  b) and False: pass\n"),
+        ("f(\n    1,\n)\ng()\n", dropped, "pass\ng()\n"),
+        ("x = 'ä' if a(b) else c\n", only_otherwise, "x = c\n"),
+        ("if f(max(a.b, 2)):\n    max(1, 2)\n", call_becomes("max", "{0}"), "if f(a.b):\n    max(1, 2)\n"),
+        ("return a and (b or c)\n", without_operand(0), "return (b or c)\n"),
+    ],
+)
+def test_a_guard_is_found_by_its_marker_and_the_shape_of_its_statement(
+    statement: str, change: Change, rest: str, tmp_path: Path
+) -> None:
+    for before in ("# guard: bound\n", "a = 'é'\n# guard: bound\n# guard: another\n"):
+        assert taken_out(tmp_path, before + statement, change) == before + rest
 
 
 def test_names_tell_guards_apart() -> None:

@@ -88,9 +88,11 @@ class Front:
         host = headers.get("host", "")
         self._check_host(host, scope["path"])
         origin = headers.get("origin")
+        # guard: pages of other sites
         if origin is not None and _host_of(origin) != host and origin.lower() not in self._origins:
             raise Forbidden(f"pages of {origin[:128]!r} may not use this service (--allowed-origin)")
         client = f"http:{(scope.get('client') or ('',))[0]}"
+        # guard: token before anything, HTTP
         if self._authenticate is None or scope["path"] in OPEN_PATHS:
             return HTTPCaller(client)
         # Anthropic's clients have a header of their own.
@@ -109,6 +111,7 @@ class Front:
         name = _without_port(host)
         if is_loopback(name) or name.lower() in self._hosts:
             return
+        # guard: names that lead to this machine
         if self._only_loopback:
             wanted = "localhost, 127.0.0.1 or [::1]"
         elif self._hosts and path != "/health":  # probes name the address that they were given
@@ -168,6 +171,7 @@ async def _read(receive: Receive) -> bytes:
             message = await receive()
             parts.append(message["body"])
             size += len(parts[-1])
+            # guard: cap on a body, HTTP
             if size > MAX_BODY_BYTES:
                 raise FrameTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
             if not message.get("more_body"):

@@ -278,6 +278,7 @@ class Generating:
                 except GenbatchError as error:
                     queue.fail(error)
 
+            # guard: a client that leaves its stream, HTTP
             nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(produce)
             await _write(queue, answer, send)

@@ -86,10 +86,12 @@ class Conversations:
     def remember(self, owner: str, response_id: str, messages: list[dict[str, Any]]) -> None:
         """Keeps a conversation; the oldest give way."""
         size = len(to_json(messages))
+        # guard: size of one remembered conversation
         if size > MAX_REMEMBERED_CHARS:
             return
         self._known[owner, response_id] = (messages, size)
         self._size += size
+        # guard: number and size of remembered conversations
         while len(self._known) > MAX_REMEMBERED or self._size > MAX_REMEMBERED_CHARS:
             self._size -= self._known.popitem(last=False)[1][1]
 
@@ -99,6 +101,7 @@ class Conversations:
         Raises:
             Refusal: it is not remembered here, or somebody else's.
         """
+        # guard: owner of a remembered conversation
         found = self._known.get((owner, response_id))
         if found is None:
             reason = f"the response {response_id[:64]!r} is not remembered: send the conversation as input instead"
