@@ -264,6 +264,8 @@ FILES = {
     "/chat.js": "chat.js",
     "/chat.css": "chat.css",
     "/events.js": "events.js",
+    "/markdown.js": "markdown.js",
+    "/models.js": "models.js",
     "/compare": "compare.html",
     "/playground.css": "playground.css",
     "/playground.js": "playground.js",
@@ -366,6 +368,7 @@ class ServiceRoutes:
         """As OpenAI's, with vLLM's names for the context and for what an adapter adapts."""
         made = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
         made |= {"parent": card.parent, "max_model_len": card.n_ctx, "sampling": card.sampling}
+        made["generates"] = card.generates
         if card.embedding_size is not None:
             made["embedding_size"] = card.embedding_size
         return made

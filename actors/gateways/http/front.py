@@ -29,7 +29,7 @@ BODY_TIMEOUT_S = 30.0
 OPEN_PATHS = frozenset(
     (
         *("/", "/chat.js", "/chat.css", "/events.js", "/compare", "/playground.css", "/playground.js", "/chart.js"),
-        *("/column.js", "/favicon.svg", "/health", "/docs", "/openapi.json"),
+        *("/column.js", "/markdown.js", "/models.js", "/favicon.svg", "/health", "/docs", "/openapi.json"),
     )
 )
 

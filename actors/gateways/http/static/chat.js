@@ -1,7 +1,9 @@
 // A chat: the conversation is this page's, and all of it is sent with every message. What a model or a tool says is
-// only ever set as text, never as markup.
+// only ever set as text, never as markup: markdown.js makes elements of a fixed set.
 
 import { events } from "./events.js";
+import { Markdown } from "./markdown.js";
+import { offer as offerModels, servedModels } from "./models.js";
 
 const find = (id) => document.getElementById(id);
 let messages = []; // as the API takes them, without the system prompt
@@ -19,6 +21,7 @@ function body() {
     temperature: Number(find("temperature").value),
     top_p: Number(find("top-p").value),
     max_completion_tokens: Number(find("max-tokens").value),
+    model: find("models").value || undefined,
     stream: true,
     stream_options: { include_usage: true },
   };
@@ -46,7 +49,7 @@ async function answer() {
   const said = { role: "assistant", content: "" };
   const calls = [];
   const element = show(said);
-  const text = element.querySelector(".text").appendChild(document.createTextNode(""));
+  const shown = new Markdown(element.querySelector(".text"));
   const started = performance.now();
   let tokens = 0;
   let state = "done";
@@ -67,7 +70,7 @@ async function answer() {
       if (delta.content) {
         find("state").textContent = "streaming";
         said.content += delta.content;
-        text.appendData(delta.content);
+        shown.showSoon(said.content);
       }
       for (const piece of delta.tool_calls ?? []) {
         const call = (calls[piece.index] ??= { id: piece.id, type: "function", function: { name: piece.function.name, arguments: "" } });
@@ -77,11 +80,13 @@ async function answer() {
   } catch (error) {
     state = error.name === "AbortError" ? "stopped" : "failed";
     if (state === "failed") {
-      element.classList.add("failed");
-      text.appendData(`${text.data ? "\n\n" : ""}${error.message}`);
+      const fault = element.querySelector(".fault");
+      fault.textContent = error.message;
+      fault.hidden = false;
     }
   }
   stopper = null;
+  shown.show(said.content);
   const seconds = (performance.now() - started) / 1000;
   find("state").textContent = tokens && state !== "failed" ? `${state}: ${tokens} tokens in ${seconds.toFixed(1)} s` : state;
   // What failed is no part of the conversation, nor is a call that was cut short: nothing could follow it.
@@ -158,15 +163,16 @@ find("temperature").addEventListener("input", (event) => {
   find("temperature-shown").textContent = Number(event.target.value).toFixed(1);
 });
 
-async function showModel() {
-  const response = await fetch("/v1/models", { headers: headers() });
-  if (response.status === 401) {
+async function showModels() {
+  const models = await servedModels(headers());
+  if (models === null) {
     find("token-field").hidden = false;
     find("settings").open = true;
     return;
   }
-  find("model").textContent = (await response.json()).data.map((model) => model.id).join(", ");
+  offerModels(find("models"), models);
+  find("model").textContent = models.length < 2 ? models.join() : `${models.length} models`;
 }
-find("token").addEventListener("change", showModel);
-showModel();
+find("token").addEventListener("change", showModels);
+showModels();
 find("message").focus();

@@ -1,6 +1,9 @@
-// One prompt with its answer, streamed. Text of the model is only ever set as text, never as markup.
+// One prompt with its answer, streamed. Text of the model is only ever set as text, never as markup: markdown.js makes
+// elements of a fixed set.
 
 import { events } from "./events.js";
+import { Markdown } from "./markdown.js";
+import { offer } from "./models.js";
 
 export class Column {
   // settings(): what all columns share; onChange(): called when it starts, ends or is removed.
@@ -11,7 +14,10 @@ export class Column {
     this.stopper = null;
     const find = (name) => this.element.querySelector(name);
     this.prompt = find("textarea");
+    this.models = find("select");
     this.answer = find(".answer");
+    this.fault = find(".fault");
+    this.shownText = new Markdown(find(".text"));
     this.runButton = find(".run");
     this.stopButton = find(".stop");
     this.shown = { ttft: find(".ttft"), speed: find(".speed"), count: find(".count"), state: find(".state") };
@@ -22,6 +28,10 @@ export class Column {
     });
     this.stopButton.addEventListener("click", () => this.stop());
     find(".remove").addEventListener("click", () => (this.stop(), this.element.remove(), this.onChange(this)));
+  }
+
+  offerModels(models) {
+    offer(this.models, models);
   }
 
   get isRunning() {
@@ -45,6 +55,7 @@ export class Column {
       else this.fail(error);
     } finally {
       this.stopper = null;
+      this.shownText.show(this.text);
       this.mark(false);
     }
   }
@@ -54,9 +65,9 @@ export class Column {
     this.first = this.last = null;
     this.count = 0;
     this.reason = null;
-    this.answer.textContent = "";
-    this.answer.classList.remove("failed");
-    this.text = this.answer.appendChild(document.createTextNode(""));
+    this.text = "";
+    this.shownText.show("");
+    this.fault.hidden = true;
     for (const name of ["ttft", "speed", "count"]) this.shown[name].textContent = "–";
     this.shown.state.textContent = "waiting";
     this.mark(true);
@@ -73,7 +84,14 @@ export class Column {
     const { system, temperature, maxTokens, headers } = this.settings();
     const messages = [{ role: "user", content: this.prompt.value }];
     if (system) messages.unshift({ role: "system", content: system });
-    const body = { messages, temperature, max_completion_tokens: maxTokens, stream: true, stream_options: { include_usage: true } };
+    const body = {
+      model: this.models.value || undefined,
+      messages,
+      temperature,
+      max_completion_tokens: maxTokens,
+      stream: true,
+      stream_options: { include_usage: true },
+    };
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json", ...headers },
@@ -97,9 +115,8 @@ export class Column {
   }
 
   write(piece) {
-    const follows = this.answer.scrollHeight - this.answer.scrollTop - this.answer.clientHeight < 40;
-    this.text.appendData(piece);
-    if (follows) this.answer.scrollTop = this.answer.scrollHeight;
+    this.text += piece;
+    this.shownText.showSoon(this.text);
     this.last = performance.now();
     if (this.first === null) {
       this.first = this.last;
@@ -114,8 +131,8 @@ export class Column {
 
   fail(error) {
     this.shown.state.textContent = "failed";
-    this.answer.classList.add("failed");
-    this.answer.append(document.createTextNode(`${this.text.data ? "\n\n" : ""}${error.message}`));
+    this.fault.textContent = error.message;
+    this.fault.hidden = false;
   }
 }
 

@@ -2,6 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { Column } from "./column.js";
+import { servedModels } from "./models.js";
 
 const POLL_MS = 500;
 // The rate is that of so many polls: of a slow model, few tokens come between two.
@@ -17,6 +18,7 @@ const PROMPTS = [
 
 const find = (id) => document.getElementById(id);
 const columns = [];
+let models = []; // that are served
 let slots = null;
 let recent = []; // the last counts of tokens, and when they came
 
@@ -39,6 +41,7 @@ function settings() {
 
 function addColumn(prompt) {
   const column = new Column(find("column"), prompt, settings, changed);
+  column.offerModels(models);
   columns.push(column);
   find("columns").append(column.element);
   changed(column);
@@ -62,6 +65,14 @@ async function poll() {
   setTimeout(poll, document.hidden ? 4 * POLL_MS : POLL_MS);
 }
 
+// Asked for once, and again where the stats name other models, as after a restart.
+async function showModels(names) {
+  if (names === find("model").textContent) return;
+  models = (await servedModels(headers())) ?? [];
+  columns.forEach((column) => column.offerModels(models));
+  find("model").textContent = names;
+}
+
 async function showHealth() {
   const health = await (await fetch("/health")).json();
   badge(health.status, health.status === "ready");
@@ -82,23 +93,26 @@ async function showStats() {
   }
   if (!response.ok) throw new Error(response.statusText);
   const stats = await response.json();
+  // Several models: each one's own stats, and the sums of what can be counted. One that is down has none.
+  const each = Object.values(stats.by_model ?? { only: stats });
   const now = performance.now() / 1000;
-  slots = stats.n_parallel;
-  find("model").textContent = `${stats.model} · ${stats.runner}`;
+  slots = stats.n_parallel ?? 0;
+  await showModels(each.map(({ model, runner, engine }) => `${model} · ${runner ?? engine}`).join(", "));
   find("slots").textContent = slots;
-  find("running").textContent = stats.requests_running;
+  find("running").textContent = stats.requests_running ?? 0;
   find("waiting").textContent = stats.requests_waiting ? `${stats.requests_waiting} waiting` : "";
-  find("tokens").textContent = stats.generation_tokens.toLocaleString("en");
-  find("batch").textContent = stats.mean_batch_size.toFixed(2);
+  const generated = stats.generation_tokens ?? 0;
+  find("tokens").textContent = generated.toLocaleString("en");
+  find("batch").textContent = each.map(({ mean_batch_size: size }) => size?.toFixed(2) ?? "–").join(" / ");
   const used = stats.kv_blocks_max ? stats.kv_blocks_used / stats.kv_blocks_max : 0;
   find("kv").textContent = `${Math.round(100 * used)} %`;
   find("kv-bar").style.width = `${100 * used}%`;
-  slotsChart.add(now, stats.requests_running);
+  slotsChart.add(now, stats.requests_running ?? 0);
   // A service that was restarted counts from 0 again.
-  if (recent.length && stats.generation_tokens < recent[0].tokens) recent = [];
-  recent = [...recent.slice(-RECENT), { now, tokens: stats.generation_tokens }];
+  if (recent.length && generated < recent[0].tokens) recent = [];
+  recent = [...recent.slice(-RECENT), { now, tokens: generated }];
   const since = recent[0];
-  const rate = now > since.now ? (stats.generation_tokens - since.tokens) / (now - since.now) : 0;
+  const rate = now > since.now ? (generated - since.tokens) / (now - since.now) : 0;
   find("rate").textContent = rate.toFixed(rate < 10 ? 1 : 0);
   rateChart.add(now, rate);
 }

@@ -1,5 +1,6 @@
 """The page in a real browser, over the whole tree with a tiny model."""
 
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -20,10 +21,10 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.nif.context.engine import EngineOptions
-from genbatch.proto.messages import StatsRequest, Token, ToolCall, ToolCallDelta
+from genbatch.proto.messages import Models, ModelsRequest, StatsRequest, Token, ToolCall, ToolCallDelta
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http
-from tests.actors.gateways.scripted_batcher import Held, ScriptedBatcher
+from tests.actors.gateways.scripted_batcher import CARD, Held, ScriptedBatcher
 from tests.waiting import ENGINE_PATIENCE_S, until_idle
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium or Chrome on the PATH")
@@ -107,8 +108,161 @@ async def test_what_a_model_says_is_shown_and_never_run(tmp_path: Path) -> None:
         await page.evaluate("document.querySelector('.run').click()")
         await page.until("document.querySelector('.state').textContent === 'done'")
         assert await page.evaluate("document.querySelector('.answer').textContent") == HOSTILE
-        assert await page.evaluate("document.querySelector('.answer').children.length") == 0
+        assert await page.evaluate("document.querySelectorAll('.answer img, .answer script').length") == 0
         assert await page.evaluate("document.title") == "genbatch playground"
+
+
+MARKDOWN = """# Title
+
+Some **strong** and *soft* `code`, a_snake_name, 2 * 3 * 4.
+
+1. one
+   - inner
+2. two
+
+```py
+x = "<b>"
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+See [here](https://example.org/x) or https://example.org/y."""
+NASTY = (
+    HOSTILE,
+    "[x](javascript:document.title='owned') [y](data:text/html,<script>1</script>) ![z](javascript:alert(1))",
+    "[x](https://a.example/\"onclick=\"document.title='owned') <a href=javascript:1>",
+    f"```{HOSTILE}\n{HOSTILE}\n```",
+    f"`{HOSTILE}` **{HOSTILE}** # {HOSTILE}",
+    f"- {HOSTILE}\n> {HOSTILE}\n\n|{HOSTILE}|b|\n|---|---|\n|{HOSTILE}|c|",
+    "&lt;img src=x onerror=alert(1)&gt;",
+    "  - indented first\n- second",
+    *(
+        mark * 20_000
+        for mark in ("*", "_", "`", "[", "](", "![", "~", "> ", "- ", "|", "#", "1. ", "\\", "**a ", "[a](", "* a\n")
+    ),
+)
+
+
+class Saying(ScriptedBatcher):
+    """Serves some models, and repeats the prompt, character by character where it is short."""
+
+    def __init__(self, *models: str) -> None:
+        super().__init__()
+        self.models = models
+
+    async def handle_call(self, request: Any, from_: From[Any]) -> Any:
+        one = {"n_parallel": 2, "runner": "script", "requests_running": 0, "requests_waiting": 0, "kv_blocks_max": 8}
+        one |= {"kv_blocks_used": 2, "generation_tokens": 5, "mean_batch_size": 1.5}
+        match request:
+            case Generate():
+                self.requests.append(request)
+                held = Held(request, from_)
+                text = (request.request.messages or [])[-1].content or ""
+                for piece in text if len(text) < 1000 else [text]:
+                    held.emit(str(piece))
+                return held.result()
+            case ModelsRequest():
+                return Models(models=tuple(msgspec.structs.replace(CARD, id=name) for name in self.models))
+            case StatsRequest() if len(self.models) == 1:
+                return {**one, "model": self.models[0]}
+            case StatsRequest():
+                first, *others = self.models
+                down = {name: {"engine": "down", "model": name} for name in others}
+                total = {name: value for name, value in one.items() if type(value) is int}
+                return {**total, "by_model": {first: {**one, "model": first}, **down}}
+        return await super().handle_call(request, from_)
+
+
+@needs_chromium
+@pytest.mark.trio
+async def test_markdown_of_a_model_is_shown_as_elements_and_html_in_it_as_text(tmp_path: Path) -> None:
+    script = """(async () => {
+      const { Markdown } = await import("/markdown.js");
+      const shows = (source) => {
+        const element = document.body.appendChild(document.createElement("div"));
+        const shown = new Markdown(element);
+        if (source.length < 1000) for (let end = 1; end < source.length; end++) shown.show(source.slice(0, end));
+        shown.show(source);
+        return element;
+      };
+      const good = shows(%s);
+      const count = (element, names) => element.querySelectorAll(names).length;
+      return [
+        ["h3", "strong", "em", "ol > li", "ol ul li", "pre code", "td", ".copy", "p > code"].map((name) =>
+          count(good, name)),
+        [...good.querySelectorAll("a")].map((a) => [a.href, a.rel, a.target]),
+        good.querySelector("pre").textContent,
+        good.querySelector("p").textContent,
+        %s.map((source) => {
+          const element = shows(source);
+          const links = [...element.querySelectorAll("a")].filter((a) => !/^https:/.test(a.protocol));
+          const names = [...element.querySelectorAll("*")].flatMap((each) => each.getAttributeNames());
+          const foreign = count(element, "img, script, b, iframe");
+          return [foreign, links.length, names.some((name) => name.startsWith("on"))];
+        }),
+      ];
+    })()"""
+    async with served_http() as served, open_page(served.gateway.address, tmp_path) as page:
+        counts, links, code, paragraph, nasty = await page.evaluate(script % (json.dumps(MARKDOWN), json.dumps(NASTY)))
+        assert counts == [1, 1, 1, 2, 1, 1, 2, 1, 1]
+        assert links == [[f"https://example.org/{x}", "noopener noreferrer nofollow", "_blank"] for x in "xy"]
+        assert code == 'x = "<b>"'
+        assert paragraph == "Some strong and soft code, a_snake_name, 2 * 3 * 4."
+        assert nasty == [[0, 0, False]] * len(NASTY)
+        assert await page.evaluate("document.title") == "genbatch chat" and page.problems == []
+
+
+@needs_chromium
+@pytest.mark.trio
+async def test_a_reader_chooses_among_several_models_on_both_pages(tmp_path: Path) -> None:
+    batcher = Saying("first", "second")
+    async with served_http(batcher=batcher) as served, open_page(served.gateway.address, tmp_path) as page:
+        await page.until("document.getElementById('models').options.length === 2")
+        assert await page.evaluate("document.getElementById('models').closest('label').hidden") is False
+        await page.evaluate("document.getElementById('models').value = 'second'")
+        await page.evaluate("document.getElementById('message').value = '**Hi**'")
+        await page.evaluate("document.getElementById('ask').requestSubmit()")
+        await page.until("document.querySelector('.turn.assistant[aria-busy=false] strong')?.textContent === 'Hi'")
+        await page.send("Page.navigate", url=served.gateway.address + "/compare")
+        await page.until("document.querySelector('.column select')?.options.length === 2")
+        assert await page.evaluate("document.getElementById('health').textContent") == "ready"
+        shown = await page.evaluate(
+            "['model', 'slots', 'batch', 'kv'].map(id => document.getElementById(id).textContent)"
+        )
+        assert shown == ["first · script, second · down", "2", "1.50 / \N{EN DASH}", "25 %"]
+        await page.evaluate("document.querySelectorAll('.column select')[1].value = 'second'")
+        await page.evaluate("document.getElementById('run-all').click()")
+        await page.until("[...document.querySelectorAll('.column .state')].every(each => each.textContent === 'done')")
+        asked = [message.request.model for message in batcher.requests]
+        assert asked[0] == "second" and sorted(map(str, asked[1:])) == ["first", "first", "first", "second"]
+        assert page.problems == []
+
+
+@needs_chromium
+@pytest.mark.trio
+@pytest.mark.parametrize("models", [("only",), ("smollm2-135m-instruct", "llama-3.1-8b-instruct")])
+async def test_no_page_is_wider_than_a_phone(models: tuple[str, ...], tmp_path: Path) -> None:
+    long = MARKDOWN + "\n\n```\n" + "wide " * 40 + "\n```\n\n" + "word" * 100
+    async with served_http(batcher=Saying(*models)) as served, open_page(served.gateway.address, tmp_path) as page:
+        metrics = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        await page.send("Emulation.setDeviceMetricsOverride", **metrics)
+        await page.evaluate(f"document.getElementById('message').value = {json.dumps(long)}")
+        await page.evaluate("document.getElementById('ask').requestSubmit()")
+        await page.until("document.querySelector('.turn.assistant[aria-busy=false] .code')")
+        for path in ("/", "/compare", "/docs"):
+            if path != "/":
+                await page.send("Page.navigate", url=served.gateway.address + path)
+                await page.until(f"location.pathname === '{path}' && document.readyState === 'complete'")
+            if path == "/compare":
+                await page.until("Number(document.getElementById('slots').textContent) > 0")
+                await page.evaluate("document.querySelector('.run').click()")
+                await page.until("document.querySelector('.column .state').textContent === 'done'")
+            await page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+            width = "[document.documentElement.scrollWidth, innerWidth]"
+            assert await page.evaluate(width) == [375, 375], path
+            assert page.problems == []
 
 
 TOOL = (
