@@ -122,7 +122,7 @@ def test_b17_b18_a_tiny_cache_pauses_only_under_max_utilization_and_the_tokens_s
 def test_b19_b20_the_cache_is_the_smaller_of_max_tokens_and_the_memory_fraction(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = 8 * 2**20
+    free = 12 * 2**20
     monkeypatch.setattr("genbatch.nif.context.engine.free_host_memory", lambda: free)
     requests = {1: (prompt_of(5, 1), 2)}
 
