@@ -11,9 +11,11 @@ task, or leaving a stream's body, cancels the trio task, which frees the sequenc
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
-from typing import Any, TypeVar, Unpack
+from contextvars import copy_context
+from functools import partial
+from typing import Any, Generic, TypeVar, Unpack
 
 import msgspec
 import outcome
@@ -151,15 +153,60 @@ class BlockingStream(ForeignStream):
         self._news.set()
 
 
+class ThreadCall(Generic[T]):
+    """One call that another thread makes on trio.
+
+    Args:
+        token: of the trio run.
+        call: what to run there.
+    """
+
+    def __init__(self, token: trio.lowlevel.TrioToken, call: Callable[[], Awaitable[T]]) -> None:
+        self.future: Future[T] = Future()
+        self._token = token
+        self._call = call
+        self._scope = trio.CancelScope()
+        self._context = copy_context()
+        self.future.add_done_callback(self._cancel)
+
+    def start(self) -> None:
+        """Starts the task; runs on trio."""
+        trio.lowlevel.spawn_system_task(self._run, name=self._call, context=self._context)
+
+    async def _run(self) -> None:
+        """Never raises an error: one in a system task would end trio. A cancellation from trio's end passes."""
+        try:
+            with self._scope:
+                try:
+                    value = await self._call()
+                except trio.Cancelled:
+                    raise
+                except BaseException as error:
+                    with suppress(InvalidStateError):  # the caller cancelled it meanwhile
+                        self.future.set_exception(error)
+                else:
+                    with suppress(InvalidStateError):
+                        self.future.set_result(value)
+        finally:
+            self.future.cancel()  # does nothing to one that is done
+
+    def _cancel(self, done: "Future[T]") -> None:
+        if done.cancelled():
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._scope.cancel)
+
+
 class TrioThread:
-    """A trio event loop on a thread of its own.
+    """Starts calls on a trio event loop that runs on a thread of its own.
+
+    A portal's own `start_task_soon` makes the caller's thread wait for a turn of trio's. This does not.
 
     Args:
         portal: of the thread.
     """
 
     def __init__(self, portal: BlockingPortal) -> None:
-        self._portal = portal
+        self._token = portal.call(trio.lowlevel.current_trio_token)
 
     def start(self, call: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
         """Starts a call on trio; cancelling the future cancels it.
@@ -167,10 +214,12 @@ class TrioThread:
         Raises:
             ClientClosed: the thread has ended.
         """
+        job = ThreadCall(self._token, partial(call, *args))
         try:
-            return self._portal.start_task_soon(call, *args)
-        except RuntimeError as error:
+            self._token.run_sync_soon(job.start)
+        except trio.RunFinishedError as error:
             raise ClientClosed from error
+        return job.future
 
     async def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Awaits a call on trio; cancelling the task cancels it there."""
