@@ -22,7 +22,8 @@ else:
     # Unset, triton warns at its first compilation, and warnings are errors here.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 
 # How long an example takes is the machine's affair. The same examples in every run: what passed once passes everywhere.
 PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

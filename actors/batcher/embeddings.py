@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Embedding, Output, OutputRules, PooledText, Request, Sequence
 from genbatch.nif.kv.block_pool import prefix_key
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.proto.errors import InvalidRequest, PromptTooLong

@@ -13,12 +13,12 @@ from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.kv.block_pool import prefix_key
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.sampler import Constraint
 from genbatch.proto.errors import InvalidRequest
 
 if TYPE_CHECKING:  # imports llguidance, which is an extra
-    from genbatch.nif.sampling.grammar import GrammarCompiler
+    from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
 
 # For a client, who cannot install anything: its operator can.
 # Before the next grammar its thread rests as long as the last one took, up to this. Else a flood of small ones has all
@@ -143,7 +143,8 @@ class Grammars:
         if request.replied:  # its caller left while it waited
             return []
         # When the first grammar comes.
-        from genbatch.nif.sampling.grammar import GrammarCompiler, GrammarError, branches
+        from genbatch.nif.sampling.grammar import branches
+        from genbatch.nif.sampling.grammar_compiler import GrammarCompiler, GrammarError
 
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._model, self._max_s)

@@ -21,8 +21,8 @@ from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Output, OutputRules, Reading, Request, Sequence
 from genbatch.nif.kv.block_pool import prefix_key
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
-from genbatch.nif.models.model import Model
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState

@@ -62,7 +62,7 @@ from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, LayerGroup, LoraAdapter, RaggedBatch
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError

@@ -25,7 +25,8 @@ from genbatch.clients.gpt_manager.requests import BuildConfig, InferenceRequest,
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import ChoosingRunner, RaggedBatch, Runner
 from genbatch.proto.errors import EngineError
 from genbatch.proto.messages import Result, Token, Usage

@@ -57,7 +57,7 @@ from genbatch.clients.gpt_manager.requests import (
     stream_response,
     whole_response,
 )
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, QueueFull, Unavailable
 from genbatch.proto.messages import Token
 

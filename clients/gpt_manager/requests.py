@@ -41,7 +41,8 @@ from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import LayerGroup
 from genbatch.proto.codec import REQUEST_LIMITS, DecodeLimits, decode, encode
 from genbatch.proto.errors import InvalidRequest, MalformedMessage, PromptTooLong

@@ -26,8 +26,8 @@ from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.offload import fingerprint, pack, unpack
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
-from genbatch.nif.models.model import Model
 from genbatch.nif.runner import (
     AdaptingRunner,
     BackgroundCopies,
@@ -44,8 +44,9 @@ from genbatch.nif.runner import (
     num_logits,
     num_states,
 )
+from genbatch.nif.sampling.choosing import choose
 from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.text.detokenizer import Detokenizer
 
 T = TypeVar("T")

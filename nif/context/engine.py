@@ -15,8 +15,9 @@ from genbatch.nif.cores import available_cores
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_gpu_memory, free_host_memory
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
-from genbatch.nif.models.model import Model, describe_model, load_model
+from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.models.model_source import Progress, no_progress
 from genbatch.nif.native.build import NativeUnavailable, build_library

@@ -12,8 +12,9 @@ from genbatch.nif.errors import DeviceFault
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Reservation
 from genbatch.nif.runner import Entry, Largest, Launched, LaunchingRunner, Logits, RaggedBatch
+from genbatch.nif.sampling.choosing import choose
 from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 T = TypeVar("T")
 Kept: TypeAlias = Callable[[T], Sequence[Sequence[int]]]  # of what `read` made: each entry's tokens that count

@@ -43,7 +43,8 @@ import torch.distributed as dist
 from genbatch.nif.cores import available_cores
 from genbatch.nif.engine_options import EngineOptions, is_torchrun
 from genbatch.nif.errors import DeviceFault, NativeError, OptionError
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.weight_source import ModuleWeights
 from genbatch.nif.runner import Runner
 

@@ -31,7 +31,7 @@ from genbatch.nif.runner import LoraAdapter, LoraLinear
 from genbatch.nif.trusted_files import NotOurs, check_ours
 
 if TYPE_CHECKING:
-    from genbatch.nif.models.model import Model
+    from genbatch.nif.models.loaded_model import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

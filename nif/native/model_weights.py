@@ -46,7 +46,7 @@ from genbatch.nif.native.library import (
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up, stored_kind
 
 if TYPE_CHECKING:
-    from genbatch.nif.models.model import Model
+    from genbatch.nif.models.loaded_model import Model
 
 
 _FIRST_POSITIONS = 1024

@@ -31,7 +31,7 @@ from genbatch.nif.native.weights import AdapterWeights
 from genbatch.nif.runner import Largest, LoraAdapter, RaggedBatch
 
 if TYPE_CHECKING:
-    from genbatch.nif.models.model import Model
+    from genbatch.nif.models.loaded_model import Model
 
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16"}
 _KV_KINDS = {torch.float32: KV_F32, torch.bfloat16: KV_BF16, torch.int8: KV_I8}

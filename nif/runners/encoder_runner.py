@@ -16,7 +16,7 @@ from genbatch.nif.pooling import CLS, MEAN
 from genbatch.nif.runner import RaggedBatch
 
 if TYPE_CHECKING:
-    from genbatch.nif.models.model import Model
+    from genbatch.nif.models.loaded_model import Model
 
 # Tokens of one forward, padding included, unless a single text has more: bounds the memory that a step takes.
 MAX_TOKENS = 4096

@@ -40,7 +40,7 @@ from genbatch.nif.runner import LoraAdapter, LoraLinear, RaggedBatch
 from genbatch.nif.runners.attention import LayerPool
 
 if TYPE_CHECKING:
-    from genbatch.nif.models.model import Model
+    from genbatch.nif.models.loaded_model import Model
 
 
 QKV, OUT, GATE_UP, DOWN = range(4)

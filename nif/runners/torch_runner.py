@@ -15,7 +15,7 @@ from genbatch.nif.runner import LoraAdapter, LoraLinear, RaggedBatch
 from genbatch.nif.runners.attention import LayerPool, TorchStep
 
 if TYPE_CHECKING:
-    from genbatch.nif.models.model import Model
+    from genbatch.nif.models.loaded_model import Model
 
 
 @dataclass(frozen=True, slots=True)

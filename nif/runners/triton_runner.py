@@ -22,7 +22,7 @@ from genbatch.nif.runners.lean_llama import DeviceLora, LeanLlama, LeanStep, Lor
 from genbatch.nif.runners.torch_runner import LoraHooks
 
 if TYPE_CHECKING:
-    from genbatch.nif.models.model import Model
+    from genbatch.nif.models.loaded_model import Model
 
 Tier: TypeAlias = Literal["auto", "general", "lean"]
 

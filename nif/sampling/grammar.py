@@ -1,9 +1,7 @@
-"""Grammars: what an answer must match, compiled once and followed token by token."""
+"""Grammars: the constraint that follows an answer token by token, and conversion to llguidance's form."""
 
-import hashlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,14 +10,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask
 
-from genbatch.nif.errors import NativeError
-from genbatch.nif.sampling.grammar_checker import GrammarChecker
-
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
-
-    from genbatch.nif.models.model import Model
-
 
 # A sequence whose last mask took longer is prepared beside the steps, so that nobody else waits for it.
 SLOW_S = 0.001
@@ -105,7 +97,6 @@ def one_line(message: str) -> str:
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"
 
 
-MAX_CACHED = 64
 # How many items or states one mask may take before its sequence fails; a few milliseconds' worth.
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
@@ -124,72 +115,6 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
     "lenient": False,
     "coerce_one_of": False,
 }
-_NO_END = "the model has no end-of-sequence token, which is what ends an answer that matches"
-
-
-class GrammarError(NativeError):
-    """A schema, grammar or regular expression that cannot be compiled; the message says why."""
-
-
-class GrammarCompiler:
-    """Compiles for one model; not thread-safe, and slow: for a thread of its own.
-
-    Args:
-        model: whose tokenizer and end-of-sequence tokens.
-        max_s: seconds of processor time that compiling one grammar may take.
-    """
-
-    def __init__(self, model: "Model", max_s: float) -> None:
-        self._max_s = max_s
-        self._has_end = bool(model.eos_token_ids)
-        width = max(model.vocab_size, model.tokenizer.vocab_size)
-        self._settings = {
-            "tokenizer": model.tokenizer.backend.to_str(),
-            "n_vocab": width,
-            "eos_token": sorted(model.eos_token_ids) or None,
-        }
-        self._checker = GrammarChecker(self._settings)
-        self._tokenizer: LLTokenizer | None = None
-        self._cached: OrderedDict[bytes, GrammarConstraint | str] = OrderedDict()  # str: why it was refused
-
-    def compile(self, kind: str, text: str, owner: bytes, number: int) -> list[GrammarConstraint]:
-        """Constraints for `number` sequences, prepared for their first token.
-
-        Args:
-            kind: "json_schema", "grammar" (Lark or GBNF), "lark" (Lark for certain), "regex" or "branches" (see
-                `branches`).
-            owner: whose grammar; what one owner compiled is not found, nor timed, by another.
-
-        Raises:
-            GrammarError: it is invalid, or beyond a limit.
-        """
-        if not self._has_end:
-            raise GrammarError(_NO_END)
-        key = hashlib.sha256(b"\0".join((owner, kind.encode(), text.encode()))).digest()
-        known = self._cached.get(key)
-        if known is None:
-            known = self._cached[key] = self._compile(kind, text)
-            if len(self._cached) > MAX_CACHED:
-                self._cached.popitem(last=False)
-        self._cached.move_to_end(key)
-        if isinstance(known, str):
-            raise GrammarError(known)
-        return [known.fork() for _ in range(number)]
-
-    def close(self) -> None:
-        """Ends the checker's process."""
-        self._checker.close()
-
-    def _compile(self, kind: str, text: str) -> GrammarConstraint | str:
-        """A constraint to fork, or why there is none."""
-        grammar, refusal = self._checker.check(kind, text, self._max_s)
-        if grammar is None:
-            return refusal
-        if self._tokenizer is None:
-            self._tokenizer = build_tokenizer(self._settings)
-        constraint = compile_matcher(self._tokenizer, grammar)
-        constraint.prepare()
-        return constraint if constraint.fault is None else constraint.fault
 
 
 def build_tokenizer(settings: Mapping[str, Any]) -> LLTokenizer:

@@ -14,7 +14,8 @@ from statistics import median
 
 import torch
 
-from genbatch.nif.models.model import Model, describe_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import describe_model
 from genbatch.nif.native.runner import NativeRunner, native_runner
 from genbatch.nif.runner import LoraAdapter, LoraLinear
 from tests.nif.native.measure_steps import BLOCK_SIZE, decode_batch

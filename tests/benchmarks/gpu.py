@@ -54,7 +54,7 @@ from gpu_loads import (
 from gpu_models import SHAPES, TINY, build_model, bytes_per_step
 from gpu_peers import peer_generate_batch, peer_static_cache, peer_vllm, synchronize
 
-from genbatch.nif.models.model import check_paged_path
+from genbatch.nif.models.self_check import check_paged_path
 
 PARTS = ("tests", "races", "table")
 

@@ -11,7 +11,7 @@ import torch
 
 from genbatch.nif.context import Context
 from genbatch.nif.engine_options import GraphOptions
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.draw import SamplingParams

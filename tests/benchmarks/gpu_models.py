@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from genbatch.nif.models.architectures import layer_groups
-from genbatch.nif.models.model import Model, probe_layers
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.self_check import probe_layers
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 
 _QWEN3 = {

@@ -8,7 +8,7 @@ import torch
 from gpu_loads import Plan, Request
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 
 

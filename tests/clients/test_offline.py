@@ -8,7 +8,7 @@ import torch
 
 from genbatch.clients.offline import InferenceEngine, OfflineScheduler, generate_batch
 from genbatch.nif.errors import BatchError
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 

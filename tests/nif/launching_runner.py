@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Launched, RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams, draw

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from genbatch.nif.context import Context
 from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, LayerGroup, Logits
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams

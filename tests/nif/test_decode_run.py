@@ -9,7 +9,7 @@ import torch
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
 

@@ -8,7 +8,7 @@ import torch
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import torch
 
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from tests.nif.tiny_models import build_model
 from tests.simulation.crowd import Crowd
 from tests.simulation.fleet_world import FleetWorld

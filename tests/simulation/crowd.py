@@ -31,7 +31,7 @@ from genbatch.actors.scheduling.scheduler import PauseOrder, PlainPlan, RequestL
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.reservation import Entries, Reservation, StepDraft
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Runner
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Message, Result

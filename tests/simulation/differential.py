@@ -21,7 +21,8 @@ import torch
 
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import Runner
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_model, build_tokenizer

@@ -26,7 +26,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions
 from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import RPCTransport
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.messages import GenerateRequest, Result
 from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, expected
 from tests.simulation.pipe import End, pair

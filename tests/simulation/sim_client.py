@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import trio
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES, MessageSplitter
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import Choice, Result, Token

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genbatch.actors.batcher.requests import Output, OutputRules
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
 from genbatch.proto.messages import Choice, GenerateRequest, Message, TokenLogprob

@@ -25,7 +25,7 @@ from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_c
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES, MessageSplitter
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.rpc import PLAIN_STREAM, CallAnswered, CallFailed, ClientConnection, StreamOptions, TokenReceived

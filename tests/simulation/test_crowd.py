@@ -19,7 +19,7 @@ from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.request import LlmRequest, split_by_phase
 from genbatch.actors.scheduling.scheduler import RequestList, RequestScheduler, SchedulerPolicy
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.messages import GenerateRequest, Message, Result
 from tests.simulation.crowd import SYSTEM_MESSAGES, Crowd, Reckless, check_rest, watch
 from tests.simulation.history_runner import FIRST_PLAIN, HistoryRunner, expected

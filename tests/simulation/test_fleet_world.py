@@ -10,7 +10,7 @@ import trio
 from genbatch.actors.fleet import fleet as fleet_module
 from genbatch.actors.fleet.fleet import Fleet, Replica, ReplicaPhase
 from genbatch.actors.fleet.routing import ScaleRule
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from tests.simulation.fleet_world import FleetWorld
 
 TinyModel = Callable[[str], Model]

@@ -11,7 +11,7 @@ import trio
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.slots import TURN_TOKENS
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import GenerateRequest
 from tests.simulation.history_runner import BEGIN, FIRST_PLAIN, VOCAB, hash_with, likeliest

@@ -11,7 +11,7 @@ import trio
 from genbatch.actors.batcher.options import QUEUE_PER_SLOT, BatcherOptions
 from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from genbatch.clients.bench.runs import percentile
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import QueueFull
 from genbatch.proto.messages import GenerateRequest
 from tests.simulation.history_runner import FIRST_PLAIN, VOCAB

@@ -11,7 +11,7 @@ import trio
 from genbatch.actors.engine.accepted_requests import AcceptedRequest, AcceptedRequests
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.nif.context import runs
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.seeded_loop import run_seeded
 from tests.simulation.world import World

@@ -11,7 +11,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S
 from genbatch.actors.gateways.session import STALLED_S
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import Cancelled
 from genbatch.proto.messages import GenerateRequest, HealthRequest
 from genbatch.proto.rpc import StreamOptions

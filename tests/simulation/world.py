@@ -28,7 +28,7 @@ from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.messages import ModelsRequest, Result
 from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, ChoosingHistoryRunner, EngineDies, HistoryRunner
 from tests.simulation.pipe import End, pair

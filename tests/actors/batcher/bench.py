@@ -12,7 +12,7 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Runner
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.messages import GenerateRequest, Result, Token

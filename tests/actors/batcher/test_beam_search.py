@@ -17,7 +17,7 @@ from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest, Result

@@ -16,7 +16,7 @@ from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.grammar_checker import GrammarChecker
 from genbatch.proto.errors import GenbatchError

@@ -25,7 +25,8 @@ from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.sampler import Sampled, SampleFault

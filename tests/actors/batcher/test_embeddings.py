@@ -11,7 +11,8 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner

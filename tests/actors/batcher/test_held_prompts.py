@@ -17,7 +17,7 @@ from genbatch.actors.batcher.requests import HeldPrompt
 from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.scheduling.request import RequestList
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, MicroBatchOutput
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import Message, TokenizeRequest
 from tests.actors.batcher.bench import batcher

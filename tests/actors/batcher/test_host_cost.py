@@ -15,7 +15,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Largest, RaggedBatch
 from genbatch.proto.messages import GenerateRequest, Token
 

@@ -15,7 +15,7 @@ from genbatch.actors.batcher.options import OWN_QUEUE, BatcherOptions
 from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, QueueFull

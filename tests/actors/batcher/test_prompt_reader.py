@@ -8,7 +8,7 @@ import trio
 
 from genbatch.actors.batcher.messages import SaveSession
 from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.text.templates import MAX_RENDERINGS
 from genbatch.proto.errors import InvalidRequest, PromptTooLong, QueueFull
 from genbatch.proto.messages import Message, TokenizeRequest

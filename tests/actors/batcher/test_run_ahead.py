@@ -22,7 +22,7 @@ from genbatch.actors.scheduling.plan import PromptBudget
 from genbatch.actors.scheduling.request import RequestList, split_by_phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, SchedulerPolicy
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from genbatch.actors.batcher.messages import Generate
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.messages import GenerateRequest, Result
 from tests.actors.batcher.bench import Bench, batcher, prompt_of
 

@@ -18,7 +18,7 @@ from genbatch.actors.batcher.stepper import MAX_LONE_FAULTS, EngineFault, StepFa
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.proto.errors import EngineError, GenbatchError, Unavailable

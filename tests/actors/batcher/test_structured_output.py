@@ -23,7 +23,7 @@ from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.grammar import GrammarConstraint
 from genbatch.proto.errors import InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token

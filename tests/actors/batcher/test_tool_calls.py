@@ -15,8 +15,10 @@ from genbatch import Client, RPCClient, ZeroMQClient, open_batcher
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Request
-from genbatch.nif.models.model import Model, load_model
-from genbatch.nif.sampling.grammar import GrammarCompiler, branches
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
+from genbatch.nif.sampling.grammar import branches
+from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
 from genbatch.nif.sampling.sampler import Sampled
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import Choice, GenerateRequest, Message, ResponseFormat, Tool

@@ -16,7 +16,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.observing.metrics import PREFIX, render
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, StatsRequest, Token

@@ -17,7 +17,7 @@ from genbatch.actors.observing.tracing import RequestSpans, open_provider, trace
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, Message

@@ -23,7 +23,7 @@ from genbatch.clients.cli import stats as stats_commands
 from genbatch.clients.cli.main import app
 from genbatch.clients.cli.stats import TopHistory, stats_table, top_screen
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.messages import GenerateRequest, StatsRequest, Token
 

@@ -18,7 +18,7 @@ from genbatch.clients.gpt_manager.requests import BuildConfig, InferenceRequest,
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from tests.clients.gpt_manager.batch_client import BatchClient, Response, inference_request, manager
 
 TinyModel = Callable[[str], Model]

@@ -19,7 +19,7 @@ from genbatch.clients.gpt_manager.requests import (
     encode_inference_request,
     last_response,
 )
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.codec import DecodeLimits
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, InvalidRequest, MalformedMessage
 from tests.clients.gpt_manager.batch_client import BatchClient, inference_request, manager

@@ -13,7 +13,7 @@ from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.clients.gpt_manager.requests import KvCacheConfig, TrtGptModelOptionalParams
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from tests.clients.gpt_manager.batch_client import BatchClient, inference_request, manager
 
 TinyModel = Callable[[str], Model]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, _footprint, cache_size, group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import LayerGroup, RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 

@@ -18,7 +18,7 @@ from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_file import GgufFile, gguf_config
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.weight_source import GROUP_KINDS
 from genbatch.nif.native.runner import NativeRunner

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from genbatch.nif.errors import AdapterError
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters, read_lora
-from genbatch.nif.models.model import Model
 from genbatch.nif.runner import LoraAdapter
 from tests.lora_adapters import change_config, change_tensors, make_adapter
 

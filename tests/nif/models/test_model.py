@@ -39,7 +39,8 @@ from transformers import (
 
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.models import model
-from genbatch.nif.models.model import Model, describe_model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.runner import LayerGroup
 from genbatch.nif.runners import attention
 from genbatch.nif.runners.attention import ATTENTION_NAME

@@ -27,7 +27,8 @@ from safetensors.torch import load_file
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models import model_source
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.models.model_source import PackagedGguf, cache_directory, resolve_model
 

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.library import native_library
 from genbatch.nif.runner import RaggedBatch

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from genbatch.nif.models.model import Model, describe_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import describe_model
 from genbatch.nif.models.weight_source import StoredTensor
 from genbatch.nif.native import model_weights
 from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, Linear

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native import build, library
 from genbatch.nif.native.build import NativeUnavailable, build_library, native_flags
 from genbatch.nif.native.model_weights import ModelWeights, check_supported

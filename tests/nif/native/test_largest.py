@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import NativeRunner, native_runner
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.sampling.sampler import SampleFault, greedy

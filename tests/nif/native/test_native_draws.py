@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from genbatch.nif.context import Context
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Entry
 from genbatch.nif.sampling.draw import SamplingParams

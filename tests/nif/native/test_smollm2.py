@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner

@@ -283,7 +283,7 @@ class FakeGpu:
         from transformers import AutoModelForCausalLM
 
         from genbatch.nif.models.architectures import layer_groups
-        from genbatch.nif.models.model import Model
+        from genbatch.nif.models.loaded_model import Model
         from genbatch.nif.runner import LayerShape
         from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 

@@ -8,8 +8,9 @@ import torch
 
 from genbatch.nif.context import Context
 from genbatch.nif.errors import AdapterError, BatchError
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters, LoraAdapter, read_lora
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Entry, Logits, Runner
 from genbatch.nif.runners.torch_runner import TorchRunner

@@ -35,7 +35,8 @@ from genbatch.nif.context.tensor_parallel import (
 )
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import NativeError, OptionError
-from genbatch.nif.models.model import Model, load_model
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import Entry, Logits, RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 

@@ -11,7 +11,7 @@ import triton
 from genbatch.nif.context import Context
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError, ModelError, OptionError
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.runners.triton_runner import TritonRunner

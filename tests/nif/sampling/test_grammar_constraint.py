@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling import grammar_checker
 from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.grammar import FIRST_S, MAX_CACHED, GrammarCompiler, GrammarConstraint, GrammarError
+from genbatch.nif.sampling.grammar import FIRST_S, GrammarConstraint
+from genbatch.nif.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler, GrammarError
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, sample
 
 END = 2

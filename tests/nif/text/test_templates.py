@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.text import templates
 from genbatch.nif.text.template_child import MAX_PROMPT, PROMPT_PER_BYTE
 from genbatch.nif.text.templates import MAX_RENDERINGS, ChatTemplateError, TemplateEnded, TemplateRenderer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from genbatch.nif.models.model import Model
+from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.text.templates import ChatTemplateError
 from genbatch.nif.text.tokenizer import Tokenizer
 

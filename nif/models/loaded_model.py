@@ -1,0 +1,54 @@
+"""Model: a causal language model or an encoder in memory. `load_model` makes it, runners read it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from genbatch.nif.models.weight_source import WeightSource
+from genbatch.nif.pooling import Pooling
+from genbatch.nif.runner import LayerGroup, LayerShape
+from genbatch.nif.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model; immutable, shared by whatever runs it.
+
+    Args:
+        name: what to call it towards users.
+        hf: transformers' module in eval mode, its attention going through `ATTENTION_NAME`; on the "meta" device, a
+            description without weights, where `weights` has them.
+        config: of the text decoder.
+        tokenizer: the model's own.
+        dtype: of the weights and of the KV cache.
+        device: where both live.
+        groups: the layers by how far they look back.
+        layers: what each layer keeps in the KV cache.
+        vocab_size: width of the logits; token ids are below it.
+        eos_token_ids: any of them ends a generation.
+        max_position: positions one sequence may have.
+        weights: the tensors in their files, for a runner that packs them itself; None where `hf` holds them.
+        pooling: how embeddings are made; None where there are none.
+        generates: whether it continues text.
+        sampling: how its makers say to draw, by the names of a request's parameters; nothing where they say nothing.
+        codes: the files of a checkpoint that is quantised already, beside the values that `hf` holds; else None.
+    """
+
+    name: str
+    hf: PreTrainedModel
+    config: PreTrainedConfig
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    device: torch.device
+    groups: tuple[LayerGroup, ...]
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_position: int
+    weights: WeightSource | None = None
+    pooling: Pooling | None = None
+    generates: bool = True
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    codes: WeightSource | None = None

@@ -1,0 +1,140 @@
+"""Self-check: before any request it finds out whether a model's own modules run correctly over the paged cache."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.runner import LayerGroup, LayerShape, RaggedBatch
+from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall
+from genbatch.nif.runners.torch_runner import TorchRunner
+
+_LENGTH = 12  # tokens of each of the two sequences
+_CHUNK = 5  # of them in the first step; crosses a block border with the block size below
+_BLOCK_SIZE = 4
+
+# Relative error of a row of logits. Rounding costs a fraction of these; a layer that ignores its cache, its
+# mask or its position is off by far more.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class _Probe:
+    """A step without a cache that notes what each layer brings."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, AttentionCall] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Plain causal attention within the step; returns [T, H, Dv]."""
+        if call.layer in self.calls:
+            raise ValueError(f"layer {call.layer} attends twice")
+        self.calls[call.layer] = call
+        query, key, value = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        out = scaled_dot_product_attention(query, key.to(query.dtype), value.to(query.dtype), is_causal=True)
+        return out[0].transpose(0, 1)
+
+
+def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...]) -> tuple[tuple[LayerShape, ...], int]:
+    """What each layer keeps in the KV cache, and the width of the logits, seen in a forward of two tokens.
+
+    Args:
+        name: the model's, for errors.
+        groups: what the configuration says; a layer that disagrees about its window is refused.
+
+    Raises:
+        ModelError: a layer bypasses the registered attention or wants what that does not do.
+    """
+    probe = _Probe()
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=hf.device)
+    positions = torch.arange(2, device=hf.device)[None]
+    try:
+        with torch.inference_mode():
+            output = hf(input_ids=ids, position_ids=positions, use_cache=False, genbatch_step=probe)
+    except Exception as fault:
+        raise ModelError(name, f"it cannot run over a paged KV cache: {fault}") from fault
+    window_of = {layer: group.window for group in groups for layer in group.layers}
+    if sorted(probe.calls) != sorted(window_of):
+        seen = f"{len(probe.calls)} of its {len(window_of)} layers"
+        raise ModelError(name, f"only {seen} attend through the registered function")
+    shapes = []
+    for layer, call in sorted(probe.calls.items()):
+        # None: the module leaves the window to the mask, which only the configuration describes.
+        said = window_of[layer]
+        if None not in (call.window, said) and call.window != said:
+            raise ModelError(name, f"layer {layer} has a window of {call.window}, config.json says {said}")
+        shapes.append(LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2]))
+    return tuple(shapes), int(output.logits.shape[-1])
+
+
+def check_paged_path(name: str, model: Model) -> None:
+    """Compares the paged path with the model's own eager attention on a dozen random tokens.
+
+    Two sequences, the first in two chunks, the second packed beside the second chunk. That is cheap next to
+    loading, and turns every peculiarity that nobody thought of into an error at start.
+
+    Raises:
+        ModelError: the logits differ by more than rounding explains.
+    """
+    drawn = torch.randint(model.vocab_size, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = drawn.to(model.device)
+    try:
+        expected = _eager_logits(model.hf, tokens)
+        paged = _paged_logits(model, tokens)
+    except Exception as fault:
+        raise ModelError(name, f"it cannot run over a paged KV cache: {fault}") from fault
+    if not torch.isfinite(expected).all():
+        raise ModelError(name, f"its logits in {model.dtype} are not all finite; try dtype float32")
+    errors = torch.linalg.vector_norm(paged - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
+    # The median of each part: a near tie between two experts may send a single token another way.
+    parts = (errors[0, :_CHUNK], errors[0, _CHUNK:], errors[1])
+    worst = max(float(part.median()) for part in parts)
+    if not worst <= _TOLERANCE[model.dtype]:
+        raise ModelError(name, f"its logits over a paged KV cache are off by {worst:.1%}")
+
+
+@torch.inference_mode()
+def _eager_logits(hf: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """[2, _LENGTH, vocab_size] float32, without a cache."""
+    hf.set_attn_implementation("eager")
+    try:
+        logits: torch.Tensor = hf(input_ids=tokens, use_cache=False).logits
+        return logits.float()
+    finally:
+        hf.set_attn_implementation(ATTENTION_NAME)
+
+
+def _paged_logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """The same through TorchRunner, in a ragged mix."""
+    runner = TorchRunner(model)
+    blocks = -(-_LENGTH // _BLOCK_SIZE)
+    runner.allocate([2 * blocks] * len(model.groups), _BLOCK_SIZE)
+    first = runner.forward(_layout(model, tokens, [(0, 0, _CHUNK)]))
+    second = runner.forward(_layout(model, tokens, [(0, _CHUNK, _LENGTH), (1, 0, _LENGTH)]))
+    runner.close()
+    return torch.cat([first, second]).view(2, _LENGTH, -1)
+
+
+def _layout(model: Model, tokens: torch.Tensor, parts: list[tuple[int, int, int]]) -> RaggedBatch:
+    """A batch of (sequence, first position, one past the last); sequence s owns its own run of blocks."""
+    device, blocks = model.device, -(-_LENGTH // _BLOCK_SIZE)
+    positions = torch.cat([torch.arange(start, stop) for _, start, stop in parts]).to(device)
+    # Sequence s lies at the positions from s * blocks * _BLOCK_SIZE on, so its slots are consecutive.
+    shifts = torch.cat([torch.full((stop - start,), s * blocks * _BLOCK_SIZE) for s, start, stop in parts])
+    slots = positions + shifts.to(device)
+    table = torch.tensor([[s * blocks + b for b in range(blocks)] for s, _, _ in parts], dtype=torch.int32)
+    lengths = [stop - start for _, start, stop in parts]
+    num_groups = len(model.groups)
+    return RaggedBatch(
+        input_ids=torch.cat([tokens[s, start:stop] for s, start, stop in parts]),
+        positions=positions,
+        query_starts=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+        kv_lens=torch.tensor([stop for _, _, stop in parts], dtype=torch.int32, device=device),
+        slots=(slots,) * num_groups,
+        block_tables=(table.to(device),) * num_groups,
+        logit_rows=torch.arange(sum(lengths), device=device),
+        max_query_len=max(lengths),
+        max_kv_len=max(stop for _, _, stop in parts),
+    )

@@ -1,0 +1,80 @@
+"""GrammarCompiler: compiles what answers must match, tried in a process of its own first, and remembers it."""
+
+import hashlib
+from collections import OrderedDict
+
+from llguidance import LLTokenizer
+
+from genbatch.nif.errors import NativeError
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.sampling.grammar import GrammarConstraint, build_tokenizer, compile_matcher
+from genbatch.nif.sampling.grammar_checker import GrammarChecker
+
+# Compiled grammars that stay in memory.
+MAX_CACHED = 64
+_NO_END = "the model has no end-of-sequence token, which is what ends an answer that matches"
+
+
+class GrammarError(NativeError):
+    """A schema, grammar or regular expression that cannot be compiled; the message says why."""
+
+
+class GrammarCompiler:
+    """Compiles for one model; not thread-safe, and slow: for a thread of its own.
+
+    Args:
+        model: whose tokenizer and end-of-sequence tokens.
+        max_s: seconds of processor time that compiling one grammar may take.
+    """
+
+    def __init__(self, model: Model, max_s: float) -> None:
+        self._max_s = max_s
+        self._has_end = bool(model.eos_token_ids)
+        width = max(model.vocab_size, model.tokenizer.vocab_size)
+        self._settings = {
+            "tokenizer": model.tokenizer.backend.to_str(),
+            "n_vocab": width,
+            "eos_token": sorted(model.eos_token_ids) or None,
+        }
+        self._checker = GrammarChecker(self._settings)
+        self._tokenizer: LLTokenizer | None = None
+        self._cached: OrderedDict[bytes, GrammarConstraint | str] = OrderedDict()  # str: why it was refused
+
+    def compile(self, kind: str, text: str, owner: bytes, number: int) -> list[GrammarConstraint]:
+        """Constraints for `number` sequences, prepared for their first token.
+
+        Args:
+            kind: "json_schema", "grammar" (Lark or GBNF), "lark" (Lark for certain), "regex" or "branches" (see
+                `branches`).
+            owner: whose grammar; what one owner compiled is not found, nor timed, by another.
+
+        Raises:
+            GrammarError: it is invalid, or beyond a limit.
+        """
+        if not self._has_end:
+            raise GrammarError(_NO_END)
+        key = hashlib.sha256(b"\0".join((owner, kind.encode(), text.encode()))).digest()
+        known = self._cached.get(key)
+        if known is None:
+            known = self._cached[key] = self._compile(kind, text)
+            if len(self._cached) > MAX_CACHED:
+                self._cached.popitem(last=False)
+        self._cached.move_to_end(key)
+        if isinstance(known, str):
+            raise GrammarError(known)
+        return [known.fork() for _ in range(number)]
+
+    def close(self) -> None:
+        """Ends the checker's process."""
+        self._checker.close()
+
+    def _compile(self, kind: str, text: str) -> GrammarConstraint | str:
+        """A constraint to fork, or why there is none."""
+        grammar, refusal = self._checker.check(kind, text, self._max_s)
+        if grammar is None:
+            return refusal
+        if self._tokenizer is None:
+            self._tokenizer = build_tokenizer(self._settings)
+        constraint = compile_matcher(self._tokenizer, grammar)
+        constraint.prepare()
+        return constraint if constraint.fault is None else constraint.fault
