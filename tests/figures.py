@@ -38,15 +38,23 @@ def product_files(root: Path = ROOT) -> list[Path]:
     return [path for layer in LAYERS for path in sorted((root / layer).rglob("*.py"))]
 
 
-def imports(root: Path = ROOT) -> dict[str, set[str]]:
+def imports(root: Path = ROOT, *, at_runtime: bool = False) -> dict[str, set[str]]:
     """File -> the files of ours that importing it imports; both relative to the root.
 
-    What is imported for type checkers only, or inside a function, is not counted: neither makes a circle.
+    Imports for type checkers and imports inside a function count, too.
+
+    Args:
+        at_runtime: count only the imports that run when the file is imported.
     """
     paths = {str(path.relative_to(root)): path for path in product_files(root)}
     by_module = {_module(name): name for name in paths}
     return {
-        name: {by_module[module] for module in _imported(ast.parse(path.read_text())) if module in by_module} - {name}
+        name: {
+            by_module[module]
+            for module in _imported(ast.parse(path.read_text()), at_runtime=at_runtime)
+            if module in by_module
+        }
+        - {name}
         for name, path in paths.items()
     }
 
@@ -175,7 +183,7 @@ def figures(root: Path = ROOT) -> dict[str, int]:
         "lines of the product, C too": sum(lengths),
         "lines of the longest file": max(lengths),
         "modules that batcher.py imports": len(edges[batcher]),
-        "circles between folders": len(circles(folder_imports(edges))),
+        "circles between folders": len(circles(folder_imports(imports(root, at_runtime=True)))),
         "circles between files": len(circles(edges)),
         "names with two meanings": len(two_meanings(root)),
         "functions with more than six parameters, kernels aside": len(wide_functions(root)),
@@ -187,7 +195,7 @@ def _module(name: str) -> str:
     return "genbatch." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _imported(tree: ast.Module, *, at_runtime: bool) -> Iterator[str]:
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()
@@ -196,10 +204,10 @@ def _imported(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        elif at_runtime and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            pending += node.orelse
+        elif at_runtime and isinstance(node, ast.If) and isinstance(node.test, ast.Name):
+            pending += node.orelse if node.test.id == "TYPE_CHECKING" else ast.iter_child_nodes(node)
         else:
             pending += ast.iter_child_nodes(node)
 
@@ -223,7 +231,7 @@ if __name__ == "__main__":
     for name, value in now.items():
         before, goal = BEFORE_AND_GOAL[name]
         print(f"{name:60} {before:6} -> {value:6}" + ("" if goal is None else f"   goal {goal}"))
-    for circle in (*circles(folder_imports(imports())), *circles(imports())):
+    for circle in (*circles(folder_imports(imports(at_runtime=True))), *circles(imports())):
         print("circle:", " ".join(sorted(circle)))
     for name, files in two_meanings().items():
         print(f"two meanings: {name}: {', '.join(files)}")

@@ -81,8 +81,19 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         raise AssertionError("; ".join(arrows))
 
 
+def test_an_import_for_type_checkers_or_in_a_function_makes_a_circle_of_files(tmp_path: Path) -> None:
+    for name, text in {
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import genbatch.nif.b\n",
+        "b": "def late():\n    from genbatch.nif import a\n",
+    }.items():
+        (tmp_path / "nif").mkdir(exist_ok=True)
+        (tmp_path / "nif" / f"{name}.py").write_text(text)
+    assert circles(imports(tmp_path)) == [{"nif/a.py", "nif/b.py"}]
+    assert circles(imports(tmp_path, at_runtime=True)) == []
+
+
 def test_no_folders_import_each_other_in_a_circle() -> None:
-    files = imports()
+    files = imports(at_runtime=True)
     for circle in circles(folder_imports(files)):
         arrows = [
             f"{name} -> {other}"

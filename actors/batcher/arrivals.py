@@ -21,12 +21,12 @@ import outcome
 
 from genbatch.actors.batcher.embeddings import QUEUE_SHARE, books
 from genbatch.actors.batcher.grammars import Compiled, Grammars
-from genbatch.actors.batcher.intake import Intake, Prompt
+from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
 from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
-from genbatch.actors.batcher.requests import HeldPrompt, Request, TimeLimits, account_of
+from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, TimeLimits, account_of
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest

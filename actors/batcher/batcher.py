@@ -25,11 +25,11 @@ import trio
 from genbatch.actors.batcher.arrivals import Encoded
 from genbatch.actors.batcher.calls import AdapterReady, SessionEnded, SessionRead, UnloadOver
 from genbatch.actors.batcher.draining import DrainOver
+from genbatch.actors.batcher.events import Decoded, RunEnded, Stepped
 from genbatch.actors.batcher.grammars import Compiled, Prepared
 from genbatch.actors.batcher.messages import Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
-from genbatch.actors.batcher.stepper import Decoded, RunEnded, Stepped
 from genbatch.actors.runtime.actor import NOREPLY, Down, From, reply
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest, Phase

@@ -12,7 +12,8 @@ no longer in anybody's way than a few requests would be.
 from collections.abc import Callable, Iterator
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Embedding, Output, OutputRules, PooledText, Request, Sequence
+from genbatch.actors.batcher.output import Output, OutputRules
+from genbatch.actors.batcher.requests import Embedding, PooledText, Request, Sequence
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.draw import SamplingParams

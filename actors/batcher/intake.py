@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from threading import Lock
@@ -19,7 +19,8 @@ from typing import Any
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import HeldPrompt, Output, OutputRules, Reading, Request, Sequence
+from genbatch.actors.batcher.output import Output, OutputRules, Reading
+from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, Sequence
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
@@ -81,21 +82,6 @@ PREFIX_RENDERINGS = 7
 CHARS_PER_TOKEN = 4
 # When a request may come again that a slow chat template has ended.
 RETRY_AFTER_TEMPLATE_MS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What tokenizing a request gives.
-
-    Args:
-        tokens: of the prompt.
-        first_message: the tokens that every conversation beginning with this one's first message starts with.
-        echo: what the text begins with, where the prompt is to be repeated.
-    """
-
-    tokens: list[int]
-    first_message: list[int]
-    echo: str = ""
 
 
 class Intake:

@@ -22,25 +22,20 @@ a prompt or of an answer. Values are numbers, text and booleans, so that events 
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from itertools import count
-from typing import TYPE_CHECKING
 
 import outcome
 import trio
 
+from genbatch.actors.batcher.counters import BatcherStats
+from genbatch.actors.batcher.events import StepMessage
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Request, Sequence
-from genbatch.actors.batcher.stats import BatcherStats
+from genbatch.actors.batcher.requests import Planned, Prompt, Request, Sequence
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
+from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import GenbatchError
-
-if TYPE_CHECKING:  # these import what is told
-    from genbatch.actors.batcher.intake import Prompt
-    from genbatch.actors.batcher.planner import Planned
-    from genbatch.actors.batcher.stepper import StepMessage
-    from genbatch.nif.context import Context
 
 
 class Journal:
@@ -130,7 +125,7 @@ class Journal:
             metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
-    def stepped(self, batch: "list[Planned]", seconds: float, *, num_drafted: int = 0) -> None:
+    def stepped(self, batch: list[Planned], seconds: float, *, num_drafted: int = 0) -> None:
         """Books one forward, over so many drafted tokens besides; to be called before its tokens are booked."""
         self._now = trio.current_time()
         num_tokens = sum([len(planned.entry.tokens) for planned in batch]) + num_drafted
@@ -212,7 +207,7 @@ def _num_generated(request: Request) -> int:
 class Flight:
     """A flight that nobody records. Between two calls of `began` one message is handled."""
 
-    def begin(self, context: "Context", system_prompts: ListOf[list[int]]) -> None:
+    def begin(self, context: Context, system_prompts: ListOf[list[int]]) -> None:
         """The Batcher has opened its context, and is about to evaluate the prompts that it holds from the start."""
 
     def began(self) -> None:
@@ -225,13 +220,13 @@ class Flight:
     def arrived(self, request: Request, message: Generate) -> None:
         """A request was accepted."""
 
-    def encoded(self, request: Request, prompt: "outcome.Outcome[Prompt]") -> None:
+    def encoded(self, request: Request, prompt: outcome.Outcome[Prompt]) -> None:
         """Its prompt was tokenized."""
 
     def left(self, request: Request) -> None:
         """Its caller is gone."""
 
-    def stepped(self, message: "StepMessage") -> None:
+    def stepped(self, message: StepMessage) -> None:
         """A step has ended, and was booked."""
 
     def draining(self, timeout_s: float) -> None:
@@ -251,7 +246,7 @@ class Flight:
         """The time for prompts in the next tick."""
         return budget
 
-    def ticked(self, plan: SchedulerOutput, groups: "ListOf[ListOf[Planned]]") -> None:
+    def ticked(self, plan: SchedulerOutput, groups: ListOf[ListOf[Planned]]) -> None:
         """A tick has planned, and made these forwards of it."""
 
     def close(self, reason: str) -> None:

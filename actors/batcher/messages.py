@@ -17,7 +17,7 @@ from genbatch.proto.messages import (
 )
 
 if TYPE_CHECKING:  # imports torch, which a gateway process does without
-    from genbatch.actors.batcher.requests import Keep
+    from genbatch.actors.batcher.kept_logits import Keep
 
 
 @dataclass(frozen=True, slots=True)

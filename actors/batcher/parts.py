@@ -13,6 +13,7 @@ import trio
 
 from genbatch.actors.batcher.arrivals import Arrivals, PromptSharing
 from genbatch.actors.batcher.calls import AdapterCalls, SessionCalls, TextCalls
+from genbatch.actors.batcher.counters import BatcherStats, StallWatch
 from genbatch.actors.batcher.draining import Draining
 from genbatch.actors.batcher.grammars import Grammars
 from genbatch.actors.batcher.intake import Intake
@@ -21,8 +22,8 @@ from genbatch.actors.batcher.open_requests import BatchState, OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
 from genbatch.actors.batcher.prompt_reader import PromptReader
+from genbatch.actors.batcher.reports import model_cards, stats_report
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
-from genbatch.actors.batcher.stats import BatcherStats, StallWatch, model_cards, stats_report
 from genbatch.actors.batcher.stepper import StepCommit, Stepper
 from genbatch.actors.runtime.actor import Exit, GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker

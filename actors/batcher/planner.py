@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
+from genbatch.actors.batcher.requests import HeldPrompt, Planned, Sequence, Slotted
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
 from genbatch.actors.scheduling.plan import BatchingType, PromptBudget, StepLimits, forwards, prompt_budget
 from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList, total
@@ -21,15 +21,6 @@ from genbatch.nif.kv.reservation import Beginning
 from genbatch.nif.runner import Entry, LayerGroup, Logits
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One entry of a step and whose it is."""
-
-    owner: Slotted
-    entry: Entry
-    draws: bool
 
 
 class KVView:

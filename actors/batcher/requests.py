@@ -5,24 +5,23 @@ Request ── one a choice ── Sequence ── tokens drawn ── Output �
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
-from collections.abc import Sequence as ListOf
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
-from genbatch.actors.batcher.beam_search import Beam
+from genbatch.actors.batcher.beam_search import Beam, BeamSearch
+from genbatch.actors.batcher.counters import TenantShare
+from genbatch.actors.batcher.kept_logits import Keep
 from genbatch.actors.batcher.messages import Embedded
-from genbatch.actors.batcher.stats import TenantShare
+from genbatch.actors.batcher.output import Output
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.nif.pooling import Pooling
-from genbatch.nif.runner import Logits, LoraAdapter
+from genbatch.nif.runner import Entry, Logits, LoraAdapter
+from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SamplerState
-from genbatch.nif.text.detokenizer import Detokenizer, StopMatcher
-from genbatch.nif.text.tools import Parts, Reader
 from genbatch.proto.messages import (
     Choice,
     EmbedRequest,
@@ -31,58 +30,9 @@ from genbatch.proto.messages import (
     Result,
     Token,
     TokenLogprob,
-    ToolCall,
-    ToolCallDelta,
     Usage,
 )
 from genbatch.proto.validation import Grammar
-
-if TYPE_CHECKING:
-    from genbatch.actors.batcher.beam_search import BeamSearch
-    from genbatch.actors.batcher.drafting import PromptLookup
-
-
-class Keep:
-    """Made by the caller, filled by the Batcher, complete when the call is answered.
-
-    Keeping the prompt's logits means evaluating all of the prompt: nothing of it is then taken from a cache.
-
-    Args:
-        context: whether to keep the logits after every token of the prompt.
-        generation: whether to keep the logits that every generated token was chosen from.
-    """
-
-    def __init__(self, *, context: bool = False, generation: bool = False) -> None:
-        self.context = context
-        self.generation = generation
-        self._context: dict[int, torch.Tensor] = {}  # by position
-        self._generation: dict[int, list[torch.Tensor]] = {}  # by choice or beam
-
-    def add_context(self, first: int, rows: torch.Tensor) -> None:
-        """Books the logits [n, vocab_size] after positions first, first + 1, …; those of a repeat replace them."""
-        self._context.update(enumerate(rows, first))
-
-    def add_generation(self, choice: int, row: torch.Tensor) -> None:
-        """Books the logits [vocab_size] that the choice's next token was chosen from."""
-        self._generation.setdefault(choice, []).append(row)
-
-    def set_generation(self, choice: int, rows: list[torch.Tensor]) -> None:
-        """Books all of a beam's rows at once: which beam it is shows at the end."""
-        self._generation[choice] = rows
-
-    def context_logits(self) -> torch.Tensor | None:
-        """[num_prompt_tokens, vocab_size] float32 on the CPU; None if nothing was kept."""
-        return torch.stack([self._context[position] for position in sorted(self._context)]) if self._context else None
-
-    def generation_logits(self, choice: int = 0) -> torch.Tensor | None:
-        """[num_generated, vocab_size] float32 on the CPU; None if nothing was kept."""
-        rows = self._generation.get(choice)
-        return torch.stack(rows) if rows else None
-
-    def last_generation_row(self) -> torch.Tensor | None:
-        """The newest row of the first choice, [vocab_size]."""
-        rows = self._generation.get(0)
-        return rows[-1] if rows else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -137,6 +87,15 @@ class Slotted(LlmRequest):
         return donor is not None and donor.phase is not Phase.FINISHED and not self.donor_ready
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One entry of a step and whose it is."""
+
+    owner: Slotted
+    entry: Entry
+    draws: bool
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldPrompt(Slotted):
     """A system prompt whose KV stays, so that each request that starts with it evaluates only its own tokens."""
@@ -171,192 +130,8 @@ class Sequence(Slotted):
     reached: int = 0  # the most positions that it had when it was paused
     num_vain: int = 0  # pauses in a row before which it got no further than before an earlier one
     pooled: "PooledText | None" = None  # it is a text to be embedded: it draws nothing, and ends with its prompt
-    beams: "BeamSearch | None" = None  # a search over several continuations instead of one draw after another
-    lookup: "PromptLookup | None" = None  # once a run was to draft its tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """What became final beside the text: thinking, and pieces of calls."""
-
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-
-
-_NOTHING = Apart()
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How an output that is more than text is read.
-
-    Args:
-        reader: makes the reader of one answer.
-        shown: special tokens that are the format's marks.
-        several: whether an answer may have several calls; else it ends where a second one begins.
-    """
-
-    reader: Callable[[], Reader]
-    shown: frozenset[int]
-    several: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputRules:
-    """What an output holds, and what ends it.
-
-    Args:
-        max_tokens: tokens after which the output ends with "length".
-        stop: strings that end the output and are not part of it.
-        stop_ids: token ids that end the output; their text is not part of it.
-        min_tokens: tokens before which no stop string ends it.
-        echo: what to put in front of the text.
-        wants_logprobs: whether to keep each token's log-prob.
-        keep_stop: whether the stop string that ended the output is part of the text.
-        reading: how calls and thinking are told apart; None where all of it is text.
-    """
-
-    max_tokens: int
-    stop: ListOf[str] = ()
-    stop_ids: Collection[int] = ()
-    min_tokens: int = 0
-    echo: str = ""
-    wants_logprobs: bool = False
-    keep_stop: bool = False
-    reading: Reading | None = None
-
-
-class Output:
-    """Turns drawn tokens into text that never splits a code point nor shows a part of a stop string.
-
-    Args:
-        tokenizer: the backend that decodes.
-        prompt_tokens: what the output continues.
-        rules: what it holds, and what ends it.
-    """
-
-    __slots__ = ("_calls", "_detokenizer", "_num_reasoning", "_prompt_tokens", "_reader", "_reasoning", "_rules",
-                 "_stop", "_tokenizer", "apart", "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
-
-    def __init__(self, tokenizer: Tokenizer, prompt_tokens: ListOf[int], rules: OutputRules) -> None:
-        self._tokenizer = tokenizer
-        self._prompt_tokens = prompt_tokens
-        self._rules = rules
-        reading = rules.reading
-        shown = reading.shown if reading is not None else frozenset()
-        self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
-        self._reader = reading.reader() if reading is not None else None
-        self._reasoning: list[str] = []
-        self._num_reasoning = 0  # tokens until the last of it
-        self._calls: list[list[str]] = []  # id, name and the pieces of the arguments
-        self._stop = StopMatcher(rules.stop, keep=rules.keep_stop)
-        self.apart = _NOTHING  # what the last token made final beside its text
-        self.token_ids: list[int] = []
-        self.text_parts: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish_reason: FinishReason | None = None
-
-    def blank(self) -> "Output":
-        """An output of the same kind with nothing in it yet: each beam has its own."""
-        return Output(self._tokenizer, self._prompt_tokens, self._rules)
-
-    def push(self, drawn: Sampled) -> str:
-        """Takes the next token; returns the text that became final and sets `finish_reason` when it was the last."""
-        token_id = drawn.token_id
-        self.token_ids.append(token_id)
-        if self._rules.wants_logprobs:
-            assert drawn.logprob is not None, "log-probs were asked for and not computed"
-            self.logprobs.append(TokenLogprob(token_id=token_id, logprob=drawn.logprob, top=dict(drawn.top)))
-        ended = token_id in self._rules.stop_ids
-        piece, stopped = ("", False) if ended else self._match(self._detokenizer.push(token_id))
-        if ended or stopped:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._rules.max_tokens:
-            self.finish_reason = "length"
-        if self.finish_reason:
-            piece += self._flush()
-        if self._reader is not None:
-            piece = self._take_apart(self._reader, piece)
-        if len(self.token_ids) == 1:
-            piece = self._rules.echo + piece
-        self.text_parts.append(piece)
-        return piece
-
-    def end(self) -> None:
-        """Ends an output that has no token: all of its text is the echo."""
-        self.text_parts.append(self._rules.echo)
-        self.finish_reason = "length"
-
-    def _match(self, text: str) -> tuple[str, bool]:
-        return self._stop.push(text, may_end=len(self.token_ids) >= self._rules.min_tokens)
-
-    def _take_apart(self, reader: Reader, piece: str) -> str:
-        """The text in a piece; the rest of it is in `apart`."""
-        found = [reader.push(piece)]
-        if self.finish_reason is not None:
-            found.append(reader.finish())
-        self._keep(found)
-        return "".join(parts.text for parts in found)
-
-    def _keep(self, found: ListOf[Parts]) -> None:
-        reasoning = "".join(parts.reasoning for parts in found)
-        pieces = [piece for parts in found for piece in parts.calls]
-        reading = self._rules.reading
-        if reading is not None and not reading.several and any(piece.index for piece in pieces):
-            pieces = [piece for piece in pieces if not piece.index]
-            self.finish_reason = "stop"
-        if reasoning:
-            self._reasoning.append(reasoning)
-            self._num_reasoning = len(self.token_ids)
-        for piece in pieces:
-            if piece.id is not None:
-                self._calls.append([piece.id, piece.name or ""])
-            self._calls[piece.index].append(piece.arguments)
-        self.apart = _NOTHING
-        if reasoning or pieces:
-            deltas = tuple(
-                ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
-                for piece in pieces
-            )
-            self.apart = Apart(reasoning, deltas)
-
-    def _flush(self) -> str:
-        """The text held back so far; the end may settle that a stop string was complete in it."""
-        tail, stopped = self._match(self._detokenizer.flush())
-        if not stopped:
-            tail += self._stop.flush()
-        if self._stop.stopped:
-            self.finish_reason = "stop"
-        return tail
-
-    def choice(self, finish_reason: FinishReason, *, only_shown: bool = False) -> Choice:
-        """What was generated, as the caller gets it.
-
-        Args:
-            finish_reason: why it ends here, if no token of its own has ended it: what was held back is text now.
-            only_shown: what was held back is left out. A stream has no token any more with which to show it, and its
-                pieces joined are the text.
-        """
-        if self.finish_reason is None and not only_shown:
-            rest = self._flush() if self.token_ids else self._rules.echo
-            if self._reader is not None:
-                found = [self._reader.push(rest), self._reader.finish()]
-                self._keep(found)
-                rest = "".join(parts.text for parts in found)
-            self.text_parts.append(rest)
-        reason = self.finish_reason or finish_reason
-        return Choice(
-            text="".join(self.text_parts),
-            token_ids=self.token_ids,
-            finish_reason="tool_calls" if self._calls and reason == "stop" else reason,
-            reasoning="".join(self._reasoning),
-            tool_calls=tuple(
-                ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, *pieces in self._calls
-            ),
-            logprobs=self.logprobs if self._rules.wants_logprobs else None,
-            stop_string=self._stop.found,
-            reasoning_tokens=self._num_reasoning,
-        )
+    beams: BeamSearch | None = None  # a search over several continuations instead of one draw after another
+    lookup: PromptLookup | None = None  # once a run was to draft its tokens
 
 
 class PooledText:
@@ -455,6 +230,21 @@ class Embedding:
         """The reply, once all are there."""
         assert not self._num_left, "a text has no embedding yet"
         return Embedded(vectors=self._vectors, prompt_tokens=self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What tokenizing a request gives.
+
+    Args:
+        tokens: of the prompt.
+        first_message: the tokens that every conversation beginning with this one's first message starts with.
+        echo: what the text begins with, where the prompt is to be repeated.
+    """
+
+    tokens: list[int]
+    first_message: list[int]
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

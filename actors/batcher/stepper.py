@@ -11,17 +11,15 @@ that failed is. StepCommit books positions, tokens, text and ends.
 import gc
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import outcome
 import torch
 import trio
 
 from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
+from genbatch.actors.batcher.events import Decoded, Drawn, Evaluated, Run, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.open_requests import BatchState
-from genbatch.actors.batcher.planner import Planned
-from genbatch.actors.batcher.requests import HeldPrompt, PooledText, Request, Sequence
+from genbatch.actors.batcher.requests import HeldPrompt, Planned, PooledText, Request, Sequence
 from genbatch.actors.batcher.slots import SwapFault, run_copies, waiting_key
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
@@ -35,15 +33,6 @@ from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import Token, TokenLogprob
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """What a step gave one entry."""
-
-    drawn: Sampled | SampleFault | None
-    prompt_logprobs: list[TokenLogprob]
-    rows: torch.Tensor | None = None  # [rows, vocab_size] on the CPU, where logits are kept; of a text its states
 
 
 def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
@@ -113,18 +102,6 @@ def _kept_rows(planned: Planned, rows: torch.Tensor) -> torch.Tensor | None:
 
 # Most steps of a run: then a plan is made all the same.
 MAX_STEPS = 64
-
-# What a step of a run drew for each sequence: a token, and one more for each that was drafted rightly.
-Drawn: TypeAlias = list[list[Sampled | SampleFault]]
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A step of a run has ended; unless it was the last one, the next has begun."""
-
-    run: "RunAhead"
-    drawn: Drawn
-    num_drafted: int
 
 
 class RunAhead:
@@ -487,25 +464,6 @@ def _refusal(request: Request, fault: SampleFault) -> GenbatchError:
     return InvalidRequest(request.grammar.field if request.grammar is not None else None, fault.reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """A forward has ended on the model's thread."""
-
-    batch: list[Planned]
-    result: outcome.Outcome[list[Evaluated]]
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """A run has ended on the model's thread: with its last step's draws, or None if those were told before."""
-
-    run: RunAhead
-    result: outcome.Outcome[Decoded | None]
-
-
-StepMessage = Stepped | Decoded | RunEnded
-
-
 class Stepper:
     """Has the context to itself from `begin` until `take` says that all has ended.
 
@@ -675,7 +633,7 @@ class Stepper:
             run.stop()
         run.booked()
 
-    def _run_ended(self, run: RunAhead, result: "outcome.Outcome[Decoded | None]") -> bool:
+    def _run_ended(self, run: Run, result: "outcome.Outcome[Decoded | None]") -> bool:
         self._run = None
         if isinstance(result, outcome.Error):  # its first step's: nothing of it was told
             self._requests.settle()

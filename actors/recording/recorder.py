@@ -10,14 +10,13 @@ import msgspec
 import outcome
 import trio
 
-from genbatch.actors.batcher.intake import Prompt
+from genbatch.actors.batcher.events import Evaluated, StepMessage, Stepped
 from genbatch.actors.batcher.journal import Flight, unrecorded
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.planner import Planned
-from genbatch.actors.batcher.requests import Request, Sequence
+from genbatch.actors.batcher.requests import Planned, Prompt, Request, Sequence
 from genbatch.actors.batcher.slots import SwapFault
-from genbatch.actors.batcher.stepper import Evaluated, StepMessage, Stepped, is_out_of_memory
+from genbatch.actors.batcher.stepper import is_out_of_memory
 from genbatch.actors.recording import records
 from genbatch.actors.recording.records import (
     FORMAT,

@@ -33,14 +33,16 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from genbatch.actors.batcher.arrivals import Arrivals, Encoded
 from genbatch.actors.batcher.batcher import Batcher, Flush
 from genbatch.actors.batcher.draining import DrainOver
-from genbatch.actors.batcher.intake import Intake, Prompt
+from genbatch.actors.batcher.events import Evaluated
+from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.journal import Flight
+from genbatch.actors.batcher.kept_logits import Keep
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.planner import Planned
-from genbatch.actors.batcher.requests import Keep, Output, OutputRules, Request, Sequence, TimeLimits
+from genbatch.actors.batcher.output import Output, OutputRules
+from genbatch.actors.batcher.requests import Planned, Prompt, Request, Sequence, TimeLimits
 from genbatch.actors.batcher.slots import SwapFault, run_copies
-from genbatch.actors.batcher.stepper import EngineFault, Evaluated
+from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.recording import records
 from genbatch.actors.recording.recorder import tick_of
 from genbatch.actors.recording.records import (

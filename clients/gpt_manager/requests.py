@@ -33,9 +33,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genbatch.actors.batcher.kept_logits import Keep
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Keep
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context.engine import Engine

@@ -2,13 +2,16 @@
 
 import hashlib
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 from llguidance import LLTokenizer
 
 from genbatch.nif.errors import NativeError
-from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.grammar import GrammarConstraint, build_tokenizer, compile_matcher
 from genbatch.nif.sampling.grammar_checker import GrammarChecker
+
+if TYPE_CHECKING:
+    from genbatch.nif.models.loaded_model import Model
 
 # Compiled grammars that stay in memory.
 MAX_CACHED = 64
@@ -27,7 +30,7 @@ class GrammarCompiler:
         max_s: seconds of processor time that compiling one grammar may take.
     """
 
-    def __init__(self, model: Model, max_s: float) -> None:
+    def __init__(self, model: "Model", max_s: float) -> None:
         self._max_s = max_s
         self._has_end = bool(model.eos_token_ids)
         width = max(model.vocab_size, model.tokenizer.vocab_size)

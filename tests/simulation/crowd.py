@@ -23,7 +23,7 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.planner import Planned
+from genbatch.actors.batcher.requests import Planned
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.plan import BatchingType, SchedulerOutput
 from genbatch.actors.scheduling.request import Phase

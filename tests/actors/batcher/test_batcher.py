@@ -9,9 +9,9 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.intake import Prompt
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.requests import Prompt
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.scheduling.plan import BatchingType

@@ -10,9 +10,9 @@ import trio
 
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.beam_search import BeamSearch
+from genbatch.actors.batcher.kept_logits import Keep
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Keep
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from genbatch.actors.batcher import drafting
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.drafting import DraftCosts, PromptLookup, RunDrafts
+from genbatch.actors.batcher.drafting import DraftCosts, RunDrafts
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Sequence
@@ -29,6 +29,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel

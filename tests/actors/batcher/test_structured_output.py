@@ -311,17 +311,17 @@ async def test_a_hostile_grammar_leaves_another_caller_s_tokens_as_they_are(tiny
 
 def held_compiler(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], threading.Event]:
     """Which grammars were compiled, in their order, and what the compiler waits for."""
-    from genbatch.nif.sampling import grammar
+    from genbatch.nif.sampling import grammar_compiler
 
     order: list[str] = []
-    queued, compile_ = threading.Event(), grammar.GrammarCompiler.compile
+    queued, compile_ = threading.Event(), grammar_compiler.GrammarCompiler.compile
 
     def noted(self: Any, kind: str, text: str, *rest: Any) -> Any:
         order.append(text)
         assert queued.wait(60)
         return compile_(self, kind, text, *rest)
 
-    monkeypatch.setattr(grammar.GrammarCompiler, "compile", noted)
+    monkeypatch.setattr(grammar_compiler.GrammarCompiler, "compile", noted)
     return order, queued
 
 
