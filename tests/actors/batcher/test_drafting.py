@@ -29,6 +29,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.sampling import prompt_lookup
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.nif.step_costs import StepWork
@@ -113,7 +114,7 @@ def test_the_chance_is_the_share_of_right_guesses_and_none_is_drafted_before_one
 
 
 def test_of_a_long_prompt_the_end_is_looked_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "MAX_PROMPT", 10)
+    monkeypatch.setattr(prompt_lookup, "MAX_PROMPT", 10)
     lookup = PromptLookup()
     tokens = [1, 2, 3, *range(100, 110), 1, 2]
     lookup.catch_up(tokens)
