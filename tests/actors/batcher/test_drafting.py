@@ -401,6 +401,12 @@ ASKED = st.lists(
 )
 
 
+def _fitting(request: dict[str, Any], room: int) -> dict[str, int]:
+    """The bounds of an answer that fit into so many tokens."""
+    bounds = {name: request[name] for name in ("min_tokens", "max_tokens") if name in request}
+    return {name: min(value, room) for name, value in bounds.items()}
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     requests=ASKED,
@@ -419,7 +425,7 @@ def test_lookup_changes_no_answer_no_stream_and_no_bit_of_a_logprob(
 ) -> None:
     """The small pool pauses sequences in between; windows move on under drafts."""
     model, opened = native_model(family)
-    requests = [{**one, "max_tokens": min(one["max_tokens"], n_ctx - len(one["token_ids"]))} for one in requests]
+    requests = [{**one, **_fitting(one, n_ctx - len(one["token_ids"]))} for one in requests]
     options = {"n_ctx": n_ctx, "scheduler_policy": policy}
     plain = trio.run(lambda: ask(model, opened, requests, prompt_lookup=False, **options))
     tell(requests, plain)
