@@ -27,11 +27,18 @@ from genbatch.nif.errors import ModelError, TensorError
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The kinds that are plain numbers, with their types; every other kind is a type of block in GGML's spelling, or of
-`GROUP_KINDS`."""
+`GROUP_KINDS`, `FP8_KINDS` or `FP4_KINDS`."""
 
 GROUP_KINDS = {"G4_32": (4, 32), "G4_64": (4, 64), "G4_128": (4, 128), "G8_32": (8, 32), "G8_128": (8, 128)}
 """Bits of a code, and inputs of a block: its scale as float32, its zero as float16, and its codes in the inputs' order,
 of 4 bits the first in the low half of a byte. A weight is scale * (code - zero)."""
+
+FP8_KINDS = {"F8_32": 32, "F8_128": 128}
+"""Inputs of a block: its scale as float32, and numbers of FP8 (E4M3). A weight is their product in float32."""
+
+FP4_KINDS = {"N4_32": 32, "N4_128": 128}
+"""NVFP4 as safetensors have it. Inputs of a block: the matrix's scale as float32, a scale in FP8 (E4M3) for every 16
+inputs, and codes of 4 bits (E2M1) in the inputs' order, the first in the low half of a byte."""
 
 # Of safetensors, beside FLOAT_KINDS: what checkpoints that are quantised already hold their parts in.
 _PART_KINDS = {
@@ -54,7 +61,7 @@ class StoredTensor:
 
     Args:
         name: transformers' name.
-        kind: "F32", "F16", "BF16", a block type such as "Q4_K", or one of `GROUP_KINDS`.
+        kind: "F32", "F16", "BF16", a block type such as "Q4_K", or one of `GROUP_KINDS`, `FP8_KINDS` or `FP4_KINDS`.
         shape: as transformers has it.
         rows: [product of all but the last dimension, bytes of a row] uint8, usually a view of the file.
         row_order: where the file has the rows in another order: row i of the tensor is `rows[row_order[i]]`.
@@ -100,6 +107,10 @@ class StoredTensor:
             values = torch.from_numpy(np.array(rows)).view(FLOAT_KINDS[self.kind]).float()
         elif self.kind in GROUP_KINDS:
             values = torch.from_numpy(_group_values(self.kind, rows))
+        elif self.kind in FP8_KINDS:
+            values = _fp8_values(self.kind, rows)
+        elif self.kind in FP4_KINDS:
+            values = _fp4_values(self.kind, rows)
         else:
             with np.errstate(invalid="ignore", over="ignore"):  # of a scale that is infinite, which is refused below
                 values = torch.from_numpy(gguf.dequantize(rows, GGMLQuantizationType[self.kind]))
@@ -301,6 +312,32 @@ def _group_values(kind: str, rows: np.ndarray) -> np.ndarray:
         codes = np.stack((codes & 15, codes >> 4), axis=3).reshape(*codes.shape[:2], inputs)
     values: np.ndarray = (scales * (codes.astype(np.float32) - zeros)).reshape(len(rows), -1)
     return values
+
+
+def _fp8_values(kind: str, rows: np.ndarray) -> torch.Tensor:
+    """The weights [rows, inputs] float32 of rows of a kind of `FP8_KINDS`."""
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 4 + FP8_KINDS[kind])
+    scales = torch.from_numpy(blocks[:, :, :4].copy().view("<f4"))  # [rows, blocks, 1]
+    return (_e4m3(blocks[:, :, 4:]) * scales).reshape(len(rows), -1)
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _fp4_values(kind: str, rows: np.ndarray) -> torch.Tensor:
+    """The weights [rows, inputs] float32 of rows of a kind of `FP4_KINDS`."""
+    inputs = FP4_KINDS[kind]
+    groups = inputs // 16
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 4 + groups + inputs // 2)
+    whole = torch.from_numpy(blocks[:, :, :4].copy().view("<f4"))  # [rows, blocks, 1]
+    scales = (_e4m3(blocks[:, :, 4 : 4 + groups]) * whole)[:, :, :, None]
+    codes = blocks[:, :, 4 + groups :]
+    pairs = np.stack((codes & 15, codes >> 4), axis=3).reshape(*codes.shape[:2], groups, 16)
+    return (_E2M1[torch.from_numpy(pairs).long()] * scales).reshape(len(rows), -1)
+
+
+def _e4m3(codes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float()
 
 
 def _shards(model: str, directory: Path) -> list[Path]:

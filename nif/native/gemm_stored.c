@@ -1,6 +1,6 @@
 /* float rows x weights in the blocks of a GGUF file (stored.h): exact values, float products and sums.
  *
- * For types of 16 bits, for linears that hold one beside blocks, and for machines that do not multiply bytes faster
+ * For types of 16 bits, for FP8, for linears that hold one beside blocks, and for machines that do not multiply bytes faster
  * than floats; blocks alone are multiplied by gemm_stored_digits.c elsewhere. One row: each weight is made in a register
  * and used there. More rows: DEPTH inputs of a block are made once, into 16 KB of L1, and the tiles of gemm_f32.c
  * walk over all rows. Both add the products of an output in ascending order of the inputs, one fused operation each:
@@ -14,7 +14,9 @@
 #define AHEAD 6144 /* bytes of weights fetched ahead of their use */
 #define DEPTH 128 /* inputs; divides a unit of 256 and holds four of 32 */
 
-static const float LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+#define LEVEL(x) x
+static const float FLOAT_LEVELS[][16] = LEVEL_TABLES;
+#undef LEVEL
 static const float PLAIN[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 /* The lowest 4 bits of each lane as a place in a table of 16. */
@@ -43,7 +45,7 @@ ALWAYS_INLINE vi moved(vi x, int from, int to) { return from >= to ? x >> (from 
 /* The weight of input i of the eight. */
 ALWAYS_INLINE vf weight_at(const stored_type t, const words w, int i, const group g)
 {
-    if (t.levels) return looked_up(LEVELS, w.low >> shift4(i)) * g.scale;
+    if (t.levels && t.bits == 4) return looked_up(FLOAT_LEVELS[t.levels], w.low >> shift4(i)) * g.scale;
     vf code;
     if (t.bits == 4) {
 #if VL == 16
@@ -56,7 +58,9 @@ ALWAYS_INLINE vf weight_at(const stored_type t, const words w, int i, const grou
     } else if (t.bits == 6) {
         code = vf_from_int(((w.low >> shift4(i)) & 15) | (moved(w.high, shift2(w.j, i), 4) & 48));
     } else if (t.bits == 3) {
-        code = vf_from_int(((w.low >> shift2(w.j, i)) & 3) | (moved(w.high, shift1(w.j, i), 2) & 4));
+        const vi three = ((w.low >> shift2(w.j, i)) & 3) | (moved(w.high, shift1(w.j, i), 2) & 4);
+        if (t.levels) return looked_up(FLOAT_LEVELS[t.levels], three) * g.scale;
+        code = vf_from_int(three);
     } else {
         code = vf_from_int((w.low >> shift2(w.j, i)) & 3);
     }
@@ -92,7 +96,8 @@ ALWAYS_INLINE void use_cell(const int kind, const bool multiply, const uint8_t *
             UNROLL for (int v = 0; v < VECTORS; v++) w[v] = vi_load(codes + j * WORDS + 4 * v * VL);
             UNROLL for (int i = 0; i < 4; i++) UNROLL for (int v = 0; v < VECTORS; v++)
                 used(multiply, u, 4 * j + i, v,
-                     vf_fma(g[v].scale, vf_from_int((w[v] >> (8 * i)) & 255), -g[v].minus));
+                     t.levels == E4M3 ? from_e4m3(w[v] >> (8 * i)) * g[v].scale
+                                      : vf_fma(g[v].scale, vf_from_int((w[v] >> (8 * i)) & 255), -g[v].minus));
         }
         return;
     }
@@ -138,6 +143,8 @@ ALWAYS_INLINE void use_halves(const int kind, const bool multiply, const uint8_t
     switch (kind) {                                                                                            \
     case WEIGHT_F16: CALL(use_halves, WEIGHT_F16); break;                                                      \
     case WEIGHT_WIDE: CALL(use_halves, WEIGHT_WIDE); break;                                                    \
+    case WEIGHT_F8_32: CALL(use_units, WEIGHT_F8_32); break;                                                   \
+    case WEIGHT_F8_128: CALL(use_units, WEIGHT_F8_128); break;                                                 \
     default: FOR_BLOCK_KINDS(kind, CALL)                                                                       \
     }
 

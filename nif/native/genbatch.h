@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 8 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 9 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -42,6 +42,21 @@ enum weight_kind {
     WEIGHT_G4_128,
     WEIGHT_G8_32,
     WEIGHT_G8_128,
+    WEIGHT_MXFP4,
+    WEIGHT_NVFP4,
+    WEIGHT_IQ1_S,
+    WEIGHT_IQ1_M,
+    WEIGHT_IQ2_XXS,
+    WEIGHT_IQ2_XS,
+    WEIGHT_IQ2_S,
+    WEIGHT_IQ3_XXS,
+    WEIGHT_IQ3_S,
+    WEIGHT_TQ1_0,
+    WEIGHT_TQ2_0,
+    WEIGHT_N4_32, /* NVFP4 of safetensors: the matrix has a scale beside those of 16 inputs */
+    WEIGHT_N4_128,
+    WEIGHT_F8_32, /* FP8 (E4M3) with a float32 scale for so many inputs */
+    WEIGHT_F8_128,
     WEIGHT_I24 /* of rows alone: floats as integers of 24 bits, see gemm_stored_digits.c */
 };
 enum kv_kind { KV_F32, KV_BF16, KV_I8 };

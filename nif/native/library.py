@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -44,6 +44,21 @@ STORED = (
     "G4_128",
     "G8_32",
     "G8_128",
+    "MXFP4",
+    "NVFP4",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "TQ1_0",
+    "TQ2_0",
+    "N4_32",
+    "N4_128",
+    "F8_32",
+    "F8_128",
 )
 STORED_KINDS = {name: WEIGHT_U4 + 1 + place for place, name in enumerate(STORED)}
 WEIGHT_I24 = WEIGHT_U4 + 1 + len(STORED)  # of rows alone, where their weights are stored blocks
@@ -267,7 +282,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.pack_f32.argtypes = library.pack_bf16.argtypes = (c_void_p, c_int64, c_int64, *span)
     library.pack_i8.argtypes = (c_void_p, c_int64, c_int64, c_int64, *span)
     library.pack_stored.restype = c_bool
-    library.pack_stored.argtypes = (c_int, c_void_p, c_int64, c_int64, *span)
+    library.pack_stored.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_int64, *span)
     library.stored_block_bytes.restype = c_int64
     library.stored_block_bytes.argtypes = (c_int, c_int64)
     library.digits_pay.restype = c_bool

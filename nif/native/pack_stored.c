@@ -81,8 +81,165 @@ static void scales_and_minima(const uint8_t *p, uint8_t *scales, uint8_t *minima
     }
 }
 
+/* Types whose blocks name patterns of 4 or 8 codes (IQ1, IQ2, IQ3), and others that are unpacked a code a byte. */
+
+static uint16_t half_word(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+
+/* `count` codes of a pattern, each with the bit of its sign moved to `sign`. */
+static void put_pattern(const uint8_t *pattern, int count, unsigned signs, int sign, uint8_t *codes)
+{
+    for (int i = 0; i < count; i++) codes[i] = (uint8_t)(pattern[i] | (signs >> i & 1) << sign);
+}
+
+/* Eight signs of seven bits: their number is even. */
+static unsigned eight_signs(unsigned seven) { return seven | (unsigned)(__builtin_popcount(seven) & 1) << 7; }
+
+/* The codes of IQ2_XXS, IQ2_XS and IQ2_S: which of three sizes, and 4 for a minus; `s`: twice the scale plus 1. */
+static void unpack_iq2(const int kind, const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s)
+{
+    for (int i = 0; i < 32; i++) { /* eight inputs */
+        unsigned at, signs;
+        if (kind == WEIGHT_IQ2_XXS) {
+            const uint8_t *group = from + 2 + 8 * (i / 4);
+            at = group[i % 4];
+            signs = eight_signs(word(group + 4) >> (7 * (i % 4)) & 127);
+            s[i / 4] = (uint8_t)(2 * (group[7] >> 4) + 1);
+        } else if (kind == WEIGHT_IQ2_XS) {
+            at = half_word(from + 2 + 2 * i) & 511;
+            signs = eight_signs(half_word(from + 2 + 2 * i) >> 9);
+            s[i / 2] = (uint8_t)(2 * (from[66 + i / 4] >> (i / 2 % 2 * 4) & 15) + 1);
+        } else {
+            at = from[2 + i] | (from[66 + i / 4] >> (2 * (i % 4)) & 3u) << 8;
+            signs = from[34 + i];
+            s[i / 2] = (uint8_t)(2 * (from[74 + i / 4] >> (i / 2 % 2 * 4) & 15) + 1);
+        }
+        put_pattern(patterns + 8 * at, 8, signs, 2, codes + 8 * i);
+    }
+}
+
+/* Those of IQ3_XXS and IQ3_S: which of eight sizes, and 8 for a minus. */
+static void unpack_iq3(const int kind, const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s)
+{
+    for (int i = 0; i < 64; i++) { /* four inputs */
+        unsigned at = from[2 + i], signs;
+        if (kind == WEIGHT_IQ3_XXS) {
+            const uint32_t group = word(from + 66 + 4 * (i / 8));
+            signs = eight_signs(group >> (7 * (i / 2 % 4)) & 127);
+            s[i / 8] = (uint8_t)(2 * (group >> 28) + 1);
+        } else {
+            at |= (from[66 + i / 8] >> (i % 8) & 1u) << 8;
+            signs = from[74 + i / 2];
+            s[i / 8] = (uint8_t)(2 * (from[106 + i / 16] >> (i / 8 % 2 * 4) & 15) + 1);
+        }
+        put_pattern(patterns + 4 * at, 4, signs >> (4 * (i % 2)), 3, codes + 4 * i);
+    }
+}
+
+/* Those of IQ1_S: 0, 1 or 2; `n`: scale times what is beside zero taken off, in eighths. */
+static void unpack_iq1_s(const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s, uint8_t *n)
+{
+    for (int i = 0; i < 32; i++) {
+        const uint16_t high = half_word(from + 34 + 2 * (i / 4));
+        const unsigned at = from[2 + i] | (high >> (3 * (i % 4)) & 7u) << 8;
+        s[i / 4] = (uint8_t)(2 * (high >> 12 & 7) + 1);
+        n[i / 4] = (uint8_t)(s[i / 4] * (high & 0x8000 ? 9 : 7));
+        put_pattern(patterns + 8 * at, 8, 0, 0, codes + 8 * i);
+    }
+}
+
+/* Those of IQ1_M, plus 4 where an eighth is taken off and not added; d is in the high bits of its scales. */
+static void unpack_iq1_m(const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s, uint8_t *d)
+{
+    uint16_t half = 0;
+    for (int i = 0; i < 4; i++) half |= (uint16_t)((half_word(from + 48 + 2 * i) >> 12) << (4 * i));
+    memcpy(d, &half, 2);
+    for (int i = 0; i < 32; i++) {
+        const unsigned high = from[32 + i / 2] >> (i % 2 * 4);
+        const unsigned at = from[i] | (high & 7u) << 8;
+        s[i / 2] = (uint8_t)(2 * (half_word(from + 48 + i / 8 * 2) >> (3 * (i / 2 % 4)) & 7) + 1);
+        put_pattern(patterns + 8 * at, 8, high & 8 ? 255 : 0, 2, codes + 8 * i);
+    }
+}
+
+/* Five codes of 0, 1 and 2 a byte: 160 of 32 bytes, 80 of 16, and 16 of 4 bytes with four each. */
+static void unpack_tq1(const uint8_t *from, uint8_t *codes)
+{
+    static const uint8_t power[5] = {1, 3, 9, 27, 81};
+    static const int start[4] = {0, 32, 48, 52}, each[3] = {5, 5, 4};
+    for (int part = 0; part < 3; part++)
+        for (int p = 0; p < each[part]; p++)
+            for (int i = start[part]; i < start[part + 1]; i++)
+                *codes++ = (uint8_t)((uint8_t)(from[i] * power[p]) * 3 >> 8);
+}
+
+/* A unit's codes, a byte each, to the planes of its cells, each cell's scales before them. */
+static void put_codes(const stored_type t, const uint8_t *codes, const uint8_t *s, const uint8_t *n, int c, uint8_t *cells)
+{
+    const int scales = scale_bytes(t), size = scales + code_bytes(t), groups = t.scale_group ? CELL / t.scale_group : 0;
+    for (int g = 0; g < t.unit / CELL; g++, codes += CELL, cells += size) {
+        uint8_t *out = cells + scales + 4 * c;
+        for (int i = 0; i < groups; i++) cells[i * COLUMNS + c] = s[g * groups + i];
+        if (t.minima) cells[COLUMNS + c] = n[g];
+        if (t.bits == 4) {
+            put4(codes, 0, out);
+            continue;
+        }
+        put2(codes, 0, out);
+        if (t.bits == 3) {
+            uint8_t high[CELL];
+            for (int i = 0; i < CELL; i++) high[i] = codes[i] >> 2;
+            put1(high, 0, out + 2 * WORDS);
+        }
+    }
+}
+
+/* NVFP4, of GGUF and of safetensors. A scale of 127 means 0 in GGUF, and nothing is negative. */
+static void pack_nvfp4(const int kind, const uint8_t *from, int c, uint8_t *unit)
+{
+    const stored_type t = stored_type_of(kind);
+    const int groups = t.unit / 16;
+    uint8_t codes[128], s[8];
+    if (t.head == FLOAT) {
+        memcpy(unit + 4 * c, from, 4);
+        from += 4;
+    }
+    for (int g = 0; g < groups; g++) {
+        s[g] = kind == WEIGHT_NVFP4 ? (from[g] == 127 ? 0 : from[g] & 127) : from[g];
+        for (int i = 0; i < 8; i++) {
+            const uint8_t two = from[groups + 8 * g + i];
+            const int low = 16 * g + (kind == WEIGHT_NVFP4 ? i : 2 * i);
+            codes[low] = two & 15;
+            codes[low + (kind == WEIGHT_NVFP4 ? 8 : 1)] = two >> 4;
+        }
+    }
+    put_codes(t, codes, s, NULL, c, unit + head_bytes(t));
+}
+
+static void pack_patterns(const int kind, const uint8_t *from, const uint8_t *patterns, int c, uint8_t *unit)
+{
+    const stored_type t = stored_type_of(kind);
+    uint8_t codes[256], s[16], n[8], *d = unit + 2 * c;
+    switch (kind) {
+    case WEIGHT_IQ2_XXS:
+    case WEIGHT_IQ2_XS:
+    case WEIGHT_IQ2_S: unpack_iq2(kind, from, patterns, codes, s); break;
+    case WEIGHT_IQ3_XXS:
+    case WEIGHT_IQ3_S: unpack_iq3(kind, from, patterns, codes, s); break;
+    case WEIGHT_IQ1_S: unpack_iq1_s(from, patterns, codes, s, n); break;
+    case WEIGHT_IQ1_M: unpack_iq1_m(from, patterns, codes, s, d); break;
+    case WEIGHT_TQ1_0: unpack_tq1(from, codes); break;
+    default: /* WEIGHT_TQ2_0 */
+        for (int i = 0; i < 256; i++) codes[i] = from[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+    }
+    if (kind == WEIGHT_TQ1_0) memcpy(d, from + 52, 2);
+    else if (kind == WEIGHT_TQ2_0) memcpy(d, from + 64, 2);
+    else if (kind != WEIGHT_IQ1_M) memcpy(d, from, 2);
+    if (t.minima) memcpy(d + HALVES, from, 2);
+    put_codes(t, codes, s, n, c, unit + head_bytes(t));
+}
+
 /* One block of the file to lane `c` of a unit. `out` begins at that lane's bytes nowhere: strides are whole lines. */
-static void pack_unit(const int kind, const uint8_t *from, int c, uint8_t *unit)
+static void pack_unit(const int kind, const uint8_t *from, const uint8_t *patterns, int c, uint8_t *unit)
 {
     const stored_type t = stored_type_of(kind);
     uint8_t *d = unit + 2 * c, *m = d + HALVES, *cells = unit + head_bytes(t);
@@ -94,6 +251,28 @@ static void pack_unit(const int kind, const uint8_t *from, int c, uint8_t *unit)
     case WEIGHT_IQ4_NL:
         memcpy(d, from, 2);
         put4_halves(from + 2, codes);
+        return;
+    case WEIGHT_MXFP4:
+        unit[c] = from[0];
+        put4_halves(from + 1, codes);
+        return;
+    case WEIGHT_NVFP4:
+    case WEIGHT_N4_32:
+    case WEIGHT_N4_128: pack_nvfp4(kind, from, c, unit); return;
+    case WEIGHT_IQ1_S:
+    case WEIGHT_IQ1_M:
+    case WEIGHT_IQ2_XXS:
+    case WEIGHT_IQ2_XS:
+    case WEIGHT_IQ2_S:
+    case WEIGHT_IQ3_XXS:
+    case WEIGHT_IQ3_S:
+    case WEIGHT_TQ1_0:
+    case WEIGHT_TQ2_0: pack_patterns(kind, from, patterns, c, unit); return;
+    case WEIGHT_F8_32:
+    case WEIGHT_F8_128:
+        memcpy(unit + 4 * c, from, 4);
+        for (int g = 0; g < t.unit / CELL; g++, codes += size)
+            for (int j = 0; j < 8; j++) put(codes, j, word(from + 4 + g * CELL + 4 * j));
         return;
     case WEIGHT_Q4_1:
         memcpy(d, from, 2);
@@ -206,6 +385,21 @@ static int64_t file_block_bytes(int kind)
     case WEIGHT_G4_128: return 70;
     case WEIGHT_G8_32: return 38;
     case WEIGHT_G8_128: return 134;
+    case WEIGHT_MXFP4: return 17;
+    case WEIGHT_NVFP4: return 36;
+    case WEIGHT_IQ1_S: return 50;
+    case WEIGHT_IQ1_M: return 56;
+    case WEIGHT_IQ2_XXS: return 66;
+    case WEIGHT_IQ2_XS: return 74;
+    case WEIGHT_IQ2_S: return 82;
+    case WEIGHT_IQ3_XXS: return 98;
+    case WEIGHT_IQ3_S: return 110;
+    case WEIGHT_TQ1_0: return 54;
+    case WEIGHT_TQ2_0: return 66;
+    case WEIGHT_N4_32: return 22;
+    case WEIGHT_N4_128: return 76;
+    case WEIGHT_F8_32: return 36;
+    case WEIGHT_F8_128: return 132;
     default: return 136; /* IQ4_XS */
     }
 }
@@ -221,17 +415,37 @@ static bool is_finite16(const uint8_t *p, uint16_t exponent)
 #define EXPONENT_BF16 0x7f80u
 #define EXPONENT_F32 0x7f800000u
 
+#define LARGEST_E8M0 252 /* 2^125: times the largest code it is the last that a float holds */
+
+/* Of FP8, in the codes or in the scales of NVFP4. */
+static bool has_no_nan(const stored_type t, const uint8_t *unit, int c)
+{
+    const int scales = scale_bytes(t), size = scales + code_bytes(t);
+    const uint8_t *cell = unit + head_bytes(t);
+    bool none = true;
+    for (int g = 0; g < t.unit / CELL; g++, cell += size) {
+        for (int i = 0; i < scales / COLUMNS; i++) none &= (cell[i * COLUMNS + c] & 127) != 127;
+        if (t.levels == E4M3)
+            for (int i = 0; i < CELL; i++) none &= (cell[i / 4 * WORDS + 4 * c + i % 4] & 127) != 127;
+    }
+    return none;
+}
+
 /* Whether the factors of lane `c` of a packed unit are finite numbers. */
 static bool unit_is_finite(const stored_type t, const uint8_t *unit, int c)
 {
-    if (t.wide) return (word(unit + 4 * c) & EXPONENT_F32) != EXPONENT_F32
-                       && is_finite16(unit + 2 * HALVES + 2 * c, EXPONENT_F16);
+    if (t.head == NO_HEAD) return true;
+    if (t.head == E8M0) return unit[c] <= LARGEST_E8M0;
+    if (t.head == WIDE_HEAD || t.head == FLOAT) {
+        if ((word(unit + 4 * c) & EXPONENT_F32) == EXPONENT_F32) return false;
+        return t.head == FLOAT ? has_no_nan(t, unit, c) : is_finite16(unit + 2 * HALVES + 2 * c, EXPONENT_F16);
+    }
     return is_finite16(unit + 2 * c, EXPONENT_F16) && (!t.minima || is_finite16(unit + HALVES + 2 * c, EXPONENT_F16));
 }
 
 /* Fills the blocks [first, end) from rows [n] of k inputs; `out` is zeroed memory that begins with block 0. False where
- * a scale, or a float of 16 bits, is NaN or infinite. */
-bool pack_stored(int kind, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t *out)
+ * a scale, or a float of 16 or 8 bits, is NaN or infinite. `patterns`: of IQ1, IQ2 and IQ3 the codes of each, one a byte. */
+bool pack_stored(int kind, const uint8_t *patterns, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t *out)
 {
     const stored_type t = stored_type_of(kind);
     const int64_t units = k / t.unit, size = unit_bytes(t), from_bytes = t.bits == 16 ? 2 : file_block_bytes(kind);
@@ -247,7 +461,7 @@ bool pack_stored(int kind, const uint8_t *const *rows, int64_t n, int64_t k, int
                     memcpy(unit + 2 * c, from, 2);
                     finite &= is_finite16(from, exponent);
                 } else {
-                    pack_unit(kind, from, (int)c, unit);
+                    pack_unit(kind, from, patterns, (int)c, unit);
                     finite &= unit_is_finite(t, unit, (int)c);
                 }
             }

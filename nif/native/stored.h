@@ -5,19 +5,21 @@
  * 128 or 256), and is cut into cells of 32 inputs:
  *
  *     unit:  d [COLUMNS] float16, then dmin or m [COLUMNS] float16 where the type has one, then its cells;
- *            of G4 and G8: scale [COLUMNS] float32, zero [COLUMNS] float16
+ *            of G4 and G8: scale [COLUMNS] float32, zero [COLUMNS] float16; of N4 and F8: scale [COLUMNS] float32;
+ *            of MXFP4: exponent [COLUMNS] bytes; of NVFP4: nothing
  *     cell:  scales [32 / scale group][COLUMNS] bytes, then as many minima, where the type has them; then the codes
  *     codes: of 4 bits  [4][COLUMNS] words of 8 inputs: byte c holds input c in its low and c + 4 in its high nibble
  *            of 2 bits  [2][COLUMNS] words of 16 inputs: byte c holds the inputs c, c + 4, c + 8, c + 12, low bits first
  *            of 1 bit   [COLUMNS] words of 32 inputs: byte c holds the inputs c, c + 4, ... c + 28, low bits first
- *            of 8 bits  [8][COLUMNS] words of 4 inputs, value + 128
+ *            of 8 bits  [8][COLUMNS] words of 4 inputs, value + 128; of F8 the file's bytes
  *
  * Codes of 5, 6 and 3 bits are two planes. A weight is scale * code - minus with scale and minus of its group of 16 or
  * 32 inputs, computed so that it is, to the last bit, what the `gguf` package makes of the file: the products of the
  * factors fit float32, and one fused operation rounds once. (Only a zero may have the other sign.) So it is with G4 and
  * G8 where scale * zero fits float32: with scales of 16 bits, and wherever the zero is a power of two.
  * The bytes are those of the file, but for the 6-bit scales of K-quants, which take a byte each: 2 to 4 percent more.
- * Float types of 16 bits are [k][COLUMNS] halves. */
+ * Types whose file has places in a table of patterns (IQ1, IQ2, IQ3) take the pattern's codes: 2, 3 or 4 bits for each
+ * input. Float types of 16 bits are [k][COLUMNS] halves. */
 #ifndef GENBATCH_STORED_H
 #define GENBATCH_STORED_H
 
@@ -28,6 +30,12 @@
 #define WORDS (4 * COLUMNS) /* bytes of one word of every column */
 #define HALVES (2 * COLUMNS)
 
+/* What codes stand for: themselves, or the levels of a table (stored_cell.h); of 8 bits numbers of FP8. */
+typedef enum { LINEAR, IQ4_LEVELS, E2M1_LEVELS, IQ1_LEVELS, IQ2_LEVELS, IQ3_LEVELS, ODD_LEVELS, E4M3 } level_table;
+
+/* What a unit begins with: d; d and dmin or m; a scale and a zero; an exponent; a scale; nothing. */
+typedef enum { HALF, TWO_HALVES, WIDE_HEAD, E8M0, FLOAT, NO_HEAD } head_form;
+
 /* What a type is made of. */
 typedef struct {
     int unit; /* inputs */
@@ -36,34 +44,50 @@ typedef struct {
     bool minima; /* whether something is subtracted (K-quants) or added (Q4_1, Q5_1) beside zero * scale */
     bool packed_minima; /* Q2_K: scale and minimum are nibbles of one byte */
     int zero; /* the code that means 0 */
-    bool levels; /* codes stand for the levels of IQ4_NL */
-    bool wide; /* G4, G8: a float32 scale and a zero for every unit */
+    level_table levels;
+    head_form head;
+    float factor; /* of a scale made of d and a byte; a power of two */
 } stored_type;
 
-#define NO_TYPE {0, 0, 0, false, false, 0, false, false}
+#define NO_TYPE {0, 0, 0, false, false, 0, LINEAR, HALF, 1}
 
 ALWAYS_INLINE stored_type stored_type_of(const int kind)
 {
     switch (kind) {
     case WEIGHT_F16:
-    case WEIGHT_WIDE: return (stored_type){1, 16, 0, false, false, 0, false, false};
-    case WEIGHT_Q4_0: return (stored_type){32, 4, 0, false, false, 8, false, false};
-    case WEIGHT_Q4_1: return (stored_type){32, 4, 0, true, false, 0, false, false};
-    case WEIGHT_Q5_0: return (stored_type){32, 5, 0, false, false, 16, false, false};
-    case WEIGHT_Q5_1: return (stored_type){32, 5, 0, true, false, 0, false, false};
-    case WEIGHT_Q8_0: return (stored_type){32, 8, 0, false, false, 128, false, false};
-    case WEIGHT_Q2_K: return (stored_type){256, 2, 16, true, true, 0, false, false};
-    case WEIGHT_Q3_K: return (stored_type){256, 3, 16, false, false, 4, false, false};
-    case WEIGHT_Q4_K: return (stored_type){256, 4, 32, true, false, 0, false, false};
-    case WEIGHT_Q5_K: return (stored_type){256, 5, 32, true, false, 0, false, false};
-    case WEIGHT_Q6_K: return (stored_type){256, 6, 16, false, false, 32, false, false};
-    case WEIGHT_IQ4_NL: return (stored_type){32, 4, 0, false, false, 0, true, false};
-    case WEIGHT_IQ4_XS: return (stored_type){256, 4, 32, false, false, 0, true, false};
-    case WEIGHT_G4_32: return (stored_type){32, 4, 0, true, false, 0, false, true};
-    case WEIGHT_G4_64: return (stored_type){64, 4, 0, true, false, 0, false, true};
-    case WEIGHT_G4_128: return (stored_type){128, 4, 0, true, false, 0, false, true};
-    case WEIGHT_G8_32: return (stored_type){32, 8, 0, true, false, 0, false, true};
-    case WEIGHT_G8_128: return (stored_type){128, 8, 0, true, false, 0, false, true};
+    case WEIGHT_WIDE: return (stored_type){1, 16, 0, false, false, 0, LINEAR, HALF, 1};
+    case WEIGHT_Q4_0: return (stored_type){32, 4, 0, false, false, 8, LINEAR, HALF, 1};
+    case WEIGHT_Q4_1: return (stored_type){32, 4, 0, true, false, 0, LINEAR, TWO_HALVES, 1};
+    case WEIGHT_Q5_0: return (stored_type){32, 5, 0, false, false, 16, LINEAR, HALF, 1};
+    case WEIGHT_Q5_1: return (stored_type){32, 5, 0, true, false, 0, LINEAR, TWO_HALVES, 1};
+    case WEIGHT_Q8_0: return (stored_type){32, 8, 0, false, false, 128, LINEAR, HALF, 1};
+    case WEIGHT_Q2_K: return (stored_type){256, 2, 16, true, true, 0, LINEAR, TWO_HALVES, 1};
+    case WEIGHT_Q3_K: return (stored_type){256, 3, 16, false, false, 4, LINEAR, HALF, 1};
+    case WEIGHT_Q4_K: return (stored_type){256, 4, 32, true, false, 0, LINEAR, TWO_HALVES, 1};
+    case WEIGHT_Q5_K: return (stored_type){256, 5, 32, true, false, 0, LINEAR, TWO_HALVES, 1};
+    case WEIGHT_Q6_K: return (stored_type){256, 6, 16, false, false, 32, LINEAR, HALF, 1};
+    case WEIGHT_IQ4_NL: return (stored_type){32, 4, 0, false, false, 0, IQ4_LEVELS, HALF, 1};
+    case WEIGHT_IQ4_XS: return (stored_type){256, 4, 32, false, false, 0, IQ4_LEVELS, HALF, 1};
+    case WEIGHT_G4_32: return (stored_type){32, 4, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
+    case WEIGHT_G4_64: return (stored_type){64, 4, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
+    case WEIGHT_G4_128: return (stored_type){128, 4, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
+    case WEIGHT_G8_32: return (stored_type){32, 8, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
+    case WEIGHT_G8_128: return (stored_type){128, 8, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
+    case WEIGHT_IQ1_S: return (stored_type){256, 2, 32, true, false, 0, LINEAR, TWO_HALVES, 1};
+    case WEIGHT_TQ1_0: return (stored_type){256, 2, 0, false, false, 1, LINEAR, HALF, 1};
+    case WEIGHT_TQ2_0: return (stored_type){256, 2, 0, false, false, 1, LINEAR, HALF, 1};
+    case WEIGHT_MXFP4: return (stored_type){32, 4, 0, false, false, 0, E2M1_LEVELS, E8M0, 1};
+    case WEIGHT_NVFP4: return (stored_type){64, 4, 16, false, false, 0, E2M1_LEVELS, NO_HEAD, 0.5f};
+    case WEIGHT_IQ1_M: return (stored_type){256, 3, 16, false, false, 0, IQ1_LEVELS, HALF, 0.125f};
+    case WEIGHT_IQ2_XXS: return (stored_type){256, 3, 32, false, false, 0, IQ2_LEVELS, HALF, 0.125f};
+    case WEIGHT_IQ2_XS: return (stored_type){256, 3, 16, false, false, 0, IQ2_LEVELS, HALF, 0.125f};
+    case WEIGHT_IQ2_S: return (stored_type){256, 3, 16, false, false, 0, IQ2_LEVELS, HALF, 0.125f};
+    case WEIGHT_IQ3_XXS: return (stored_type){256, 4, 32, false, false, 0, IQ3_LEVELS, HALF, 0.25f};
+    case WEIGHT_IQ3_S: return (stored_type){256, 4, 32, false, false, 0, ODD_LEVELS, HALF, 1};
+    case WEIGHT_N4_32: return (stored_type){32, 4, 16, false, false, 0, E2M1_LEVELS, FLOAT, 0.5f};
+    case WEIGHT_N4_128: return (stored_type){128, 4, 16, false, false, 0, E2M1_LEVELS, FLOAT, 0.5f};
+    case WEIGHT_F8_32: return (stored_type){32, 8, 0, false, false, 0, E4M3, FLOAT, 1};
+    case WEIGHT_F8_128: return (stored_type){128, 8, 0, false, false, 0, E4M3, FLOAT, 1};
     default: return (stored_type)NO_TYPE;
     }
 }
@@ -81,7 +105,13 @@ ALWAYS_INLINE int scale_bytes(const stored_type t) /* of a cell */
 
 ALWAYS_INLINE int head_bytes(const stored_type t) /* of a unit, before its cells */
 {
-    return HALVES * (t.wide ? 3 : t.minima ? 2 : 1);
+    switch (t.head) {
+    case NO_HEAD: return 0;
+    case E8M0: return COLUMNS;
+    case HALF: return HALVES;
+    case WIDE_HEAD: return 3 * HALVES;
+    default: return 2 * HALVES;
+    }
 }
 
 ALWAYS_INLINE int64_t unit_bytes(const stored_type t)

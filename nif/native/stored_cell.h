@@ -23,13 +23,67 @@ ALWAYS_INLINE vf bytes_to_floats(const uint8_t *p, const bool is_signed)
 #endif
 }
 
+/* FP8 (E4M3) in the lowest byte of each lane; what would be NaN is 480. */
+ALWAYS_INLINE vf from_e4m3(vi lanes)
+{
+    const vi bits = ((lanes & 127) << 20) | ((lanes & 128) << 24);
+    return (vf)bits * 0x1p120f; /* the exponents' biases are 7 and 127; also right of what has no leading one */
+}
+
+ALWAYS_INLINE vi bytes_to_lanes(const uint8_t *p)
+{
+#if VL == 16
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    vi wide;
+    for (int i = 0; i < VL; i++) wide[i] = p[i];
+    return wide;
+#endif
+}
+
+ALWAYS_INLINE vf bytes_from_e4m3(const uint8_t *p) { return from_e4m3(bytes_to_lanes(p)); }
+
+/* 2^(e - 128): half of what the exponent e of MXFP4 says, as levels are twice what its codes say. */
+ALWAYS_INLINE vf half_of_e8m0(const uint8_t *p)
+{
+    const vi e = bytes_to_lanes(p);
+    return (vf)(e << 23) * 0.5f + (vf)(vi)((e == 0) & 0x00200000);
+}
+
+/* What codes stand for, times 1 / factor; codes of 3 bits twice. A zero is a code that no file has. LEVEL is a number as
+ * one user of the tables has it: a float, or a byte that is raised. */
+#define LEVEL_TABLES                                                                                                 \
+    {                                                                                                                \
+        [IQ4_LEVELS] = {LEVEL(-127), LEVEL(-104), LEVEL(-83), LEVEL(-65), LEVEL(-49), LEVEL(-35), LEVEL(-22),        \
+                        LEVEL(-10), LEVEL(1), LEVEL(13), LEVEL(25), LEVEL(38), LEVEL(53), LEVEL(69), LEVEL(89),      \
+                        LEVEL(113)},                                                                                 \
+        [E2M1_LEVELS] = {LEVEL(0), LEVEL(1), LEVEL(2), LEVEL(3), LEVEL(4), LEVEL(6), LEVEL(8), LEVEL(12), LEVEL(0),  \
+                         LEVEL(-1), LEVEL(-2), LEVEL(-3), LEVEL(-4), LEVEL(-6), LEVEL(-8), LEVEL(-12)},              \
+        [IQ1_LEVELS] = {LEVEL(-7), LEVEL(1), LEVEL(9), LEVEL(0), LEVEL(-9), LEVEL(-1), LEVEL(7), LEVEL(0),           \
+                        LEVEL(-7), LEVEL(1), LEVEL(9), LEVEL(0), LEVEL(-9), LEVEL(-1), LEVEL(7), LEVEL(0)},          \
+        [IQ2_LEVELS] = {LEVEL(8), LEVEL(25), LEVEL(43), LEVEL(0), LEVEL(-8), LEVEL(-25), LEVEL(-43), LEVEL(0),       \
+                        LEVEL(8), LEVEL(25), LEVEL(43), LEVEL(0), LEVEL(-8), LEVEL(-25), LEVEL(-43), LEVEL(0)},      \
+        [IQ3_LEVELS] = {LEVEL(4), LEVEL(12), LEVEL(20), LEVEL(28), LEVEL(36), LEVEL(44), LEVEL(52), LEVEL(62),       \
+                        LEVEL(-4), LEVEL(-12), LEVEL(-20), LEVEL(-28), LEVEL(-36), LEVEL(-44), LEVEL(-52),           \
+                        LEVEL(-62)},                                                                                 \
+        [ODD_LEVELS] = {LEVEL(1), LEVEL(3), LEVEL(5), LEVEL(7), LEVEL(9), LEVEL(11), LEVEL(13), LEVEL(15),           \
+                        LEVEL(-1), LEVEL(-3), LEVEL(-5), LEVEL(-7), LEVEL(-9), LEVEL(-11), LEVEL(-13), LEVEL(-15)},  \
+    }
+
 /* `head` of the unit, `scales` of the cell, which group of the cell, the first of VL columns. */
 ALWAYS_INLINE group group_of(const stored_type t, const int kind, const uint8_t *head, const uint8_t *scales, int which,
                              int column)
 {
-    if (t.wide) {
+    const uint8_t *at = scales + which * COLUMNS + column;
+    if (t.head == WIDE_HEAD) {
         vf scale = vf_load((const float *)head + column);
         return (group){scale, scale * vf_from_f16((const uint16_t *)(head + 2 * HALVES) + column)};
+    }
+    if (t.head == E8M0) return (group){half_of_e8m0(head + column), (vf){0}};
+    if (t.head == NO_HEAD) return (group){bytes_from_e4m3(at) * t.factor, (vf){0}};
+    if (t.head == FLOAT) {
+        vf scale = vf_load((const float *)head + column);
+        return (group){t.scale_group ? scale * bytes_from_e4m3(at) * t.factor : scale, (vf){0}};
     }
     vf d = vf_from_f16((const uint16_t *)head + column), m = {0};
     if (t.minima) m = vf_from_f16((const uint16_t *)(head + HALVES) + column);
@@ -37,7 +91,6 @@ ALWAYS_INLINE group group_of(const stored_type t, const int kind, const uint8_t 
         if (t.minima) return (group){d, -m};
         return (group){d, d * (float)t.zero};
     }
-    const uint8_t *at = scales + which * COLUMNS + column;
     if (t.packed_minima) {
         uint8_t low[VL], high[VL];
         for (int i = 0; i < VL; i++) low[i] = at[i] & 15, high[i] = at[i] >> 4;
@@ -45,6 +98,8 @@ ALWAYS_INLINE group group_of(const stored_type t, const int kind, const uint8_t 
     }
     const bool is_signed = kind == WEIGHT_Q6_K || kind == WEIGHT_Q3_K || kind == WEIGHT_IQ4_XS;
     vf scale = d * bytes_to_floats(at, is_signed);
+    if (t.factor != 1) scale *= t.factor;
+    if (kind == WEIGHT_IQ1_S) m *= 0.125f;
     if (t.minima) return (group){scale, m * bytes_to_floats(at + CELL / t.scale_group * COLUMNS, false)};
     return (group){scale, scale * (float)t.zero};
 }
@@ -85,6 +140,19 @@ ALWAYS_INLINE words words_of(const stored_type t, const uint8_t *codes, int j, i
     case WEIGHT_G4_128: CALL(use_units, WEIGHT_G4_128); break;                                                 \
     case WEIGHT_G8_32: CALL(use_units, WEIGHT_G8_32); break;                                                   \
     case WEIGHT_G8_128: CALL(use_units, WEIGHT_G8_128); break;                                                 \
+    case WEIGHT_MXFP4: CALL(use_units, WEIGHT_MXFP4); break;                                               \
+    case WEIGHT_NVFP4: CALL(use_units, WEIGHT_NVFP4); break;                                               \
+    case WEIGHT_IQ1_S: CALL(use_units, WEIGHT_IQ1_S); break;                                               \
+    case WEIGHT_IQ1_M: CALL(use_units, WEIGHT_IQ1_M); break;                                               \
+    case WEIGHT_IQ2_XXS: CALL(use_units, WEIGHT_IQ2_XXS); break;                                           \
+    case WEIGHT_IQ2_XS: CALL(use_units, WEIGHT_IQ2_XS); break;                                             \
+    case WEIGHT_IQ2_S: CALL(use_units, WEIGHT_IQ2_S); break;                                               \
+    case WEIGHT_IQ3_XXS: CALL(use_units, WEIGHT_IQ3_XXS); break;                                           \
+    case WEIGHT_IQ3_S: CALL(use_units, WEIGHT_IQ3_S); break;                                               \
+    case WEIGHT_TQ1_0: CALL(use_units, WEIGHT_TQ1_0); break;                                               \
+    case WEIGHT_TQ2_0: CALL(use_units, WEIGHT_TQ2_0); break;                                               \
+    case WEIGHT_N4_32: CALL(use_units, WEIGHT_N4_32); break;                                               \
+    case WEIGHT_N4_128: CALL(use_units, WEIGHT_N4_128); break;                                             \
     default: CALL(use_units, WEIGHT_IQ4_XS); break;                                                            \
     }
 

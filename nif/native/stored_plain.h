@@ -14,8 +14,10 @@
 #define LEAST_GROUP 16
 #define STRETCHES_AHEAD 2 /* one alone takes less time with a single row than memory does to answer */
 
-static const uint8_t RAISED[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-#define RAISED_ZERO 128.0f /* levels of IQ4_NL, plus this */
+#define RAISED_ZERO 128 /* levels are bytes, plus this */
+#define LEVEL(x) (x) + RAISED_ZERO
+static const uint8_t RAISED[][16] = LEVEL_TABLES;
+#undef LEVEL
 
 typedef struct {
     _Alignas(64) uint8_t codes[DEPTH * COLUMNS]; /* [DEPTH / 4][COLUMNS][4] */
@@ -78,15 +80,18 @@ ALWAYS_INLINE vi four_codes(const code_form form, vi low, vi high, int four)
 }
 
 /* The table's byte for the low 4 bits of each byte; the high bits are 0. */
-ALWAYS_INLINE vi raised(vi nibbles)
+ALWAYS_INLINE vi raised(const uint8_t *levels, vi nibbles)
 {
 #if VL == 16
-    __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)RAISED));
+    __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)levels));
     return (vi)_mm512_shuffle_epi8(table, (__m512i)nibbles);
+#elif VL == 8 && defined(__AVX2__)
+    __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)levels));
+    return (vi)_mm256_shuffle_epi8(table, (__m256i)nibbles);
 #else
     uint8_t bytes[4 * VL];
     memcpy(bytes, &nibbles, sizeof(bytes));
-    for (int i = 0; i < 4 * VL; i++) bytes[i] = RAISED[bytes[i]];
+    for (int i = 0; i < 4 * VL; i++) bytes[i] = levels[bytes[i]];
     memcpy(&nibbles, bytes, sizeof(bytes));
     return nibbles;
 #endif
@@ -98,9 +103,12 @@ ALWAYS_INLINE vi codes_of(const stored_type t, const words w, int half)
     const vi one = vi_set1(0x01010101), three = vi_set1(0x03030303), nibble = vi_set1(0x0f0f0f0f);
     const int at2 = 2 * (w.j % 2 * 2 + half), at1 = 2 * w.j + half;
     if (t.bits == 2) return (w.low >> at2) & three;
-    if (t.bits == 3) return ((w.low >> at2) & three) | ((w.high >> at1) & one) << 2;
+    if (t.bits == 3) {
+        const vi codes = ((w.low >> at2) & three) | ((w.high >> at1) & one) << 2;
+        return t.levels ? raised(RAISED[t.levels], codes) : codes;
+    }
     vi low = (w.low >> (4 * half)) & nibble;
-    if (t.levels) return raised(low);
+    if (t.levels) return raised(RAISED[t.levels], low);
     if (t.bits == 5) return low | ((w.high >> at1) & one) << 4;
     if (t.bits == 6) return low | ((w.high >> at2) & three) << 4;
     return low;
@@ -117,7 +125,7 @@ ALWAYS_INLINE void lay_out_cell(const int kind, const code_form form, const uint
             group g = group_of(t, kind, head, cell, t.scale_group == 16 ? which : 0, v * VL);
             const int64_t at = input * groups / CELL + which;
             vf_store(out->scales[at] + v * VL, g.scale);
-            vf_store(out->minus[at] + v * VL, t.levels ? g.scale * RAISED_ZERO : g.minus);
+            vf_store(out->minus[at] + v * VL, t.levels ? g.scale * (float)RAISED_ZERO : g.minus);
         }
     const bool as_it_is = t.bits == 8 || form != BYTES;
     out->cells[input / CELL] = as_it_is ? codes : to;

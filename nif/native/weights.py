@@ -10,19 +10,22 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
 from genbatch.nif.errors import TensorError
 from genbatch.nif.models.architectures import Architecture, head_dim_of, kv_heads_of
-from genbatch.nif.models.weight_source import FLOAT_KINDS, StoredTensor
+from genbatch.nif.models.weight_source import FLOAT_KINDS, FP4_KINDS, FP8_KINDS, StoredTensor
 from genbatch.nif.native.library import (
     COLUMNS,
     LORA_COLUMNS,
     LORA_PLACES,
+    STORED,
     STORED_KINDS,
     WEIGHT_BF16,
     WEIGHT_F32,
@@ -43,7 +46,7 @@ U4_GROUP = 32
 # Of a matrix that is packed: 4 MB, and as much again while they are merged. With stretches of 16 or 64 MB the allocator
 # keeps 100 MB that are freed.
 _FLOATS_AT_ONCE = 1 << 20
-_FINE = ("Q2_K", "Q3_K", "Q6_K")  # a scale for 16 inputs
+_FINE = ("Q2_K", "Q3_K", "Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S", "NVFP4", *FP4_KINDS)  # a scale for 16 inputs
 # How far a weight may lie from its 4-bit grid, relative to its group's largest, and still count as on it: rounding to
 # the type that carried it here (bfloat16 rounds the weight by 2^-9, and the grid that its neighbours give by as much).
 _GRID_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
@@ -68,9 +71,26 @@ def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
     """In which form of stored.h a tensor stays as it is, where the others become `kind`; None: it becomes that too."""
     if tensor.offset or (kind != WEIGHT_F32 and tensor.kind in FLOAT_KINDS):
         return None
+    if kind in EIGHT_BIT_ROWS and tensor.kind in FP8_KINDS:
+        return None  # bytes that are no integers; 8 bits with a finer scale lose less than their own rounding did
     if kind in EIGHT_BIT_ROWS and tensor.kind == "Q4_1":
         return None  # packing finds its grid, and WEIGHT_U4 is the same bits with a kernel of its own
     return STORED_KINDS.get(tensor.kind)
+
+
+@cache
+def _patterns(kind: str) -> np.ndarray | None:
+    """The patterns that a type's blocks name, [patterns, inputs] uint8; None of a type without any.
+
+    A code is the place of a value among the type's own, the smallest first.
+    """
+    reader: Any = getattr(gguf.quants, kind, None)
+    values = getattr(reader, "grid_map", None)
+    if not values:
+        return None
+    reader.init_grid()
+    grid = reader.grid.reshape(reader.grid_shape)
+    return np.ascontiguousarray(np.searchsorted(np.array(values, np.float32), grid), np.uint8)
 
 
 _Rows = Callable[[int, int], torch.Tensor]  # the rows from one to before another, float32, [rows, k]
@@ -145,7 +165,7 @@ class WeightPacker:
         kinds = [stored_kind(kind, tensor) for tensor in tensors]
         if None not in kinds:
             linear = self._stored([kind for kind in kinds if kind is not None], tensors, interleaved)
-            blocks_only = not any(tensor.kind in FLOAT_KINDS for tensor in tensors)
+            blocks_only = not any(tensor.kind in FLOAT_KINDS or tensor.kind in FP8_KINDS for tensor in tensors)
             rounded = kind in EIGHT_BIT_ROWS
             if rounded or (blocks_only and self._library.digits_pay()):
                 linear.kind = WEIGHT_I8 if rounded else WEIGHT_I24
@@ -169,7 +189,9 @@ class WeightPacker:
         blocks = -(-len(addresses) // COLUMNS)
         address, _ = self._arena.reserve(blocks * self._library.stored_block_bytes(kind, k))
         rows = np.ascontiguousarray(addresses, np.uint64)
-        if not self._share(range(blocks), self._library.pack_stored, (kind, rows.ctypes.data, len(rows), k), address):
+        patterns = _patterns(STORED[kind - WEIGHT_U4 - 1])
+        arguments = (kind, None if patterns is None else patterns.ctypes.data, rows.ctypes.data, len(rows), k)
+        if not self._share(range(blocks), self._library.pack_stored, arguments, address):
             raise TensorError(name)
         return address
 

@@ -292,6 +292,9 @@ _FACTORS = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "IQ4_XS": (0,),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 
 

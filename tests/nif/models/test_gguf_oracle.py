@@ -20,7 +20,7 @@ from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_file import GgufFile, gguf_config
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import resolve_model
-from genbatch.nif.models.weight_source import GROUP_KINDS
+from genbatch.nif.models.weight_source import FP4_KINDS, FP8_KINDS, GROUP_KINDS
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.native.weights import STORED_KINDS
 from genbatch.nif.runner import Entry, Logits
@@ -30,7 +30,20 @@ from tests.lora_adapters import PeftOracle, make_adapter
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS = 320, 256, 2, 4, 2
 NEW_TOKENS = 14
 KINDS = [*("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), "IQ4_NL", "IQ4_XS", "F16"]
-KINDS.append("BF16")
+KINDS += [
+    "BF16",
+    "MXFP4",
+    "NVFP4",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "TQ1_0",
+    "TQ2_0",
+]
 # Where blocks that the gguf package cannot make have their float16 factors: of the codes, and of the minima.
 FACTORS = {
     "Q2_K": (80, 82),
@@ -40,6 +53,7 @@ FACTORS = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
 }
 PARTS = {
     "attn_q": "self_attn.q_proj",
@@ -60,6 +74,10 @@ for layer in range(LAYERS):
 
 def blocks(kind: str, values: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """A matrix in blocks of `kind`: that of `values`, or where gguf only reads it, any of their size."""
+    if kind == "NVFP4":
+        raw = random.integers(0, 256, (len(values), values.shape[1] // 64, 36), dtype=np.uint8)
+        raw[:, :, :4] = random.integers(0x0E, 0x16, (*raw.shape[:2], 4))  # scales of some 0.03
+        return raw.reshape(len(raw), -1)
     if kind not in FACTORS:
         return np.asarray(gguf.quants.quantize(values, GGMLQuantizationType[kind]))
     per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -68,6 +86,11 @@ def blocks(kind: str, values: np.ndarray, random: np.random.Generator) -> np.nda
     spread = random.uniform(0.5, 1.5, raw.shape[:2]) * random.choice([-1, 1], raw.shape[:2])
 
     def values_with(*factors: float) -> np.ndarray:
+        if kind == "IQ1_M":  # in the highest bits of four scales
+            half = (factors[0] * spread).astype(np.float16).view(np.uint16)
+            for i in range(4):
+                raw[:, :, 49 + 2 * i] = raw[:, :, 49 + 2 * i] & 15 | (half >> (4 * i) & 15) << 4
+            return np.asarray(gguf.quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[kind]))
         for at, factor in zip(FACTORS[kind], factors, strict=True):
             raw[:, :, at : at + 2] = (factor * spread).astype(np.float16)[:, :, None].view(np.uint8)
         return np.asarray(gguf.quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[kind]))
@@ -225,7 +248,7 @@ def check(file: File, path: Path, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def test_these_are_all_types_that_are_multiplied_as_they_are() -> None:
-    assert set(KINDS) == set(STORED_KINDS) - set(GROUP_KINDS)
+    assert set(KINDS) == set(STORED_KINDS) - {*GROUP_KINDS, *FP8_KINDS, *FP4_KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,6 +271,20 @@ MIXES = {
         "attn_v": "Q5_K",
         "attn_output": "IQ4_NL",
         **dict.fromkeys(("attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"), "IQ4_XS"),
+    },
+    "ud-iq1_m": {
+        "token_embd": "Q4_K",
+        "output": "Q5_K",
+        "attn_q": "IQ2_XXS",
+        "attn_k": "IQ3_XXS",
+        "attn_v": "IQ4_XS",
+        "attn_output": "IQ2_S",
+        "0.ffn_gate": "TQ1_0",
+        "0.ffn_up": "IQ1_S",
+        "ffn_gate": "IQ1_M",
+        "ffn_up": "IQ2_XS",
+        "0.ffn_down": "MXFP4",
+        "ffn_down": "IQ3_S",
     },
     "all": {
         "token_embd": "Q3_K",

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,8 +14,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genbatch.nif.errors import TensorError
 from genbatch.nif.models.model import describe_model
-from genbatch.nif.models.weight_source import GROUP_KINDS, SafetensorsWeights, StoredTensor
+from genbatch.nif.models.weight_source import FP4_KINDS, FP8_KINDS, GROUP_KINDS, SafetensorsWeights, StoredTensor
 from genbatch.nif.native.library import (
     COLUMNS,
     STORED,
@@ -31,7 +33,7 @@ from tests.nif.native import reference
 
 # Where a block has its float16 factors; any other byte may have any value.
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}
-_HALVES["Q6_K"] = (208,)
+_HALVES |= {"Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "NVFP4": (), "IQ1_M": ()}
 
 
 def random_tensor(kind: str, n: int, blocks: int, seed: int = 0) -> StoredTensor:
@@ -39,6 +41,8 @@ def random_tensor(kind: str, n: int, blocks: int, seed: int = 0) -> StoredTensor
     random = np.random.default_rng(seed)
     if kind in GROUP_KINDS:
         return random_groups(kind, n, blocks, random)
+    if kind in FP8_KINDS or kind in FP4_KINDS:
+        return random_fp(kind, n, blocks, random)
     per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if kind in ("F16", "BF16", "F32"):
         dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[kind]
@@ -48,6 +52,12 @@ def random_tensor(kind: str, n: int, blocks: int, seed: int = 0) -> StoredTensor
     for at in _HALVES.get(kind, (0,)):
         factors = random.normal(size=(n, blocks)).astype(np.float16)
         raw[:, :, at : at + 2] = factors.view(np.uint8).reshape(n, blocks, 2)
+    if kind == "MXFP4":
+        raw[:, :, 0] = random.choice([0, 1, 2, 120, 124, 126, 127, 128, 129], (n, blocks))
+    if kind == "IQ1_M":  # a float16 in the highest bits of four scales
+        factor = random.normal(size=(n, blocks)).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            raw[:, :, 49 + 2 * i] = raw[:, :, 49 + 2 * i] & 15 | (factor >> (4 * i) & 15) << 4
     return StoredTensor("w", kind, (n, blocks * per_block), raw.reshape(n, -1))
 
 
@@ -58,6 +68,17 @@ def random_groups(kind: str, n: int, blocks: int, random: np.random.Generator) -
     scales = random.normal(size=(n, blocks, 1)).astype(np.float16).astype(np.float32)
     raw[:, :, :4] = scales.view(np.uint8)
     raw[:, :, 4:6] = random.integers(0, 2**bits, (n, blocks, 1)).astype(np.float16).view(np.uint8)
+    return StoredTensor("w", kind, (n, blocks * inputs), raw.reshape(n, -1))
+
+
+def random_fp(kind: str, n: int, blocks: int, random: np.random.Generator) -> StoredTensor:
+    """A matrix of arbitrary numbers in FP8 or NVFP4."""
+    inputs = FP8_KINDS.get(kind) or FP4_KINDS[kind]
+    size = inputs if kind in FP8_KINDS else inputs // 16 + inputs // 2
+    raw = random.integers(0, 256, (n, blocks, 4 + size), dtype=np.uint8)
+    raw[:, :, :4] = random.normal(size=(n, blocks, 1)).astype(np.float32).view(np.uint8)
+    fp8 = raw[:, :, 4:] if kind in FP8_KINDS else raw[:, :, 4 : 4 + inputs // 16]
+    fp8[(fp8 & 127) == 127] ^= 1  # NaN
     return StoredTensor("w", kind, (n, blocks * inputs), raw.reshape(n, -1))
 
 
@@ -116,7 +137,7 @@ def test_a_product_is_right_and_depends_on_its_row_only(kind: str) -> None:
         assert torch.equal(multiply(linear, x[rows]), together[rows])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STORED if kind not in ("F16", "BF16", "Q4_1")])
+@pytest.mark.parametrize("kind", [kind for kind in STORED if kind not in ("F16", "BF16", "Q4_1", *FP8_KINDS)])
 @pytest.mark.parametrize("group", [16, 32])
 def test_an_int8_product_is_that_of_the_rounded_row_and_depends_on_it_only(kind: str, group: int) -> None:
     tensor = random_tensor(kind, 45, 3)
@@ -146,7 +167,9 @@ def outliers(count: int, k: int) -> torch.Tensor:
     return rows
 
 
-BLOCKS = [kind for kind in STORED if kind not in ("F16", "BF16")]
+OURS = {*GROUP_KINDS, *FP8_KINDS, *FP4_KINDS}
+BLOCKS = [kind for kind in STORED if kind not in ("F16", "BF16", *FP8_KINDS)]
+FINE = ("Q2_K", "Q3_K", "Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S", "NVFP4", "N4_32", "N4_128")
 
 
 @pytest.mark.skipif(not native_library().digits_pay(), reason="floats are multiplied as floats here")
@@ -154,7 +177,7 @@ BLOCKS = [kind for kind in STORED if kind not in ("F16", "BF16")]
 def test_integers_of_24_bits_come_nearer_to_the_true_sum_than_float_sums(kind: str) -> None:
     tensor = random_tensor(kind, 45, 4)
     _packer, linear = packed([tensor])
-    assert (linear.kind, linear.group) == (WEIGHT_I24, 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32)
+    assert (linear.kind, linear.group) == (WEIGHT_I24, 16 if kind in FINE else 32)
     x = random_rows(24, linear.k)
     want = x.double() @ tensor.floats().double().T
     by_integers = (multiply(linear, x).double() - want).square().mean()
@@ -173,6 +196,15 @@ def test_a_row_loses_no_more_than_the_last_bits_of_its_groups_largest(kind: str)
     size = largest @ weights.abs().view(45, -1, 32).sum(dim=2).T
     error = (multiply(linear, x).double() - x.double() @ weights.T).abs()
     assert (error <= 2.0**-21 * size).all()
+
+
+@pytest.mark.parametrize(("kind", "at", "bad"), [("MXFP4", 0, 255), ("F8_32", 9, 255), ("N4_32", 4, 127)])
+def test_a_number_of_the_format_that_is_none_is_refused(kind: str, at: int, bad: int) -> None:
+    tensor = random_tensor(kind, 45, 2)
+    rows = tensor.rows.copy()
+    rows[40, at] = bad
+    with pytest.raises(TensorError):
+        packed([replace(tensor, rows=rows)])
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
@@ -247,8 +279,8 @@ def test_gates_and_ups_of_two_types_in_8_bits_are_those_of_the_rounded_row() -> 
 
 
 def test_every_type_is_one_that_gguf_reads_or_has_groups_of_its_own() -> None:
-    assert all(hasattr(gguf.GGMLQuantizationType, kind) for kind in set(STORED) - set(GROUP_KINDS))
-    assert set(GROUP_KINDS) < set(STORED)
+    assert all(hasattr(gguf.GGMLQuantizationType, kind) for kind in set(STORED) - OURS)
+    assert set(STORED) > OURS
 
 
 def test_the_pages_of_a_file_are_given_back_layer_by_layer(
