@@ -29,7 +29,7 @@ from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_format, is_json
 from genbatch.nif.text.response_template import TemplateReader
-from genbatch.nif.text.templates import ChatTemplateError, TemplateEnded
+from genbatch.nif.text.templates import ChatTemplateError, NothingToContinue, TemplateEnded
 from genbatch.nif.text.tokenizer import ChatPrompt
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong, QueueFull
@@ -554,6 +554,8 @@ def _named_refusals() -> Iterator[None]:
         yield
     except TemplateEnded as error:
         raise QueueFull(str(error), retry_after_ms=RETRY_AFTER_TEMPLATE_MS) from error
+    except NothingToContinue as error:
+        raise InvalidRequest("continue_final_message", str(error)) from error
     except ChatTemplateError as error:
         raise InvalidRequest("messages", str(error)) from error
 

@@ -231,11 +231,9 @@ def _prompt(
 ) -> str:
     """What `apply_chat_template` renders; where it goes on, the prompt ends within the last message."""
     messages = [_with_reasoning(message) for message in messages]
-    final = messages[-1].get("content")
     if not goes_on:
         return template.render(messages=messages, add_generation_prompt=True, **variables)
-    if final is None:
-        raise ValueError("the last message has no content to continue")
+    final = messages[-1]["content"]
     messages[-1]["content"] = final + _CONTINUE_TAG
     text = template.render(messages=messages, add_generation_prompt=False, **variables)
     place = text.rfind(_CONTINUE_TAG.strip())

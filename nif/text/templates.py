@@ -63,6 +63,10 @@ class ChatTemplateError(NativeError):
     """A conversation cannot become a prompt: the model has no template, or its template refuses it."""
 
 
+class NothingToContinue(ChatTemplateError):
+    """The last message cannot be continued: it has no content, or the template writes none."""
+
+
 class TemplateEnded(ChatTemplateError):
     """A rendering was ended to make room for others; the same conversation may be tried again."""
 
@@ -218,9 +222,12 @@ class TemplateRenderer:
 
         Raises:
             ChatTemplateError: the template cannot be compiled, or what is to be rendered is no JSON.
+            NothingToContinue: the last message has no content, or the template does not name it.
         """
         if self.fault(name):
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {self.fault(name)}")
+        if goes_on:
+            self._check_goes_on(name, conversations)
         job = {"template": name, "conversations": conversations, "variables": variables, "goes_on": goes_on}
         try:
             payload = json.dumps(job, default=_placeholder).encode()
@@ -235,6 +242,13 @@ class TemplateRenderer:
         with suppress(OSError):  # its end is noticed by who waits for the answer
             worker.send(RENDER, payload)
         return rendering
+
+    def _check_goes_on(self, name: str, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Refuses what transformers refuses: a template may write a message whole, and the cut would be within JSON."""
+        if any(conversation[-1].get("content") is None for conversation in conversations):
+            raise NothingToContinue("the last message has no content to continue")
+        if "content" not in self._sources[name]:
+            raise NothingToContinue("the model's chat template does not name `content`, so no message can be continued")
 
     def _facts(self, name: str) -> tuple[list[str], str]:
         with self._lock:

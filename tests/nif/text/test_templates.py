@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.text import templates
 from genbatch.nif.text.template_child import MAX_PROMPT, PROMPT_PER_BYTE
-from genbatch.nif.text.templates import MAX_RENDERINGS, ChatTemplateError, TemplateEnded, TemplateRenderer
+from genbatch.nif.text.templates import (
+    MAX_RENDERINGS,
+    ChatTemplateError,
+    NothingToContinue,
+    TemplateEnded,
+    TemplateRenderer,
+)
 from genbatch.nif.text.tokenizer import check_template
 
 
@@ -242,8 +248,6 @@ RENDERERS = TemplateRenderer(CONSTRUCTS)
 def test_a_prompt_is_what_transformers_renders(
     name: str, messages: list[dict[str, Any]], goes_on: bool, tools: list[dict[str, Any]] | None
 ) -> None:
-    # Where there is nothing to go on with, transformers refuses some templates that we cut.
-    assume(not goes_on or str(messages[-1].get("content") or "").strip())
     try:
         theirs: str | None = render_jinja_template(
             [messages],
@@ -254,13 +258,31 @@ def test_a_prompt_is_what_transformers_renders(
         )[0][0]
     except (ValueError, TypeError):
         theirs = None
-    rendering = RENDERERS.start(name, [messages], {"documents": None, "tools": tools}, goes_on=goes_on)
-    rendering.wait()
     try:
+        rendering = RENDERERS.start(name, [messages], {"documents": None, "tools": tools}, goes_on=goes_on)
+        rendering.wait()
         ours: str | None = rendering.prompt(0)
     except ChatTemplateError:
         ours = None
     assert ours == theirs
+
+
+@pytest.mark.parametrize("content", ["", " ", "x", " x "])
+@pytest.mark.parametrize("name", ["json", "generation", "loop controls", "prompt", "trimmed blocks"])
+def test_a_message_is_continued_where_transformers_continues_it(name: str, content: str) -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi", "name": "a"},
+        {"role": "assistant", "content": content, "name": "b"},
+    ]
+    try:
+        theirs = render_jinja_template([messages], chat_template=CONSTRUCTS[name], continue_final_message=True)[0][0]
+    except ValueError:
+        with pytest.raises(NothingToContinue, match="does not name `content`"):
+            RENDERERS.start(name, [messages], {"documents": None, "tools": None}, goes_on=True)
+        return
+    rendering = RENDERERS.start(name, [messages], {"documents": None, "tools": None}, goes_on=True)
+    rendering.wait()
+    assert rendering.prompt(0) == theirs
 
 
 def test_the_variables_that_a_template_reads_are_known(renderer: TemplateRenderer, smollm2: Model) -> None:
