@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 from genbatch.nif.errors import BatchError, OutOfBlocks
-from genbatch.nif.kv.block_pool import BlockPool, Match, PrefixCache
+from genbatch.nif.kv.block_pool import BlockPool, Match, PrefixCache, Reach
 from genbatch.nif.runner import LayerGroup
 
 Ints: TypeAlias = "array[int]"  # a string, since array is no generic class before Python 3.12
@@ -22,6 +22,7 @@ class KVSequence:
     evicted: list[int]  # per group, the entry before which blocks fell behind the window; 0 where none did
     tokens: Ints = field(default_factory=lambda: array("q"))  # of the positions held
     hashes: list[bytes] = field(default_factory=list)  # names of its whole blocks, for the prefix cache
+    marked: int = 0  # whole blocks of its prompt: a later prompt is likely to begin with them
     key: bytes | None = b""  # under which its blocks are cached; None: never, they came from outside
     # Positions below this can be written without asking the pool; it may be too low, never too high.
     writable: int = 0
@@ -46,11 +47,10 @@ class BlockTables:
     ) -> None:
         self.block_size = block_size
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        self.reaches = tuple(Reach(group, block_size) for group in groups)
         # Per group, leading table entries that stay whatever falls behind the window.
-        self.kept = [self.blocks(group.sink_tokens) for group in groups]
-        # A windowed group has dropped what a later prompt would want back.
-        shares = allow_block_sharing and not self.windows
-        self.prefix_cache = PrefixCache(block_size, len(groups)) if shares else None
+        self.kept = [reach.kept for reach in self.reaches]
+        self.prefix_cache = PrefixCache(block_size, groups) if allow_block_sharing else None
         self.pools = tuple(
             BlockPool(count, partial(self.prefix_cache.forget, index) if self.prefix_cache is not None else None)
             for index, count in enumerate(num_blocks)
@@ -60,11 +60,6 @@ class BlockTables:
     def blocks(self, length: int) -> int:
         """Table entries that `length` positions take."""
         return -(-length // self.block_size)
-
-    def behind(self, group: int, window: int, length: int) -> int:
-        """The table entry before which no position from `length` on attends to anything but sinks; 0 without such."""
-        entry = max(0, length - window + 1) // self.block_size
-        return entry if entry > self.kept[group] else 0
 
     def live(self, group: int, sequence: KVSequence, start: int = 0) -> Ints:
         """The blocks of a table from entry `start` on, those that fell behind the window left out."""
@@ -77,10 +72,7 @@ class BlockTables:
 
     def first_needed(self, length: int) -> list[int]:
         """Per group, the table index of the first block that positions from `length` on attend to."""
-        first = [0] * len(self.pools)
-        for group, window in self.windows:
-            first[group] = self.behind(group, window, length)
-        return first
+        return [reach.first_needed(length) for reach in self.reaches]
 
     def require(self, needed: Sequence[int]) -> None:
         """Raises OutOfBlocks unless every group has as many free blocks."""
@@ -112,56 +104,67 @@ class BlockTables:
                 self._cache_block(sequence, index)
             wake = (len(hashes) + 1) * self.block_size
         for group, window in self.windows:
-            behind = self.behind(group, window, length)
+            behind = self.reaches[group].first_needed(length)
             self.evict(group, sequence, behind)
             wake = min(wake, (max(behind, self.kept[group]) + 1) * self.block_size + window - 1)
         sequence.wake = wake
 
     def evict(self, group: int, sequence: KVSequence, behind: int) -> None:
-        """Gives back the blocks before table index `behind`, but not the sinks'."""
+        """Gives back the blocks before table index `behind`, but not the sinks'.
+
+        Those that the end of the prompt attends to stay in the prefix cache as those of a finished sequence do. The
+        others are the first to be demoted.
+        """
         table, first = sequence.tables[group], max(sequence.evicted[group], self.kept[group])
         if behind > first:
-            self.pools[group].release(table[first:behind])
+            marked = min(max(self.reaches[group].first_needed(sequence.marked * self.block_size), first), behind)
+            end = min(max(sequence.marked, marked), behind)
+            self.pools[group].release(table[first:marked] + table[end:behind], passed=True)
+            self.pools[group].release(table[marked:end])
             table[first:behind] = array("i", [0] * (behind - first))
             sequence.evicted[group] = behind
 
+    def extend(self, group: int, sequence: KVSequence, blocks: Ints, end: int) -> None:
+        """Continues a table, after its whole blocks, with blocks that others hold or the cache knows.
+
+        Args:
+            blocks: those that follow, up to position `end`; what a position at `end` does not attend to is not taken.
+        """
+        whole, pool, table = len(sequence.tokens) // self.block_size, self.pools[group], sequence.tables[group]
+        first = self.reaches[group].first_needed(end)
+        self.evict(group, sequence, min(first, len(table)))
+        num_entries = whole + len(blocks)
+        hole = min(max(whole, self.kept[group]), num_entries)  # from here to `start`, nothing is attended to
+        start = max(hole, first)
+        sinks, shared = blocks[: hole - whole], blocks[start - whole :]
+        # guard: copies share
+        for block in sinks + shared:
+            pool.share(block)
+        pool.release(self.live(group, sequence, whole))  # the partly filled one, which is covered
+        table[whole:] = sinks + array("i", [0] * (start - hole)) + shared
+        if first > whole:
+            sequence.evicted[group] = first
+
     def adopt(self, sequence: KVSequence, tokens: Sequence[int], match: Match) -> None:
         """Continues a sequence, after its whole blocks, with matched ones."""
-        whole = len(sequence.hashes)
-        for group, pool in enumerate(self.pools):
-            table = sequence.tables[group]
-            matched = [blocks[group] for blocks in match.blocks]
-            for block in matched:
-                pool.share(block)
-            pool.release(table[whole:])  # the partly filled one, which the first match covers
-            table[whole:] = array("i", matched)
+        end = (len(sequence.hashes) + len(match.hashes)) * self.block_size
+        for group in range(len(self.pools)):
+            self.extend(group, sequence, array("i", [blocks[group] for blocks in match.blocks]), end)
         sequence.hashes += match.hashes
-        sequence.tokens.extend(tokens[len(sequence.tokens) : len(sequence.hashes) * self.block_size])
-        sequence.writable = len(sequence.tokens)
+        sequence.tokens.extend(tokens[len(sequence.tokens) : end])
+        sequence.writable = end
 
     def graft(self, source: KVSequence, target: KVSequence, p1: int) -> None:
         """Continues `target`, which holds the first tokens of `source`, with `source`'s blocks up to p1."""
         p0 = len(target.tokens)
-        whole = p0 // self.block_size
-        for group, window in self.windows:
-            self.evict(group, target, min(self.behind(group, window, p1), len(target.tables[group])))
-        end = self.blocks(p1)
-        for group, (pool, first) in enumerate(zip(self.pools, self.first_needed(p1), strict=True)):
-            table, given = target.tables[group], source.tables[group]
-            hole = min(max(whole, self.kept[group]), end)  # from here to `start`, there is nothing that p1 attends to
-            start = max(hole, first)
-            sinks, shared = given[whole:hole], given[start:end]
-            # guard: copies share
-            for block in sinks + shared:
-                pool.share(block)
-            pool.release(self.live(group, target, whole))  # the partly filled one, which is covered
-            table[whole:] = sinks + array("i", [0] * (start - hole)) + shared
-            if first > whole:
-                target.evicted[group] = first
+        whole, end = p0 // self.block_size, self.blocks(p1)
+        for group in range(len(self.pools)):
+            self.extend(group, target, source.tables[group][whole:end], p1)
         target.tokens.extend(source.tokens[p0:p1])
         if p0 == 0:
             target.key = source.key
             target.hashes[:] = source.hashes[: p1 // self.block_size]
+            target.marked = min(source.marked, p1 // self.block_size)
         elif source.key is None:
             target.key = None
         target.writable = p1
@@ -204,6 +207,7 @@ class BlockTables:
         del sequence.hashes[length // self.block_size :]
         sequence.writable = length
         sequence.wake = 0
+        sequence.marked = min(sequence.marked, kept)
         if length == 0:
             sequence.key = b""
 

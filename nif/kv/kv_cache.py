@@ -47,8 +47,7 @@ class KVCache:
         num_blocks: per group, the blocks of its pool.
         block_size: positions a block holds.
         num_sequences: sequence ids are 0 .. num_sequences - 1.
-        allow_block_sharing: whether completed blocks are found again by content; works only when every group
-            attends to all positions.
+        allow_block_sharing: whether completed blocks are found again by content.
         max_per_sequence: most positions of one sequence; None leaves it to the pool.
 
     Raises:
@@ -175,8 +174,7 @@ class KVCache:
             return Beginning(length, self._no_blocks, tail=tail)
         found = frozenset(
             (group, block)
-            for name in names[first:known]
-            for group, block in enumerate(cache.blocks(name))
+            for group, block in cache.found(names, first, known)
             if tables.pools[group].references[block] == 0
         )
         return Beginning(known * self.block_size, self._no_blocks, found)
@@ -217,6 +215,7 @@ class KVCache:
             sequence.key = key
             sequence.hashes.clear()
         cache.extend_hashes(sequence.hashes, sequence.tokens, key)
+        sequence.marked = len(tokens) // self.block_size
         match = cache.match(tokens, key, held=sequence.hashes, max_blocks=(len(tokens) - 1) // self.block_size)
         if match.blocks:
             self._tables.adopt(sequence, tokens, match)

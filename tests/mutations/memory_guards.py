@@ -51,6 +51,15 @@ MEMORY_GUARDS = (
         "a block is free while two tables show it",
     ),
     Mutation(
+        "a hit needs the whole window",
+        always,
+        (
+            "nif/kv/test_prefix_cache.py::test_a_window_needs_its_own_blocks_before_the_end_of_a_hit_and_no_others",
+            MACHINE,
+        ),
+        "a prompt attends to a foreign block",
+    ),
+    Mutation(
         "content that changes loses its name",
         dropped,
         ("nif/kv/test_kv_cache.py::test_the_tail_can_be_removed_and_written_again", MACHINE),

@@ -107,7 +107,7 @@ def test_h09_a_step_that_one_group_cannot_hold_allocates_nothing_in_any() -> Non
 def test_h09_a_draft_looks_at_every_group() -> None:
     kv = KVCache([_FULL, LayerGroup((1,), 8)], num_blocks=[8, 3], block_size=4, num_sequences=2)
     _write(kv, 0, range(8))
-    empty = kv.beginning(range(20), b"", [])
+    empty = kv.beginning(range(100, 120), b"", [])
     assert kv.draft().reach_from(empty) == 4  # the first group has six blocks left, the window one
     assert kv.draft().begin(empty, 4)
     assert not kv.draft().begin(empty, 5)
@@ -293,10 +293,28 @@ def test_h11_sharing_can_be_turned_off() -> None:
     assert kv.prefix_cache is None
 
 
-def test_h11_a_windowed_group_turns_the_prefix_cache_off() -> None:
+def test_h11_a_prompt_continues_where_a_finished_sequence_left_its_window() -> None:
     kv = _cache(windows=(None, 8))
-    _write(kv, 0, range(8))
-    assert kv.attach_prefix(1, range(9)) == 0
+    _write(kv, 0, range(30))
+    kv.seq_rm(0)
+    assert kv.attach_prefix(1, range(40)) == 28
+    assert num_evicted(kv, 1, 1) == 5  # what 28 does not attend to is not taken out of the cache
+    kv.check_integrity()
+
+
+def test_h11_the_window_at_a_prompts_end_outlives_what_a_long_answer_and_other_prompts_pass() -> None:
+    kv = KVCache([LayerGroup((0,)), LayerGroup((1,), 8)], num_blocks=[99, 14], block_size=4, num_sequences=2)
+    kv.attach_prefix(0, range(24))
+    for start in range(0, 64, 8):
+        _write(kv, 0, range(start, start + 8))
+    kv.seq_rm(0)
+    for start in range(0, 64, 8):
+        _write(kv, 1, range(100 + start, 108 + start))
+    kv.seq_rm(1)
+    for end in (24, 64, 64):  # of the prompt, and of the answer
+        assert kv.attach_prefix(0, [*range(end), 99]) == end
+        kv.seq_rm(0)
+    assert kv.attach_prefix(0, [*range(44), 99]) == 24  # in the midst of the answer nobody kept the window
 
 
 def test_h11_tenants_do_not_find_each_others_blocks() -> None:

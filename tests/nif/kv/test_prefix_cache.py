@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genbatch.nif.kv.block_pool import PrefixCache, prefix_key, root_hash
+from genbatch.nif.runner import LayerGroup
 
 
 def _filled(tokens: Sequence[int], key: bytes, block_size: int = 4) -> PrefixCache:
@@ -17,6 +18,10 @@ def _filled(tokens: Sequence[int], key: bytes, block_size: int = 4) -> PrefixCac
     for block, name in enumerate(names):
         assert cache.insert(0, name, block)
     return cache
+
+
+def _groups(*windows: int | None, sink_tokens: int = 0) -> list[LayerGroup]:
+    return [LayerGroup((i,), window, sink_tokens if window else 0) for i, window in enumerate(windows)]
 
 
 def test_match_returns_the_longest_run_of_whole_blocks() -> None:
@@ -71,7 +76,7 @@ def test_blocks_already_held_are_not_looked_up() -> None:
 
 
 def test_a_block_that_one_group_lost_ends_the_run() -> None:
-    cache = PrefixCache(2, num_groups=2)
+    cache = PrefixCache(2, _groups(None, None))
     names: list[bytes] = []
     cache.extend_hashes(names, range(4), b"")
     for index, name in enumerate(names):
@@ -106,3 +111,31 @@ def test_a_waiting_prompt_is_named_once_however_often_it_is_asked_for(monkeypatc
     for _ in range(5):
         assert cache.known_run(range(64), b"", names, 0, 15) == 15
     assert named == 15
+
+
+def test_a_window_needs_its_own_blocks_before_the_end_of_a_hit_and_no_others() -> None:
+    cache = PrefixCache(2, _groups(None, 3))
+    names: list[bytes] = []
+    cache.extend_hashes(names, range(12), b"")
+    for index, name in enumerate(names):
+        cache.insert(0, name, index)
+        if index != 3:
+            cache.insert(1, name, 10 + index)
+    # After 12 positions the window begins in block 5, after 10 in block 4; block 3 is in nobody's way.
+    assert cache.match(range(12), b"").blocks == [(i, 10 + i if i != 3 else 0) for i in range(6)]
+    assert list(cache.found(names, 0, 6)) == [*((0, i) for i in range(6)), (1, 15)]
+    assert cache.match(range(8), b"").blocks == [(0, 10), (1, 11), (2, 12)]  # after 8 it begins in block 3
+    cache.forget(0, names[4])
+    assert len(cache.match(range(12), b"").blocks) == 3
+
+
+def test_a_hit_needs_the_sinks_of_a_window() -> None:
+    cache = PrefixCache(2, _groups(3, sink_tokens=2))
+    names: list[bytes] = []
+    cache.extend_hashes(names, range(12), b"")
+    for index, name in enumerate(names):
+        cache.insert(0, name, index)
+    cache.forget(0, names[2])
+    assert len(cache.match(range(12), b"").blocks) == 6
+    cache.forget(0, names[0])
+    assert cache.match(range(12), b"").blocks == []
