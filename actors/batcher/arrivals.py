@@ -22,11 +22,11 @@ import outcome
 from genbatch.actors.batcher.embeddings import QUEUE_SHARE, books
 from genbatch.actors.batcher.grammars import Compiled, Grammars
 from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.messages import Embed, Generate
+from genbatch.actors.batcher.messages import Embed, Generate, charged_account
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
 from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
-from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, TimeLimits, account_of
+from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, TimeLimits
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
@@ -227,7 +227,7 @@ class Arrivals:
     def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> TimeLimits:
         """Lets a request wait, or raises."""
         limits = self._limits(wanted, client)
-        account = account_of(wanted.tenant or client, embeds=embeds)
+        account = charged_account(client, wanted.tenant, embeds=embeds)
         load = Load(
             free_slots=len(self._slots.seq_pool),
             waiting=len(self._slots.pending) + len(self),

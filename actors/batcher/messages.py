@@ -20,6 +20,27 @@ if TYPE_CHECKING:  # imports torch, which a gateway process does without
     from genbatch.actors.batcher.kept_logits import Keep
 
 
+# The account of all clients over TCP on the gateway's own machine.
+LOCALHOST = "host:localhost"
+
+
+def tenant_account(tenant: str) -> str:
+    """The account of a tenant."""
+    return f"tenant:{tenant}"
+
+
+def charged_account(client: str, tenant: str, *, embeds: bool = False) -> str:
+    """The account that a request is charged to.
+
+    A client's gateway has decided on its account: the tenant of its key or token, or what it cannot multiply (ADR 43).
+    A tenant that a client merely names buys no share. The program that runs the Batcher has no account, but the
+    tenants that it names have one each. Embeddings have an account of their own: so they and generated text take turns
+    even where one client asks for both.
+    """
+    account = client or (tenant_account(tenant) if tenant else "")
+    return f"{account} (embeddings)" if embeds and account else account
+
+
 @dataclass(frozen=True, slots=True)
 class Generate:
     """A call that is answered with the Result, once all of it is generated.
@@ -29,7 +50,7 @@ class Generate:
         on_token: called on the event loop with each token as it comes; must not block. The result's texts are then
             what it was given, joined: a deadline adds nothing that was held back.
         on_begin: called once, with nothing, when the first token is there.
-        client: who asks, for fairness and logs.
+        client: the account that it is charged to; "" is the program that runs the Batcher.
         request_id: its name in logs and spans; "" lets the Batcher choose one.
         tag: what Interrupt and Iterate name the request by; None for one that nobody names.
         beam_width: above 1, a beam search over so many continuations, which become the result's choices.

@@ -14,7 +14,7 @@ import torch
 from genbatch.actors.batcher.beam_search import Beam, BeamSearch
 from genbatch.actors.batcher.counters import TenantShare
 from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import Embedded
+from genbatch.actors.batcher.messages import Embedded, charged_account
 from genbatch.actors.batcher.output import Output
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.actors.scheduling.request import LlmRequest, Phase
@@ -336,8 +336,8 @@ class Request:
 
     @property
     def account(self) -> str:
-        """Who is charged for it: its tenant, else the client that sent it."""
-        return account_of(self.wanted.tenant or self.client, embeds=self.embedding is not None)
+        """Who is charged for it."""
+        return charged_account(self.client, self.wanted.tenant, embeds=self.embedding is not None)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -411,9 +411,3 @@ class Request:
         """Sends the error that ended the request to the caller."""
         self.replied = True
         reply_error(self.from_, error)
-
-
-def account_of(name: str, *, embeds: bool) -> str:
-    """Under which name somebody is charged. Embeddings have one of their own, so that they and what is generated take
-    turns even where one client asks for both; the program that runs the Batcher has none at all."""
-    return f"{name} (embeddings)" if embeds and name else name

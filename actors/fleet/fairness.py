@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 import trio
 
+from genbatch.actors.batcher.messages import LOCALHOST
 from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, most_waiting
 from genbatch.proto.errors import QueueFull
+from genbatch.proto.validation import MAX_PAYER_LENGTH
 
 # Clients whose counts are kept; those unheard of for longest are forgotten, and begin anew.
 MAX_ACCOUNTS = 4096
@@ -28,6 +30,13 @@ MAX_SHARE = 0.5
 def weighted(prompt_tokens: int, output_tokens: int) -> float:
     """What a request counts for."""
     return PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
+
+
+def account_in_fleet(gateway: str, account: str) -> str:
+    """The name of a gateway's account at every replica: tenants and machines are the same at all gateways."""
+    if account.startswith(("tenant:", "host:")) and account != LOCALHOST:
+        return account[-MAX_PAYER_LENGTH:]
+    return f"{gateway}/{account}"[-MAX_PAYER_LENGTH:]
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Embed, Embedded, Generate
-from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, weighted
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate, charged_account
+from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, account_in_fleet, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
 from genbatch.proto.errors import (
     Cancelled,
@@ -63,7 +63,7 @@ from genbatch.proto.messages import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from genbatch.proto.validation import MAX_PAYER_LENGTH, RequestLimits, validate_embed, validate_request
+from genbatch.proto.validation import RequestLimits, validate_embed, validate_request
 
 # What a refused caller is told while no replica is there: about a small model's load time.
 RETRY_MS = 2000
@@ -305,7 +305,7 @@ class Fleet:
 
     async def _embed(self, message: Embed, request: EmbedRequest) -> Embedded:
         """By a replica, and by another one where that is lost."""
-        account = request.tenant or message.client
+        account = charged_account(message.client, request.tenant)
         expires_at = math.inf if request.deadline_s is None else trio.current_time() + request.deadline_s
         size = sum(len(text) // CHARS_PER_TOKEN if isinstance(text, str) else len(text) for text in request.texts)
         seen = RouteRequest(0, prompt_tokens=max(1, size))
@@ -330,14 +330,15 @@ class Fleet:
     async def _generate(self, message: Generate, request: GenerateRequest, seen: RouteRequest) -> Result:
         now = trio.current_time()
         expires_at = math.inf if request.deadline_s is None else now + request.deadline_s
-        account, client = request.tenant or message.client, f"{self.name}/{message.client}"[-MAX_PAYER_LENGTH:]
+        account = charged_account(message.client, request.tenant)
+        payer = account_in_fleet(self.name, account)
         for num_try in range(1, MAX_TRIES + 1):
             replica = await self._place(seen, account, request.priority, self._give_up_at(message, expires_at))
             if request.deadline_s is not None:
                 left_s = expires_at - trio.current_time()
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, left_s))
             owed = self.accounts.tell(account, replica.name)
-            request = msgspec.structs.replace(request, payer=Payer(name=client, served=owed))
+            request = msgspec.structs.replace(request, payer=Payer(name=payer, served=owed))
             shown = 0
             try:
                 with _taking(replica, seen) as begun:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Embed, Embedded, Generate
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate, tenant_account
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import (
@@ -74,7 +74,7 @@ class Caller:
     """Who calls, and how tokens get to it.
 
     Args:
-        client: a name for fairness and logs.
+        client: its account where it has shown neither a key nor a token (peers.py).
         on_token: called on the event loop, must not block; None where no tokens are wanted.
         request_id: the request's name in logs and spans; "" where the gateway has none for it.
         tenant: in whose name, where a gateway knows that by a key or a token; None where it asks for neither.
@@ -87,9 +87,9 @@ class Caller:
 
     @property
     def payer(self) -> str:
-        """Whose share of the service its requests are taken from: connections cost nothing, keys are given out."""
+        """The account whose share of the service its requests are taken from."""
         # guard: share is the key's
-        return self.client if self.tenant is None else f"tenant:{self.tenant}"
+        return self.client if self.tenant is None else tenant_account(self.tenant)
 
 
 class TextRoom:
@@ -239,7 +239,7 @@ class Dispatcher:
         Args:
             method: its name.
             params: as they came, unchecked; or the method's request itself, from a caller in this program.
-            client: who calls, for fairness and logs.
+            client: the account of the caller's connection, for fairness and logs.
             on_token: where a streaming method's tokens go; not used by others.
             request_id: the request's name in logs and spans.
             tenant: whose key or token the caller has shown; None where none is asked for.
@@ -311,7 +311,8 @@ class Dispatcher:
 
     async def _embed(self, request: EmbedRequest, caller: Caller) -> object:
         request = _claimed(request, caller)
-        message = Embed(request, caller.payer, request_id=caller.request_id)
+        payer = tenant_account(request.tenant) if self._of_fleet and request.tenant else caller.payer
+        message = Embed(request, payer, request_id=caller.request_id)
         with self._requests.taken(self._text_payer(caller), held_bytes(request)):
             answer: Embedded = await self._batcher.call(message, timeout=None)
         usage = Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=0)

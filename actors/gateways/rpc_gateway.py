@@ -32,6 +32,7 @@ from genbatch.actors.gateways.connection_limit import (
     max_connections,
 )
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.peers import Peer, account_of_socket
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
 from genbatch.actors.security.security import Authenticate, Security
@@ -83,7 +84,7 @@ class RPCConnection:
         dispatcher: runs the methods.
         host: where calls run.
         room: what its half messages share with those of other connections.
-        client: its name, for fairness and logs.
+        peer: its name and its account.
         authenticate: tells whose a token is; None lets everybody in who can reach the address.
         asks_for_hello: whether a `hello` must come before all else; so it is where a token is asked for.
         on_sense: called when the client has said hello, or its first message where nobody asks.
@@ -96,12 +97,13 @@ class RPCConnection:
         host: CallHost,
         *,
         room: MessageRoom,
-        client: str,
+        peer: Peer,
         authenticate: Authenticate | None = None,
         asks_for_hello: bool = False,
         on_sense: Callable[[], None] = lambda: None,
     ) -> None:
-        self.client = client
+        self.client = peer.name
+        self._peer = peer
         self.last_heard = trio.current_time()
         self.session: RPCSession | None = None  # None before the client has said hello
         self._stream = stream
@@ -205,7 +207,7 @@ class RPCConnection:
             pause_s = min(2 * pause_s, SWEEP_S)
 
     def _new_session(self, tenant: str | None) -> RPCSession:
-        return RPCSession(self._dispatcher, self._calls, self._outbox, self._wake, client=self.client, tenant=tenant)
+        return RPCSession(self._dispatcher, self._calls, self._outbox, self._wake, peer=self._peer, tenant=tenant)
 
     # Reading
 
@@ -400,7 +402,7 @@ class RPCGateway:
                         self._dispatcher,
                         self._calls,
                         room=self._room,
-                        client=f"rpc:{next(self._names)}",
+                        peer=Peer(f"rpc:{next(self._names)}", account_of_socket(stream.socket)),
                         authenticate=authenticate,
                         # guard: a hello first, over TCP
                         asks_for_hello=stream.socket.family != socket.AF_UNIX,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.peers import Peer
 from genbatch.proto.errors import Cancelled, EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import Token
 from genbatch.proto.rpc import (
@@ -213,7 +214,7 @@ class RPCSession:
         host: where calls run.
         outbox: takes what is to be sent to the client.
         wake: called when there is something in it, must not block or raise.
-        client: its name, for fairness and logs.
+        peer: its name and its account.
         tenant: whose key or token it has shown; None where none is asked for.
     """
 
@@ -224,10 +225,11 @@ class RPCSession:
         outbox: Outbox,
         wake: Callable[[], None],
         *,
-        client: str,
+        peer: Peer,
         tenant: str | None = None,
     ) -> None:
-        self.client = client
+        self.client = peer.name
+        self._account = peer.account
         self.tenant = tenant
         self.lease_s: float | None = None  # the client asked to be taken for dead after so many silent seconds
         self._dispatcher = dispatcher
@@ -337,7 +339,7 @@ class RPCSession:
             result = await self._dispatcher.call(
                 request.method,
                 request.params,
-                client=self.client,
+                client=self._account,
                 on_token=on_token,
                 tenant=self.tenant,
                 request_id=f"{self.client}/{request.msgid}",

@@ -22,6 +22,7 @@ import zmq
 
 from genbatch.actors.gateways.addresses import prepare_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.peers import Peer, account_of_descriptor
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
 from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket
@@ -273,7 +274,7 @@ class ZeroMQGateway:
             self._calls,
             peer.outbox,
             partial(self._has_mail, peer),
-            client=f"zeromq:{identity.hex()}",
+            peer=Peer(f"zeromq:{identity.hex()}", account_of_descriptor(connection)),
             tenant=self._guard.tenant(key),
         )
         self._guard.connections.heard(connection)

@@ -20,6 +20,7 @@ from genbatch.actors.fleet.fleet import FleetLimits
 from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.service.options import ServiceOptions
@@ -290,7 +291,7 @@ class FleetWorld:
         assert one.gateway is not None
         dispatcher = Dispatcher(one.gateway.fleet)
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, dispatcher, CallHost(calls), client=name, room=one.room)
+            connection = RPCConnection(end, dispatcher, CallHost(calls), peer=Peer(name, name), room=one.room)
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

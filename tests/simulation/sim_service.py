@@ -21,6 +21,7 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
@@ -148,7 +149,7 @@ class SimService:
 
     async def _serve(self, end: End, name: str) -> None:
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, self._dispatcher, CallHost(calls), client=name, room=self._room)
+            connection = RPCConnection(end, self._dispatcher, CallHost(calls), peer=Peer(name, name), room=self._room)
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from genbatch.actors.gateways.connection_limit import Seat
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.gateways.http.service_calls import HTTPCaller
+from genbatch.actors.gateways.peers import account_of_host
 from genbatch.actors.security.key_files import bearer_token
 from genbatch.actors.security.security import Authenticate, is_loopback
 from genbatch.proto.codec import REQUEST_LIMITS
@@ -91,7 +92,7 @@ class Front:
         # guard: pages of other sites
         if origin is not None and _host_of(origin) != host and origin.lower() not in self._origins:
             raise Forbidden(f"pages of {origin[:128]!r} may not use this service (--allowed-origin)")
-        client = f"http:{(scope.get('client') or ('',))[0]}"
+        client = account_of_host((scope.get("client") or ("",))[0])
         # guard: token before anything, HTTP
         if self._authenticate is None or scope["path"] in OPEN_PATHS:
             return HTTPCaller(client)

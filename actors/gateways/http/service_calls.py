@@ -59,7 +59,7 @@ class HTTPCaller:
     """Who calls.
 
     Args:
-        client: the address of its machine, for fairness and logs: connections cost nothing.
+        client: the account of its machine.
         tenant: the name that goes with its token; None where no tokens are wanted.
         request_id: the answer's id, for logs and spans.
     """

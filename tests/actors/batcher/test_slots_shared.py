@@ -67,17 +67,21 @@ async def test_streams_that_give_way_answer_as_they_do_alone(
 
 
 @pytest.mark.trio
-@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"tenant": "other"}], ids=["plain", "n", "tenant"])
+@pytest.mark.parametrize(
+    ("client", "fields"),
+    [("one", {}), ("one", {"n": 2}), ("one", {"tenant": "other"}), ("other", {"tenant": "one"}), ("", {"tenant": "x"})],
+    ids=["plain", "n", "names a tenant", "another client", "the program's tenant"],
+)
 async def test_the_account_that_is_charged_gives_way_and_not_the_connection(
-    tiny_model: TinyModel, oracle: OracleOf, fields: dict[str, Any]
+    tiny_model: TinyModel, oracle: OracleOf, client: str, fields: dict[str, Any]
 ) -> None:
-    """Connections of one tenant are one client; another tenant's request on the same connection is not."""
+    """A tenant that a client names is no account of its own; a tenant of the program's own request is one."""
     ended: list[str] = []
     async with batcher(tiny_model("llama"), n_parallel=2) as bench, trio.open_nursery() as nursery:
 
         async def stream(number: int) -> None:
             request = GenerateRequest(token_ids=prompt_of(9, number), max_tokens=LONG, ignore_eos=True, tenant="one")
-            result = await ask(bench, f"connection {number}", request)
+            result = await ask(bench, "one", request)
             expected = oracle("llama").generate(prompt_of(9, number), LONG)
             assert result.token_ids[: len(expected)] == expected
             ended.append("stream")
@@ -87,9 +91,9 @@ async def test_the_account_that_is_charged_gives_way_and_not_the_connection(
         while len(bench.actor.slots.sequences) < 2:
             await trio.lowlevel.checkpoint()
         short: dict[str, Any] = {"token_ids": prompt_of(5, 7), "max_tokens": SHORT, "ignore_eos": True}
-        await ask(bench, "connection 0", GenerateRequest(**short, **({"tenant": "one"} | fields)))
+        await ask(bench, client, GenerateRequest(**short, **({"tenant": "one"} | fields)))
         ended.append("short")
-    assert ended.index("short") == (0 if "tenant" in fields else 2)
+    assert ended.index("short") == (2 if client == "one" else 0)
 
 
 @pytest.mark.trio

@@ -14,6 +14,7 @@ from genbatch.actors.gateways.dispatcher import (
     TEXT_TURN_BYTES,
     Dispatcher,
 )
+from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
 from genbatch.actors.runtime.actor import NOREPLY, From, GenServer, reply, start
 from genbatch.actors.runtime.supervisor import Registry
@@ -369,7 +370,7 @@ async def test_calls_of_every_method_are_bounded_in_number(
     outbox = Outbox()
     async with trio.open_nursery() as calls:
         dispatcher = Dispatcher(await start(nursery, engine))
-        session = RPCSession(dispatcher, CallHost(calls), outbox, lambda: None, client="tester")
+        session = RPCSession(dispatcher, CallHost(calls), outbox, lambda: None, peer=Peer("tester", "tester"))
         for msgid in range(1, 6):
             session.receive(encode([0, msgid, method, [short.get(method, {})]]))
         await trio.testing.wait_all_tasks_blocked()

@@ -15,6 +15,7 @@ import trio.testing
 
 from genbatch.actors.gateways import rpc_gateway, session
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.session import CallHost, OpenCall, Outbox, RPCSession
 from genbatch.actors.runtime.actor import start
@@ -525,7 +526,7 @@ async def test_what_arrives_while_the_gateway_stops_is_answered_and_never_begun(
         async with trio.open_nursery() as calls:
             host = CallHost(calls)
             box = Outbox()
-            peer = RPCSession(Dispatcher(ref), host, box, lambda: None, client="c")
+            peer = RPCSession(Dispatcher(ref), host, box, lambda: None, peer=Peer("c", "c"))
             host.closing = Unavailable("the service is stopping")
             peer.receive(msgpack.packb([0, 1, "generate", [{"prompt": "hold"}]]))
         peer.receive(msgpack.packb([0, 2, "generate", [{"prompt": "hold"}]]))
