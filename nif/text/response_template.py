@@ -8,14 +8,20 @@ It is what `AnswerReader` is for the models whose format stands in our own table
 output: "content", the thinking, "tool_calls". Text and thinking are handed on while they are written, a call once it is
 whole.
 What cannot be read as a call is text: nothing that a model writes is lost.
+
+A template's expressions come from a model's file, and may take for ever. They share the time of one answer; once it is
+used up, the rest of the answer is text.
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import regex
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from genbatch.nif.text.tools import CallPiece, Parts, new_call_id
 
@@ -23,7 +29,11 @@ Events = Sequence[Mapping[str, Any]]
 
 _CALLS = "tool_calls"
 # What the parser raises at a region whose text is not what the template says.
-_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
+_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, TimeoutError)
+# Seconds that a template's expressions may take, at first and more for each piece of an answer. An ordinary template
+# takes 0.000005 a piece.
+FIRST_S = 0.1
+PER_PIECE_S = 0.0005
 THINKING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 
@@ -41,6 +51,78 @@ def checked_template(spec: Any) -> Mapping[str, Any] | None:
         raise ValueError(f"the response template cannot be read: {error}") from error
     assert isinstance(spec, dict)
     return spec
+
+
+class _Time:
+    """What is left of the time of one answer's expressions."""
+
+    def __init__(self) -> None:
+        self.left_s = FIRST_S
+
+    def within(self, search: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Runs a search of the module `regex`.
+
+        Raises:
+            TimeoutError: the time is used up.
+        """
+        if self.left_s <= 0:
+            raise TimeoutError("the response template's expressions take too long")
+        began = time.perf_counter()
+        try:
+            return search(*args, **named, timeout=self.left_s)
+        finally:
+            self.left_s -= time.perf_counter() - began
+
+
+class _Expression:
+    """A compiled expression of a template, as transformers' parser uses it."""
+
+    def __init__(self, pattern: Any, left: _Time) -> None:
+        self._pattern = pattern
+        self._left = left
+
+    def search(self, *args: Any, **named: Any) -> Any:
+        """As of `regex`; raises TimeoutError."""
+        return self._left.within(self._pattern.search, *args, **named)
+
+    def finditer(self, text: str) -> list[Any]:
+        """All matches at once; raises TimeoutError."""
+        return self._left.within(lambda **named: list(self._pattern.finditer(text, **named)))  # type: ignore[no-any-return]
+
+
+class _Parser(ResponseParser):
+    """transformers' parser with a time for its expressions.
+
+    Raises:
+        TimeoutError: from every method.
+    """
+
+    def __init__(
+        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], left: _Time
+    ) -> None:
+        self._left = left
+        spec = load_response_template(dict(template))
+        spec.start_anchor_re = _Expression(spec.start_anchor_re, left)
+        for field in spec.fields.values():
+            for name in ("open_re", "close_re"):
+                if (pattern := getattr(field, name)) is not None:
+                    setattr(field, name, _Expression(pattern, left))
+        super().__init__(spec, prefix=prefix, tools=[dict(tool) for tool in tools])
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        if self._current is not None and self._opened:
+            self._try_tags(self._body, self._spec.fields[self._current].content_args)
+        super()._close_current(events)
+
+    def _try_tags(self, text: str, args: Any) -> None:
+        """Looks for a region's tags as the parser will, which sets no limit."""
+        inner = args.get("value_parser") if isinstance(args, dict) else None
+        if not isinstance(args, dict) or "tag_pattern" not in args:
+            return
+        expression = _Expression(regex.compile(args["tag_pattern"], regex.DOTALL), self._left)
+        for match in expression.finditer(text):
+            if isinstance(inner, dict):
+                self._try_tags(match.groupdict().get("value") or "", inner.get("args"))
 
 
 class TemplateReader:
@@ -68,7 +150,12 @@ class TemplateReader:
         # The template says whether the white space around a region is part of it.
         fields = template["fields"].items()
         self._strips = {name: bool(field.get("content_args", {}).get("strip", True)) for name, field in fields}
-        self._parser = ResponseParser(dict(template), prefix=prefix, tools=[dict(tool) for tool in tools])
+        self._time = _Time()
+        self._has_failed = False
+        try:
+            self._parser = _Parser(template, prefix, tools, self._time)
+        except TimeoutError:  # of the prompt
+            self._has_failed = by_character = True
         self._has_tools = bool(tools)
         self._held: dict[str, str] = {}  # white space at the end of a region so far, by its field
         self._begun: set[str] = set()  # fields that have shown something
@@ -81,10 +168,10 @@ class TemplateReader:
         # By characters:
         self._by_character = by_character
         self._unread = ""  # what was written since the last of it was handed on
-        self._has_failed = False
 
     def push(self, piece: str) -> Parts:
         """What is certain now."""
+        self._time.left_s += PER_PIECE_S
         if self._slow is not None:
             return self._slow.push(piece)
         if self._by_character:

@@ -151,3 +151,35 @@ def test_what_is_no_template_is_said_when_it_is_read(spec: Any) -> None:
 
 def test_most_tokenizers_have_none() -> None:
     assert checked_template(None) is None
+
+
+# Expressions that try every way to split a run of the letter a. Each is of its own part of a template.
+SLOW = "(a|a|aa)+(a|aa)+(a|aa)+!"
+TAGS = {"tag_pattern": f"<(?P<key>{SLOW})>(?P<value>.*?)</>"}
+TEXT_FIELD: dict[str, Any] = {"repeats": True, "join": ""}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "open": {"start_anchor": "S", "fields": {"thinking": {"open_pattern": SLOW, "close": "."}, "content": TEXT_FIELD}},
+    "close": {"start_anchor": "S", "fields": {"thinking": {"open": "<", "close_pattern": SLOW}, "content": TEXT_FIELD}},
+    "anchor": {"start_anchor_pattern": SLOW, "fields": {"content": TEXT_FIELD}},
+    "tags": {
+        "start_anchor": "S",
+        "fields": {
+            "tool_calls": {"open": "[", "close": "]", "content": "xml-inline", "content_args": TAGS},
+            "content": TEXT_FIELD,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("part", HOSTILE)
+def test_an_expression_without_an_end_makes_the_rest_of_the_answer_text(part: str) -> None:
+    template = checked_template(HOSTILE[part])
+    assert template is not None
+    run = "a" * 200
+    prefix = f"S{run}" if part == "anchor" else "S"
+    written = {"tags": f"[<{run}>b</>]", "close": f"<{run}", "anchor": "hi"}.get(part, run)
+    reader = TemplateReader(template, prefix=prefix, tools=TOOLS)
+    parts = [reader.push(written), reader.push(" more"), reader.finish()]
+    text = "".join(part.text + part.reasoning for part in parts)
+    assert text.endswith({"tags": f"<{run}>b</>]", "anchor": "hi"}.get(part, run) + " more"), "nothing is lost"
+    assert not any(part.calls for part in parts)
