@@ -144,11 +144,35 @@ $(VENV)/.test: $(VENV)/.demo
 	@$(PIP) install -e ".$(EXTRAS)"
 	@touch $@
 
-# On a machine with an NVIDIA GPU: tries everything on it and measures it, in ten minutes; one file says what was found.
-# Without a network, with the wheels in a folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make gpu
-.PHONY: gpu
-gpu: $(VENV)/.test
-	$(BIN)/python tests/benchmarks/gpu.py $(ARGS)
+# On a machine with an NVIDIA GPU: tries and measures everything, with any Python 3.12 that has torch and Triton. It
+# installs nothing and needs no network: `make gpu-wheels`, elsewhere, fills a folder with what else may be missing.
+# make gpu PYTHON=python3 ARGS="--parts decode-8b --results out"
+WHEELS ?= gpu-wheels
+.PHONY: gpu gpu-wheels gpu-dry
+gpu:
+	$(PYTHON) tests/benchmarks/gpu.py $(if $(wildcard $(WHEELS)),--wheels $(WHEELS)) $(ARGS)
+
+# Wheels for Linux x86-64 and Python 3.12, less than 64 MiB. A kind of platform that pip is given stands for itself only.
+LINUX := 2_17 2_27 2_28 2_31
+gpu-wheels:
+	$(PYTHON) -m pip --disable-pip-version-check --quiet download --no-deps --only-binary=:all: --python-version 3.12 \
+		$(LINUX:%=--platform manylinux_%_x86_64) --platform manylinux2014_x86_64 \
+		--dest $(WHEELS) --requirement tests/benchmarks/gpu_wheels.txt
+	@test $$(du -sm $(WHEELS) | cut -f1) -lt 64 || { echo "$(WHEELS) holds 64 MiB or more"; exit 1; }
+
+# The whole of it without a GPU, in an environment like that of a machine without a network: Python 3.12, torch 2.11 and
+# Triton 3.6, and beside them only what transformers needs, and the wheels. Triton 3.6 interprets with numpy below 2.4.
+GPU_VENV := .venv-gpu
+PYTHON312 ?= python3.12
+$(GPU_VENV)/.done: Makefile
+	@$(PYTHON312) -m venv $(GPU_VENV)
+	@$(GPU_VENV)/bin/python -m pip --disable-pip-version-check --quiet install "torch==2.11.0" "triton==3.6.0" \
+		"transformers==5.17.0" "numpy<2.4" pytest pytest-xdist
+	@touch $@
+gpu-dry: $(GPU_VENV)/.done
+	@test -d $(WHEELS) || $(MAKE) --no-print-directory gpu-wheels PYTHON=$(GPU_VENV)/bin/python
+	rm -rf $(GPU_VENV)/results
+	$(GPU_VENV)/bin/python tests/benchmarks/gpu.py --dry-run --wheels $(WHEELS) --results $(GPU_VENV)/results $(ARGS)
 
 # Every GPU kernel for every kind of GPU, without one: registers, shared memory, instructions; minutes at first.
 .PHONY: gpu-compile

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast, integrations
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
@@ -205,6 +204,8 @@ class GgufFile:
 
 
 def _kind_name(kind: int) -> str:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # here: only GGUF files need the package
+
     try:
         return GGMLQuantizationType(kind).name if GGMLQuantizationType(kind) in GGML_QUANT_SIZES else str(kind)
     except ValueError:

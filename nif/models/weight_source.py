@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import gguf
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from genbatch.nif.errors import ModelError, TensorError
 
@@ -113,7 +111,9 @@ class StoredTensor:
             values = _fp4_values(self.kind, rows)
         else:
             with np.errstate(invalid="ignore", over="ignore"):  # of a scale that is infinite, which is refused below
-                values = torch.from_numpy(gguf.dequantize(rows, GGMLQuantizationType[self.kind]))
+                import gguf  # here: only GGUF files need the package
+
+                values = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[self.kind]))
         if values.numel() and not is_finite(values):
             raise TensorError(self.name)
         return values + self.offset if self.offset else values
@@ -170,6 +170,8 @@ def is_finite(values: torch.Tensor) -> bool:
 
 def bytes_per_row(kind: str, length: int) -> int | None:
     """Bytes of `length` elements in one row; None if they do not fill the kind's blocks."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # only GGUF files need it
+
     per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return length // per_block * block_bytes if length % per_block == 0 else None
 

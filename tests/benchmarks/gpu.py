@@ -1,263 +1,280 @@
-"""Tries and measures the GPU path in one call, in parts: what is there, tests, races, the table beside its peers.
+"""Tries and measures the GPU path in parts, each shorter than ten minutes, with whatever Python has torch and Triton.
 
-    make gpu                                             # on a machine with a GPU, under ten minutes, no network
-    python tests/benchmarks/gpu.py --parts tests races   # some parts
-    python tests/benchmarks/gpu.py --dry-run             # all parts over a tiny model, under Triton's interpreter
+    python tests/benchmarks/gpu.py --results DIR --wheels DIR       # every part, one after another
+    python tests/benchmarks/gpu.py --parts decode-8b --results DIR  # one part; a second call goes on
+    python tests/benchmarks/gpu.py --dry-run --results DIR          # a tiny model, under Triton's interpreter
 
-    machine     driver, torch, compute capability                       seconds
-    tests       every kernel test and every test marked gpu, on it      two minutes
-    races       steps held up with torch.cuda._sleep; compute-sanitizer two minutes, where it is installed
-    table       decode at B = 1, 16, 64, 256, TTFT, a mixed load, peers  five minutes
+    tests        every kernel test and every test marked gpu
+    decode-8b    bandwidth; decode of an 8B shape at 64, 1, 16 and 256 rows; then transformers
+    decode-0.6b  the same for 0.6B, time to the first token, a mixed load; then transformers and FlashInfer
+    service      `genbatch bench` over a service of the 0.6B shape
+    races        steps held up by torch.cuda._sleep; compute-sanitizer over the kernels, where it is installed
 
-What was found is in one file, written anew after each part: --result FILE; by default gpu.json beside the others.
-Models have the shapes of Qwen3-0.6B, Qwen3-1.7B and Llama-3.1-8B and random weights. A figure that could not be taken
-before the time ran out, or whose peer failed, is printed as what happened instead.
+This process imports neither torch nor genbatch. It starts a child for each group of cases, and the child appends what
+it finds to DIR/PART.jsonl at once. A child that hangs or dies costs one case: the failure is recorded, and a new child
+goes on with the next case. A case that DIR/PART.jsonl has already is not run again. DIR/PART.md shows the same as a
+table.
+
+`--wheels` names a folder with wheels (`make gpu-wheels` fills it). A wheel is unpacked only if its package is missing.
 """
 
-# Triton reads TRITON_INTERPRET when it is first imported, so the variable is set between the imports.
-# ruff: noqa: E402
-
 import argparse
-import gc
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-DRY_RUN = "--dry-run" in sys.argv
-if DRY_RUN:
-    os.environ["TRITON_INTERPRET"] = "1"
 ROOT = Path(__file__).parents[2]
-# The checkout's own code, whether or not anything is installed.
-sys.path[:0] = [str(ROOT / ".ns"), str(Path(__file__).parent)]
+PARTS = ("tests", "decode-8b", "decode-0.6b", "service", "races")
+LEAST = {"torch": (2, 11), "triton": (3, 6)}
+_POLL_S = 0.1
 
-import torch
-import triton
-from gpu_loads import (
-    DRY_PLAN,
-    Plan,
-    begin_decodes,
-    decode_rate,
-    first_token_s,
-    mixed_load,
-    overlapped_decode_rate,
-    run_mixed_load,
-)
-from gpu_models import SHAPES, TINY, build_model, bytes_per_step
-from gpu_peers import peer_generate_batch, peer_static_cache, peer_vllm, synchronize
 
-from genbatch.nif.models.self_check import check_paged_path
+@dataclass(frozen=True)
+class Group:
+    """Cases that one child process runs one after another.
 
-PARTS = ("tests", "races", "table")
+    Args:
+        name: for the record, if the child fails outside of a case.
+        command: of the child.
+        case_s: time limit of a case; also of the time before the first one and between two.
+    """
+
+    name: str
+    command: Sequence[str]
+    case_s: float = 150.0
 
 
 @dataclass
-class Report:
-    """What was measured, row by row, and what was not."""
+class Record:
+    """What a part has found so far: the lines of its file."""
 
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    path: Path
+    events: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, case: str, figure: str, note: str = "") -> None:
-        self.rows.append((case, figure, note))
-        print(f"  {case}: {figure} {note}", flush=True)
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the events that were appended since the last call."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        new, self.events = whole[len(self.events) :], whole
+        return new
 
-    def write(self, path: Path) -> None:
-        """The rows as a file, whatever comes after."""
-        rows = [{"case": case, "figure": figure, "note": note} for case, figure, note in self.rows]
-        path.write_text(json.dumps({"dry_run": DRY_RUN, "rows": rows}, indent=1) + "\n")
+    def add(self, event: str, case: str, **fields: Any) -> None:
+        """Appends an event of the parent's own."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"event": event, "case": case, **fields}) + "\n")
+
+    def finished(self) -> list[str]:
+        """Names the cases that ended, however they ended."""
+        return [event["case"] for event in self.events if event["event"] in ("end", "failed")]
+
+    def failures(self) -> int:
+        """Counts the cases that failed."""
+        return sum(event["event"] == "failed" for event in self.events)
 
     def table(self) -> str:
-        """The rows as a Markdown table."""
-        rows = [("case", "figure", "note"), *self.rows]
+        """Returns the figures and the failures as a Markdown table."""
+        rows = [("case", "figure", "note")]
+        for event in self.events:
+            if event["event"] in ("figure", "failed"):
+                figure = "FAILED" if event["event"] == "failed" else event["figure"]
+                note = str(event.get("note", "")).strip().splitlines() or [""]
+                rows.append((event["case"], figure, note[-1][:160].replace("|", "/")))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
             "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
         ]
         lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-        return "\n".join(lines)
+        return "\n".join(lines) + "\n"
 
 
-def measured_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large copy on the device reads and writes together."""
-    size = (1 << 16) if DRY_RUN else (4 << 30)
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(6):
-        synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * size / median(times[1:])
+def unpack_missing(wheels: Path, target: Path) -> list[str]:
+    """Unpacks the wheels whose packages this Python lacks; returns the names of those packages."""
+    unpacked = []
+    for wheel in sorted(wheels.glob("*.whl")):
+        name = wheel.name.split("-")[0]
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(target)
+            unpacked.append(name)
+    return unpacked
 
 
-def machine(report: Report) -> None:
-    """What is there; a GPU that torch cannot use ends it here."""
-    nvidia_smi = shutil.which("nvidia-smi")
-    driver = "no nvidia-smi"
-    if nvidia_smi is not None:
-        query = [nvidia_smi, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    report.add("driver", driver)
-    report.add("torch", torch.__version__, f"CUDA {torch.version.cuda}, triton {triton.__version__}")
-    if DRY_RUN:
-        report.add("device", "CPU, interpreted: figures mean nothing")
-        return
-    if torch.version.cuda is None:
-        sys.exit('this torch is for the CPU; pip install "torch===2.13.0" takes the one with CUDA')
-    if not torch.cuda.is_available():
-        sys.exit(f"torch {torch.__version__} finds no CUDA device: {driver}; --dry-run tries the script without one")
-    major, minor = torch.cuda.get_device_capability(0)
-    report.add("device", torch.cuda.get_device_name(0), f"compute capability {major}.{minor}")
+def describe_checkout(target: Path) -> None:
+    """Gives the checkout a version that importlib.metadata finds: it is not installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    described = target / f"{project['name']}-{project['version']}.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    header = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (described / "METADATA").write_text(header)
 
 
-def run_tests(report: Report) -> None:
-    """Every kernel test on the GPU and the tests marked gpu, without stopping at the first that fails."""
-    chosen = ["tests/nif/kernels", "tests/nif/test_gpu.py"]
-    if DRY_RUN:
-        chosen = ["tests/nif/kernels/test_kernel_elementwise.py", "tests/nif/test_gpu.py", "-k", "next_tokens or h15"]
-    report.add("tests", pytest_of(chosen, report))
+def check_versions() -> None:
+    """Ends the program if torch or Triton is missing or too old."""
+    for package, least in LEAST.items():
+        wanted = ".".join(map(str, least))
+        try:
+            version = distribution(package).version
+        except PackageNotFoundError:
+            sys.exit(f"{package} is missing; {package} >= {wanted} is needed")
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+        if numbers < least:
+            sys.exit(f"{package} {version} is too old; {package} >= {wanted} is needed")
 
 
-def run_races(report: Report) -> None:
-    """What only time shows: steps that overlap while the device is held up, and the sanitizer over the kernels."""
-    report.add("steps held up", pytest_of(["tests/nif/test_gpu.py", "-k", "held_up"], report))
+def run_group(group: Group, record: Record, environment: dict[str, str], end: float) -> bool:
+    """Runs a group's cases, with a new child after each failure; returns whether all of them were tried.
+
+    Args:
+        end: by time.monotonic(), when the part's time is over.
+    """
+    while time.monotonic() < end:
+        record.read()
+        finished = len(record.finished())
+        variables = {**environment, "GPU_EVENTS": str(record.path), "GPU_DONE": json.dumps(record.finished())}
+        status, running, output = _watch(group, record, variables, end)
+        if running is not None:
+            why = f"exit status {status}" if status is not None else "the time limit was over"
+            record.add("failed", running, note=f"{output[-1500:]}\n{why}")
+        elif status == 0:
+            return True
+        elif len(record.finished()) == finished:  # it failed before its first case: so would the next child
+            why = f"exit status {status}" if status is not None else "the time limit was over"
+            record.add("failed", group.name, note=f"{output[-1500:]}\n{why}")
+            record.read()
+            return True
+        record.read()
+    return False
+
+
+def _watch(group: Group, record: Record, environment: dict[str, str], end: float) -> tuple[int | None, str | None, str]:
+    """Runs one child to its end or its limit; returns its exit status, the case it was in, and its last output."""
+    log = record.path.with_suffix(".log")
+    running: str | None = None
+    with log.open("ab") as out:
+        begun = out.tell()
+        child = subprocess.Popen(
+            group.command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        limit = time.monotonic() + group.case_s
+        try:
+            while True:
+                status = child.poll()
+                for event in record.read():
+                    if event["event"] == "begin":
+                        running = event["case"]
+                    elif event["event"] in ("end", "failed"):
+                        running = None
+                    limit = time.monotonic() + group.case_s
+                    _show(event)
+                if status is not None or time.monotonic() > min(limit, end):
+                    break
+                time.sleep(_POLL_S)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    with log.open("rb") as written:
+        written.seek(begun)
+        return status, running, written.read().decode(errors="replace")
+
+
+def _show(event: dict[str, Any]) -> None:
+    if event["event"] == "figure":
+        print(f"  {event['case']}: {event['figure']} {event.get('note', '')}", flush=True)
+    elif event["event"] == "failed":
+        print(f"  {event['case']}: FAILED\n{event.get('note', '')}", flush=True)
+
+
+def groups_of(part: str, results: Path, *, dry_run: bool) -> list[Group]:
+    """Returns what a part runs, in order."""
+    here = Path(__file__).parent
+
+    def measured(name: str, case_s: float = 150.0) -> Group:
+        return Group(name, [sys.executable, str(here / "gpu_cases.py"), name, str(results)], case_s)
+
+    def tested(name: str, *chosen: str, prefix: Sequence[str] = (), case_s: float = 120.0) -> Group:
+        options = ["-q", "-p", "gpu_outcomes", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        return Group(name, [*prefix, sys.executable, "-m", "pytest", *options, *chosen], case_s)
+
+    if part == "tests":
+        if dry_run:
+            few = ["-k", "next_tokens or copies or h15_a_launch"]
+            chosen = ["tests/nif/kernels/test_kernel_elementwise.py", "tests/nif/test_gpu.py", *few]
+            return [tested("dry tests", *chosen)]
+        kernels = sorted(path.name for path in (ROOT / "tests/nif/kernels").glob("test_kernel_*.py"))
+        return [tested(name, f"tests/nif/kernels/{name}") for name in kernels] + [
+            tested("test_gpu.py", "tests/nif/test_gpu.py")
+        ]
+    if part != "races":
+        return [measured(part), measured(f"{part}-peers")] if part.startswith("decode") else [measured(part, 400.0)]
+    groups = [tested("steps held up", "tests/nif/test_gpu.py", "-k", "held_up")]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    kernels = ["tests/nif/kernels/test_kernel_paged_attention.py", "-k", "padding_row or every_head_size or one_long"]
-    for tool in ("memcheck", "racecheck"):
-        if sanitizer is None:
-            report.add(f"compute-sanitizer {tool}", "not there", "it comes with the CUDA toolkit")
-            continue
-        prefix = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all")
-        report.add(f"compute-sanitizer {tool}", pytest_of(kernels, report, prefix))
+    few = ["tests/nif/kernels/test_kernel_paged_attention.py", "-k", "padding_row or every_head_size or one_long"]
+    for tool in ("memcheck", "racecheck") if sanitizer is not None else ():
+        # The child reports the tool's errors by its exit status: they end no test.
+        prefix = (str(sanitizer), "--tool", tool, "--error-exitcode", "9", "--target-processes", "all")
+        groups.append(tested(tool, *few, prefix=prefix, case_s=240.0))
+    return groups
 
 
-def pytest_of(chosen: Sequence[str], report: Report, prefix: Sequence[str] = ()) -> str:
-    """What pytest says last, and before it each test that failed."""
-    done = subprocess.run(
-        [*prefix, sys.executable, "-m", "pytest", "-q", *chosen],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT / ".ns")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = done.stdout.strip().splitlines()
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR", "========= ERROR")):
-            report.add("failed", line[:300])
-    if done.returncode:
-        print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
-    return f"{lines[-1] if lines else done.stderr.strip()[-200:]} (exit {done.returncode})"
+def environment_of(part: str, extra: Path, *, dry_run: bool) -> dict[str, str]:
+    """Returns the children's environment: the checkout and what was unpacked can be imported."""
+    paths = [str(ROOT / ".ns"), str(ROOT), str(Path(__file__).parent), str(extra)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
+    if part == "races":
+        # The allocator keeps memory that was freed: without this, memcheck sees no access beyond a tensor's end.
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    if dry_run:
+        environment |= {"GPU_DRY_RUN": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment
 
 
-def run_table(report: Report, models: Sequence[str], plan: Plan) -> None:
-    """The figures, as many as the time allows."""
-    started = time.monotonic()
-    bandwidth = measured_bandwidth(target()[0])
-    report.add("copy bandwidth", f"{bandwidth / 1e12:.3f} TB/s", "read and written together")
-    for _ in cases(plan, models, bandwidth, report):
-        if time.monotonic() - started > plan.budget_s:
-            report.add("the rest", "not measured", f"the {plan.budget_s:.0f} s were over")
-            break
-
-
-def cases(plan: Plan, models: Sequence[str], bandwidth: float, report: Report) -> Iterator[None]:
-    """Takes the figures, one a step of the iterator, the cheap and telling ones first."""
-    device, dtype = target()
-    for name in models:
-        model = build_model(name, TINY if DRY_RUN else SHAPES[name](), device, dtype)
-        check_paged_path(name, model)
-        for batch_size in plan.batches:
-            context = begin_decodes(model, plan, batch_size)
-            rate, launch = decode_rate(context, plan, batch_size)
-            roofline = batch_size * bandwidth / bytes_per_step(model, batch_size, plan.context)
-            note = f"{rate / roofline:.0%} of roofline {roofline:,.0f}, forward returns after {launch * 1e6:.0f} us"
-            report.add(f"{name} decode B={batch_size} context {plan.context}", f"{rate:,.0f} tok/s", note)
-            rate, host = overlapped_decode_rate(context, plan, batch_size)
-            context.close()
-            note = f"{rate / roofline:.0%} of roofline, the host works {host * 1e6:.0f} us a step"
-            case = f"{name} decode B={batch_size} context {plan.context}, steps overlapped"
-            report.add(case, f"{rate:,.0f} tok/s", note)
-            yield
-        for length in plan.prompts:
-            seconds = first_token_s(model, plan, length)
-            report.add(
-                f"{name} TTFT, {length} prompt tokens", f"{1e3 * seconds:.1f} ms", f"{length / seconds:,.0f} tok/s"
-            )
-            yield
-        if name == models[0]:
-            requests = mixed_load(plan, model.vocab_size)
-            ours = run_mixed_load(model, plan, requests)
-            report.add(f"{name} W1", f"{ours:,.0f} tok/s")
-            yield
-            theirs = peer(report, f"{name} W1 generate_batch", partial(peer_generate_batch, model, plan, requests))
-            if theirs is not None:
-                report.add(f"{name} W1, ratio to generate_batch", f"{ours / theirs:.2f}")
-            yield
-        if find_spec("vllm") is not None:
-            peer(report, f"{name} vLLM B={plan.batches[1]}", partial(peer_vllm, model, plan, plan.batches[1]))
-            yield
-        for batch_size in plan.batches[:2]:
-            case = f"{name} generate static cache, prefill included, B={batch_size}"
-            peer(report, case, partial(peer_static_cache, model, plan, batch_size))
-            yield
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def peer(report: Report, case: str, measure: Callable[[], float]) -> float | None:
-    """A peer's figure; a peer that fails is reported, not fatal."""
-    try:
-        rate = measure()
-    except Exception as fault:
-        report.add(case, "failed", f"{type(fault).__name__}: {str(fault)[:120]}")
-        return None
-    report.add(case, f"{rate:,.0f} tok/s")
-    return rate
-
-
-def target() -> tuple[torch.device, torch.dtype]:
-    return (torch.device("cpu"), torch.float32) if DRY_RUN else (torch.device("cuda", 0), torch.bfloat16)
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU, under Triton's interpreter")
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--result", type=Path, default=ROOT / "tests/benchmarks/results/gpu.json")
-    arguments = parser.parse_args()
-    report, started = Report(), time.monotonic()
-    models = ["tiny"] if DRY_RUN else arguments.models
-    parts: dict[str, Callable[[], None]] = {
-        "tests": partial(run_tests, report),
-        "races": partial(run_races, report),
-        "table": partial(run_table, report, models, DRY_PLAN if DRY_RUN else Plan()),
-    }
-    machine(report)
-    for name in arguments.parts:
-        print(f"{name}:", flush=True)
-        begin = time.monotonic()
-        parts[name]()
-        report.add(f"the part {name} took", f"{time.monotonic() - begin:.0f} s")
-        report.write(arguments.result)
-    report.add("all of it took", f"{time.monotonic() - started:.0f} s")
-    report.write(arguments.result)
-    print(report.table())
-    print(f"written to {arguments.result}")
+    parser.add_argument("--results", type=Path, default=ROOT / "tests/benchmarks/results/gpu", metavar="DIR")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that may be missing")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of a part")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU, under Triton's interpreter")
+    chosen = parser.parse_args()
+    check_versions()
+    results: Path = chosen.results.absolute()
+    results.mkdir(parents=True, exist_ok=True)
+    unpacked = results / "unpacked"
+    describe_checkout(unpacked)
+    if chosen.wheels is not None:
+        print("unpacked:", " ".join(unpack_missing(chosen.wheels, unpacked)) or "nothing, all packages are there")
+    failures = 0
+    for part in chosen.parts:
+        print(f"{part}:", flush=True)
+        end = time.monotonic() + 60 * chosen.minutes
+        record = Record(results / f"{part}.jsonl")
+        record.read()
+        before = record.failures()
+        environment = environment_of(part, unpacked, dry_run=chosen.dry_run)
+        for group in groups_of(part, results, dry_run=chosen.dry_run):
+            if not run_group(group, record, environment, end):
+                record.add("figure", group.name, figure="not finished", note=f"{chosen.minutes:g} minutes were over")
+            record.read()
+            record.path.with_suffix(".md").write_text(record.table())
+        failures += record.failures() - before
+        print(record.table(), flush=True)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,16 @@
-"""What transformers does with the loads of the GPU benchmark."""
+"""The loads of the GPU benchmark in transformers, and FlashInfer's decode attention beside ours."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from gpu_loads import Plan, Request
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from genbatch.nif.kernels.attend_keys import share_size
+from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 
@@ -17,9 +20,12 @@ def peer_generate_batch(model: Model, plan: Plan, requests: Sequence[Request]) -
     hf: Any = model.hf
     hf.set_attn_implementation("sdpa")
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # Left to itself it takes nearly all memory for its cache, which is the GPU's but not the CPU's.
+    # By default the cache and the batch take nearly all memory, which on a CPU is everybody's. One of the two alone is
+    # not enough: transformers 5.17 solves for the other.
     on_cpu = model.device.type == "cpu"
-    sizes = {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=16)} if on_cpu else {}
+    sizes = (
+        {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)} if on_cpu else {}
+    )
     manager = hf.init_continuous_batching(generation_config=config, **sizes)
     manager.start()
     try:
@@ -71,22 +77,51 @@ def peer_static_cache(model: Model, plan: Plan, batch_size: int) -> float:
     return batch_size * plan.steps / elapsed
 
 
-def peer_vllm(model: Model, plan: Plan, batch_size: int) -> float:
-    """Answer tokens a second of vLLM over random weights of the same shape, where it is installed."""
-    import tempfile
+def peer_flashinfer(plan: Plan, batch_size: int) -> tuple[float, float]:
+    """Seconds of one layer's decode attention, 16 heads over 8 of 128 elements: FlashInfer's, and ours."""
+    import flashinfer  # type: ignore[import-not-found]
 
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    device, heads, kv_heads, head_size = torch.device("cuda"), 16, 8, 128
+    blocks_each = -(-plan.context // plan.block_size)
+    shape = (batch_size * blocks_each, kv_heads, plan.block_size, head_size)
+    keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    query = torch.randn((batch_size, heads, head_size), dtype=torch.bfloat16, device=device)
+    table = torch.randperm(shape[0], device=device).int().view(batch_size, blocks_each)
+    lengths = torch.full((batch_size,), plan.context, dtype=torch.int32, device=device)
+    starts = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+    theirs = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device=device), "HND"
+    )
+    last = plan.context - (blocks_each - 1) * plan.block_size
+    theirs.plan(
+        (starts * blocks_each).int(), table.flatten(), torch.full_like(lengths, last), heads, kv_heads, head_size,
+        plan.block_size, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    shares = plan_shares(
+        starts, lengths, AttentionSetting(processors, share_size(plan.context)), max_kv_len=plan.context
+    )
+    scale = head_size**-0.5
 
-    with tempfile.TemporaryDirectory() as directory:
-        model.config.save_pretrained(directory)
-        engine = LLM(directory, load_format="dummy", skip_tokenizer_init=True, gpu_memory_utilization=0.4)
-        prompts = [{"prompt_token_ids": [1 + row] * plan.context} for row in range(batch_size)]
-        settings = SamplingParams(temperature=0.0, max_tokens=plan.steps, ignore_eos=True, detokenize=False)
-        for _ in range(2):
-            begin = time.perf_counter()
-            engine.generate(prompts, settings, use_tqdm=False)
-            elapsed = time.perf_counter() - begin
-    return batch_size * plan.steps / elapsed
+    def ours() -> torch.Tensor:
+        return paged_attention(query, keys, values, table, starts, lengths, shares, scale=scale, max_query_len=1)
+
+    torch.testing.assert_close(ours(), theirs.run(query, (keys, values)), rtol=2e-2, atol=2e-2)
+    return seconds_of(lambda: theirs.run(query, (keys, values))), seconds_of(ours)
+
+
+def seconds_of(work: Callable[[], object], repeats: int = 50) -> float:
+    """Median seconds of work on the GPU, by its own clock; the host's launches are not in it."""
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # cycles, while which the host launches all of it
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return median(times[5:])
 
 
 def synchronize(device: torch.device) -> None:
