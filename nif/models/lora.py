@@ -28,6 +28,7 @@ from genbatch.nif.errors import AdapterError
 from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.runner import LoraAdapter, LoraLinear
+from genbatch.nif.text.expressions import check_repeats
 from genbatch.nif.trusted_files import NotOurs, check_ours
 
 if TYPE_CHECKING:
@@ -294,6 +295,7 @@ class _Patterns:
         try:
             if len(pattern) > _MAX_PATTERN_CHARS:
                 raise ValueError(f"it has more than {_MAX_PATTERN_CHARS} characters")
+            check_repeats(pattern)
             self._compiled[f"{field}:{pattern}"] = regex.compile(whole)
         except (regex.error, ValueError, RecursionError, OverflowError, MemoryError) as error:
             reason = f"{pattern[:64]!r} is no regular expression that is read: {error}"

@@ -14,7 +14,6 @@ used up, the rest of the answer is text.
 """
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ import regex
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from genbatch.nif.text.expressions import Expression, SearchTime, check_repeats
 from genbatch.nif.text.tools import CallPiece, Parts, new_call_id
 
 Events = Sequence[Mapping[str, Any]]
@@ -46,6 +46,7 @@ def checked_template(spec: Any) -> Mapping[str, Any] | None:
     if spec is None:
         return None
     try:
+        _check_patterns(spec)
         ResponseParser(spec, prefix="")
     except Exception as error:  # whatever a file may have in its place
         raise ValueError(f"the response template cannot be read: {error}") from error
@@ -53,41 +54,13 @@ def checked_template(spec: Any) -> Mapping[str, Any] | None:
     return spec
 
 
-class _Time:
-    """What is left of the time of one answer's expressions."""
-
-    def __init__(self) -> None:
-        self.left_s = FIRST_S
-
-    def within(self, search: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Runs a search of the module `regex`.
-
-        Raises:
-            TimeoutError: the time is used up.
-        """
-        if self.left_s <= 0:
-            raise TimeoutError("the response template's expressions take too long")
-        began = time.perf_counter()
-        try:
-            return search(*args, **named, timeout=self.left_s)
-        finally:
-            self.left_s -= time.perf_counter() - began
-
-
-class _Expression:
-    """A compiled expression of a template, as transformers' parser uses it."""
-
-    def __init__(self, pattern: Any, left: _Time) -> None:
-        self._pattern = pattern
-        self._left = left
-
-    def search(self, *args: Any, **named: Any) -> Any:
-        """As of `regex`; raises TimeoutError."""
-        return self._left.within(self._pattern.search, *args, **named)
-
-    def finditer(self, text: str) -> list[Any]:
-        """All matches at once; raises TimeoutError."""
-        return self._left.within(lambda **named: list(self._pattern.finditer(text, **named)))  # type: ignore[no-any-return]
+def _check_patterns(value: object) -> None:
+    """Bounds what compiling a template's expressions takes; they are at any depth."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if isinstance(inner, str) and name.endswith("_pattern"):
+                check_repeats(inner)
+            _check_patterns(inner)
 
 
 class _Parser(ResponseParser):
@@ -98,15 +71,15 @@ class _Parser(ResponseParser):
     """
 
     def __init__(
-        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], left: _Time
+        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], left: SearchTime
     ) -> None:
         self._left = left
         spec = load_response_template(dict(template))
-        spec.start_anchor_re = _Expression(spec.start_anchor_re, left)
+        spec.start_anchor_re = Expression(spec.start_anchor_re, left)
         for field in spec.fields.values():
             for name in ("open_re", "close_re"):
                 if (pattern := getattr(field, name)) is not None:
-                    setattr(field, name, _Expression(pattern, left))
+                    setattr(field, name, Expression(pattern, left))
         super().__init__(spec, prefix=prefix, tools=[dict(tool) for tool in tools])
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
@@ -119,7 +92,7 @@ class _Parser(ResponseParser):
         inner = args.get("value_parser") if isinstance(args, dict) else None
         if not isinstance(args, dict) or "tag_pattern" not in args:
             return
-        expression = _Expression(regex.compile(args["tag_pattern"], regex.DOTALL), self._left)
+        expression = Expression(regex.compile(args["tag_pattern"], regex.DOTALL), self._left)
         for match in expression.finditer(text):
             if isinstance(inner, dict):
                 self._try_tags(match.groupdict().get("value") or "", inner.get("args"))
@@ -150,7 +123,7 @@ class TemplateReader:
         # The template says whether the white space around a region is part of it.
         fields = template["fields"].items()
         self._strips = {name: bool(field.get("content_args", {}).get("strip", True)) for name, field in fields}
-        self._time = _Time()
+        self._time = SearchTime(FIRST_S)
         self._has_failed = False
         try:
             self._parser = _Parser(template, prefix, tools, self._time)

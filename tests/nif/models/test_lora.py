@@ -95,6 +95,7 @@ def test_ways_of_naming_modules(base: Path, model: Model, tmp_path: Path, config
         ({"r": 10**400}, "r is '1000"),
         ({"lora_alpha": 10**400}, "lora_alpha is '1000"),
         ({"target_modules": "(.*.*)*z"}, "does not adapt model.layers"),  # `re` hangs on this one
+        ({"target_modules": "((a{60000}){60000}){60000}"}, "repeats multiply"),  # `regex` never compiles it
         ({"exclude_modules": 5}, "exclude_modules is '5'"),
         ({"exclude_modules": [5]}, "exclude_modules"),
         ({"exclude_modules": "("}, "exclude_modules: '\\(' is no regular expression"),

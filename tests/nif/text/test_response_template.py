@@ -183,3 +183,11 @@ def test_an_expression_without_an_end_makes_the_rest_of_the_answer_text(part: st
     text = "".join(part.text + part.reasoning for part in parts)
     assert text.endswith({"tags": f"<{run}>b</>]", "anchor": "hi"}.get(part, run) + " more"), "nothing is lost"
     assert not any(part.calls for part in parts)
+
+
+@pytest.mark.parametrize("pattern", ["((a{60000}){60000}){60000}", "a{9999999999}", "(a{400,}){400}"])
+def test_an_expression_that_never_compiles_is_refused(pattern: str) -> None:
+    template = {"start_anchor": "S", "fields": {"content": {"open_pattern": pattern, "close": "."}}}
+    with pytest.raises(ValueError, match="repeats multiply"):
+        checked_template(template)
+    assert checked_template({**template, "start_anchor": "a{60000}{60000}", "fields": {"content": {}}})
