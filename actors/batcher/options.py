@@ -11,8 +11,10 @@ from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from genbatch.proto.validation import RequestLimits
 
-# What a refused caller is told to wait, per sequence ahead of it, until a pace has been measured.
+# What a refused caller is told to wait, per sequence that must get its slot first, until a pace has been measured.
 RETRY_MS_PER_SEQUENCE = 50
+# What a refused caller is told to wait at least: a refusal costs more than a shorter wait is worth.
+LEAST_RETRY_MS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,29 +65,30 @@ class Admission:
         if wanted > self.max_queue + self.n_parallel:
             places = f"{self.n_parallel} slots and {self.max_queue} places in the queue"
             raise InvalidRequest("n", f"{wanted} answers never fit: this service has {places}")
-        retry_ms = self._retry_ms(load)
         # guard: bound of the queue
         if load.waiting + wanted > self.max_queue + load.free_slots:
+            retry_ms = self._retry_ms(load.waiting + wanted - self.max_queue - load.free_slots, load)
             raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
         # A client's only request needs a place and no share. The program that runs the Batcher has no name here: it
         # needs no share of its own queue.
         if client and load.open_of.get(client):
-            self._check_share(wanted, client, load, retry_ms)
+            self._check_share(wanted, client, load)
         expected_s = self._expected_wait_s(wanted, client, load)
         # guard: hopeless deadline
         if patience_s is not None and expected_s is not None and expected_s > patience_s:
             raise DeadlineExceeded(
-                f"the wait is about {expected_s:.1f} s, and {patience_s:.1f} s are allowed", retry_after_ms=retry_ms
+                f"the wait is about {expected_s:.1f} s, and {patience_s:.1f} s are allowed",
+                retry_after_ms=max(LEAST_RETRY_MS, round(1000 * (expected_s - patience_s))),
             )
 
-    def _check_share(self, wanted: int, client: str, load: Load, retry_ms: int) -> None:
+    def _check_share(self, wanted: int, client: str, load: Load) -> None:
         mine = load.waiting_of.get(client, 0)
         most = most_waiting(self.max_queue, load.waiting - mine, self.max_client_queue_share)
         # guard: a client's share of the queue
         if mine + wanted > most + load.free_slots:
             raise QueueFull(
                 f"{mine} of this client's requests are waiting, {most:g} may: the other places are for other clients",
-                retry_after_ms=retry_ms,
+                retry_after_ms=self._retry_ms(self._turns(mine + wanted - most - load.free_slots, client, load), load),
             )
         if load.open_of.keys() <= {client}:
             return
@@ -95,7 +98,8 @@ class Admission:
         if held + wanted > most:
             raise QueueFull(
                 f"this client has {held} requests open, {most:g} may be while others are served",
-                retry_after_ms=retry_ms,
+                # Its own sequences must end, and others' do meanwhile.
+                retry_after_ms=self._retry_ms((held + wanted - most) * self.n_parallel / max(1, held - mine), load),
             )
 
     def _expected_wait_s(self, wanted: int, client: str, load: Load) -> float | None:
@@ -109,11 +113,16 @@ class Admission:
             ahead = min(ahead, ahead_in_turn(load.waiting_of, client, wanted))
         return load.service_s * (ahead + 1) / self.n_parallel
 
-    def _retry_ms(self, load: Load) -> int:
-        """When a place for one more should be free."""
-        if load.service_s is None:
-            return max(1, RETRY_MS_PER_SEQUENCE * load.waiting)
-        return max(1, round(1000 * load.service_s * load.waiting / self.n_parallel))
+    def _turns(self, excess: float, client: str, load: Load) -> float:
+        """How many sequences get a slot until so many of a client's waiting ones have."""
+        if not self.in_turn:
+            return excess * load.waiting / max(1, load.waiting_of.get(client, 0))
+        return excess + sum([min(count, excess) for other, count in load.waiting_of.items() if other != client])
+
+    def _retry_ms(self, num_slots: float, load: Load) -> int:
+        """How long it takes until so many slots were handed on, at the recent pace."""
+        pace_ms = RETRY_MS_PER_SEQUENCE if load.service_s is None else 1000 * load.service_s / self.n_parallel
+        return max(LEAST_RETRY_MS, round(pace_ms * num_slots))
 
 
 # The defaults of batch_timeout and batch_quiet.

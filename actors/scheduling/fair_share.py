@@ -114,14 +114,15 @@ class FairShare:
 
 
 def most_waiting(size: int, others: int, share: float) -> float:
-    """How many of one client may wait in a queue.
+    """How many of one client may wait in a queue: at least one, as long as others leave a place.
 
     Args:
         size: places of the queue.
         others: how many of other clients wait in it.
         share: of the places that others leave.
     """
-    return share * max(0, size - others)
+    left = max(0, size - others)
+    return max(share * left, min(1, left))
 
 
 def ahead_in_turn(waiting_of: Mapping[str, int], client: str, wanted: int) -> int:

@@ -29,10 +29,40 @@ def test_the_queue_holds_max_queue_and_what_free_slots_take_at_once() -> None:
         check(waiting=16)
 
 
-def test_a_refusal_tells_when_to_come_again_at_the_measured_pace() -> None:
-    with pytest.raises(QueueFull) as refused:
-        check(waiting=16, service_s=2.0)
-    assert refused.value.retry_after_ms == 2000 * 16 // 4
+@pytest.mark.parametrize(
+    ("in_turn", "there", "slots"),
+    [
+        pytest.param(True, {"waiting": 16}, 1, id="full"),
+        pytest.param(True, {"waiting": 16, "wanted": 3}, 3, id="full, several answers"),
+        pytest.param(True, {"waiting": 8, "waiting_of": {"a": 8}, "open_of": {"a": 12}}, 1, id="its share alone"),
+        pytest.param(True, {"waiting": 11, "waiting_of": {"a": 5, "b": 6}, "open_of": {"a": 7, "b": 8}}, 2, id="turns"),
+        pytest.param(
+            False, {"waiting": 11, "waiting_of": {"a": 5, "b": 6}, "open_of": {"a": 7, "b": 8}}, 2.2, id="one line"
+        ),
+        pytest.param(True, {"open_of": {"a": 8, "b": 1}}, 0.5, id="open"),  # 8 run, and one must end
+    ],
+)
+def test_a_refused_client_comes_again_when_a_place_for_it_is_likely_free(
+    in_turn: bool, there: dict[str, Any], slots: float
+) -> None:
+    changes = dict(there)
+    wanted = changes.pop("wanted", 1)
+    for service_s, pace_ms in ((2.0, 500), (None, 50)):
+        with pytest.raises(QueueFull) as refused:
+            replace(ADMISSION, in_turn=in_turn).check(
+                wanted=wanted, client="a", patience_s=None, load=load(service_s=service_s, **changes)
+            )
+        assert refused.value.retry_after_ms == round(pace_ms * slots)
+
+
+def test_a_place_that_is_there_is_for_a_client_with_none_waiting() -> None:
+    small = replace(ADMISSION, max_queue=1)
+    small.check(wanted=1, client="a", patience_s=None, load=load(open_of={"a": 4}))
+    for waiting_of in ({"a": 1}, {"b": 1}):
+        with pytest.raises(QueueFull):
+            small.check(
+                wanted=1, client="a", patience_s=None, load=load(waiting=1, waiting_of=waiting_of, open_of={"a": 4})
+            )
 
 
 def test_a_client_alone_may_fill_half_the_queue() -> None:
@@ -105,7 +135,7 @@ def test_a_deadline_before_its_turn_is_refused_at_once(client: str) -> None:
     check(waiting=7, waiting_of={"a": 7}, **there)
     with pytest.raises(DeadlineExceeded) as refused:
         check(waiting=8, waiting_of={"a": 8}, **there)
-    assert refused.value.retry_after_ms == 2000
+    assert refused.value.retry_after_ms == 250  # then the wait is short enough
 
 
 def test_a_deadline_is_measured_by_this_clients_turn_and_not_by_all_that_wait() -> None:
