@@ -338,7 +338,7 @@ def _expert_names(architecture: Architecture, num_layers: int) -> Iterator[str]:
         for name in experts.whole:
             yield start + name
             yield f"{start}{name}_bias"
-        yield from (f"{start}{name}.weight" for name in experts.stacked)
+        yield from (f"{start}{name}.{part}" for name in experts.stacked for part in ("weight", "bias"))
         yield from (f"{start}{name.format(i)}.weight" for name in experts.single for i in range(experts.count))
 
 

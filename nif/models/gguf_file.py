@@ -243,6 +243,7 @@ class GgufFamily:
         kind: transformers' name of the architecture, where it is another.
         settings: keys of the metadata, without the architecture, and transformers' names for them.
         fixed: what the files do not say.
+        bare: tensors of a layer that transformers names without ".weight".
     """
 
     layer_names: dict[str, str]
@@ -251,6 +252,7 @@ class GgufFamily:
     kind: str | None = None
     settings: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
+    bare: dict[str, str] = field(default_factory=dict)
 
 
 _SETTINGS = {
@@ -332,6 +334,24 @@ FAMILIES = {
         },
         fixed={"norm_topk_prob": True},  # llama.cpp always does
     ),
+    "gpt-oss": GgufFamily(
+        {
+            **_LAYER_NAMES,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps": "mlp.experts.gate_proj",
+            "ffn_up_exps": "mlp.experts.up_proj",
+            "ffn_down_exps": "mlp.experts.down_proj",
+        },
+        kind="gpt_oss",
+        settings={
+            **_SETTINGS,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        bare={"attn_sinks": "self_attn.sinks"},
+    ),
 }
 """By `general.architecture`; files of other families are converted. Mistral's are written as "llama"."""
 
@@ -381,6 +401,8 @@ class GgufWeights:
 
     def _name_of(self, stored: str) -> str | None:
         if match := _LAYER.fullmatch(stored):
+            if match[2] in self._family.bare and match[3] == "weight":
+                return f"model.layers.{match[1]}.{self._family.bare[match[2]]}"
             ours = self._family.layer_names.get(match[2])
             return None if ours is None else f"model.layers.{match[1]}.{ours}.{match[3]}"
         top, _, suffix = stored.rpartition(".")
@@ -559,6 +581,7 @@ def _yarn(file: GgufFile, prefix: str, settings: dict[str, Any]) -> dict[str, An
         "attention_factor": _positive(file, f"{prefix}attn_factor", 1.0) * usual_scale,
         "beta_fast": _positive(file, f"{prefix}yarn_beta_fast", 32.0),
         "beta_slow": _positive(file, f"{prefix}yarn_beta_slow", 1.0),
+        **({"truncate": False} if file.architecture == "gpt-oss" else {}),
     }
 
 
@@ -587,8 +610,6 @@ def check_unscaled(file: GgufFile) -> None:
     Raises:
         ModelError: the reason names the key or the tensor.
     """
-    if file.architecture == "gpt-oss":
-        return  # its files say what its configuration says without them
     key = f"{file.architecture}.rope.scaling.type"
     if (kind := file.metadata.get(key, "none")) != "none":
         raise file.fault(f"{key} is {kind!r}, which is not read for files of this architecture")
@@ -649,12 +670,22 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+_HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+
+
 def gguf_end_tokens(file: GgufFile, vocab_size: int) -> frozenset[int]:
     """Ids that end a generation: of the text, and of the turn where the file names one.
+
+    Harmony's turns have several messages, each with its end. There an answer ends with its last, or with a call.
 
     Raises:
         ModelError: one is no whole number below `vocab_size`, the width of the logits.
     """
     keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot")]
     named = [token_ids(file.model, f"{file.path.name}: {key}", file.metadata.get(key), vocab_size) for key in keys]
-    return frozenset().union(*named)
+    ends: frozenset[int] = frozenset().union(*named)
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and file.architecture == "gpt-oss":
+        ids = {token: at for at, token in enumerate(tokens[:vocab_size]) if token in _HARMONY_ENDS}
+        ends = ends - {ids.get("<|end|>")} | {at for token, at in ids.items() if token != "<|end|>"}
+    return ends

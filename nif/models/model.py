@@ -26,6 +26,7 @@ from genbatch.nif.models.architectures import (
     GROUPS,
     LACKING,
     LAYERS,
+    ExpertNames,
     described,
     encoder_positions,
     is_encoder,
@@ -473,10 +474,29 @@ def _merged_experts(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str
     experts = None if make is None else make(files.config).experts
     if experts is None:
         return tensors
-    gates, ups, downs = (f"{name}.weight" for name in experts.stacked)
-    for name in [name for name in tensors if name.endswith(gates)]:
-        start = name.removesuffix(gates)
-        parts = [tensors.pop(start + part) for part in (gates, ups)]
-        tensors[start + experts.whole[0]] = torch.cat(parts, dim=1)
-        tensors[start + experts.whole[1]] = tensors.pop(start + downs)
+    if experts.transposed:
+        _stack_experts(experts, tensors)
+    for suffix, whole in ((".weight", experts.whole), (".bias", [f"{name}_bias" for name in experts.whole])):
+        gates, ups, downs = (name + suffix for name in experts.stacked)
+        for name in [name for name in tensors if name.endswith(gates)]:
+            start = name.removesuffix(gates)
+            parts = [tensors.pop(start + part) for part in (gates, ups)]
+            down = tensors.pop(start + downs)
+            if experts.transposed:  # gates and ups in turn, and inputs before outputs
+                merged = torch.stack(parts, dim=2).flatten(1, 2)
+                is_matrix = merged.dim() == 3
+                merged, down = (x.transpose(1, 2).contiguous() if is_matrix else x for x in (merged, down))
+            else:
+                merged = torch.cat(parts, dim=1)
+            tensors[start + whole[0]], tensors[start + whole[1]] = merged, down
     return tensors
+
+
+def _stack_experts(experts: ExpertNames, tensors: dict[str, torch.Tensor]) -> None:
+    """Puts matrices that each expert has of its own into one tensor, in place."""
+    for single, stacked in zip(experts.single, experts.stacked, strict=True):
+        first = f"{single.format(0)}.weight"
+        for name in [name for name in tensors if name.endswith(first)]:
+            start = name.removesuffix(first)
+            parts = [tensors.pop(f"{start}{single.format(i)}.weight") for i in range(experts.count)]
+            tensors[f"{start}{stacked}.weight"] = torch.stack(parts)

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: GPTQ, AWQ, compressed-tensors and FP8 in safetensors.
+"""Checkpoints that are quantised already: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4 in safetensors.
 
 scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint; refuses what is not read
 weights = QuantisedWeights("model", SafetensorsWeights("model", directory), scheme)
@@ -13,6 +13,8 @@ configuration calls `modules_to_not_convert` or `ignore` is there as plain numbe
     compressed-tensors  weight_packed [n, k / codes] int32, weight_shape, weight_scale [n, groups], weight_zero_point;
                         or weight [n, k] in int8 or FP8 beside weight_scale
     fp8                 weight [n, k] in FP8, weight_scale_inv [n / 128, k / 128] or one number
+    mxfp4               experts' NAME_blocks [experts, n, k / 32, 16] uint8, NAME_scales [experts, n, k / 32] uint8; the
+                        rows of gate_up_proj are a gate and an up in turn
 
 n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * (code - zero), computed in float32.
 Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`). What has no such form is widened
@@ -56,7 +58,7 @@ class Quantisation:
     """What a configuration says of its checkpoint's weights.
 
     Args:
-        method: "gptq", "awq", "compressed-tensors" or "fp8".
+        method: "gptq", "awq", "compressed-tensors", "fp8" or "mxfp4".
         bits: of a code; None where linears differ, or have no codes.
         groups: inputs that share a scale, in each way that some linears have it; -1 is all of a linear's.
         less_one: whether zeros are stored less one, as GPTQ's first format has them.
@@ -106,6 +108,8 @@ class _Reading:
     def scheme(self) -> Quantisation:
         method = str(self._fields.get("quant_method", ""))
         known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}
+        if method == "mxfp4":
+            return Quantisation("mxfp4")
         if method in _FP8_METHODS:
             return self._fp8()
         if method not in known:
@@ -210,14 +214,17 @@ class QuantisedWeights:
         self._files = files
         self._scheme = scheme
         self._linears: dict[str, str] = {}  # of quantised linears, by the name of the weight: the linear's own
+        self._experts = _mxfp4_experts(model, files) if scheme.method == "mxfp4" else {}
         plain: list[str] = []
         for name in files.names():
+            if self._experts and name.endswith((_BLOCKS, _EXPONENTS)):
+                continue
             linear, _, part = name.rpartition(".")
             if part in _BESIDE[:3] or part == "weight_packed" or (part == "weight" and self._has_codes(name)):
                 self._linears[f"{linear}.weight"] = linear
             elif part not in _BESIDE or (part.startswith("weight_") and self._is_plain(f"{linear}.weight")):
                 plain.append(name)  # beside plain numbers it is a name of its own, which nothing reads
-        self._names = frozenset((*plain, *self._linears))
+        self._names = frozenset((*plain, *self._linears, *self._experts))
 
     def names(self) -> Collection[str]:
         """As in `WeightSource`."""
@@ -225,10 +232,14 @@ class QuantisedWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As in `WeightSource`; also compares the shapes of the parts."""
+        if (expert := self._experts.get(name)) is not None:
+            return expert.shape
         return self._files.shape(name) if name not in self._linears else self._form(name).shape
 
     def tensor(self, name: str) -> StoredTensor:
         """As in `WeightSource`."""
+        if (expert := self._experts.get(name)) is not None:
+            return expert.read(name, self._files)
         return self._files.tensor(name) if name not in self._linears else self._form(name).read()
 
     def release(self) -> None:
@@ -249,6 +260,71 @@ class QuantisedWeights:
         if self._scheme.method == "awq":
             return _Awq(parts)
         return _Packed(parts) if parts.has("weight_packed") else _Plain(parts)
+
+
+_BLOCKS, _EXPONENTS = "_blocks", "_scales"  # how the names of MXFP4's two tensors end
+_MX_GROUP = 32  # inputs that share an exponent
+
+
+@dataclass(frozen=True, slots=True)
+class _Mxfp4Expert:
+    """One matrix of one expert, of the tensors that hold all experts.
+
+    Args:
+        base: the beginning of the two tensors' names.
+        index: the expert.
+        first, step: which of its rows are this matrix's.
+        shape: of the matrix.
+    """
+
+    base: str
+    index: int
+    first: int
+    step: int
+    shape: tuple[int, int]
+
+    def read(self, name: str, files: SafetensorsWeights) -> StoredTensor:
+        """The matrix in blocks as GGUF has them: an exponent, then the codes of the inputs i and i + 16 in one byte."""
+        pairs = files.part(self.base + _BLOCKS, self.index).numpy()[self.first :: self.step]  # [n, groups, 16]
+        scales = files.part(self.base + _EXPONENTS, self.index).numpy()[self.first :: self.step]
+        low, high = pairs[:, :, :8], pairs[:, :, 8:]
+        made = np.empty((*scales.shape, 17), np.uint8)
+        made[:, :, 0] = scales
+        made[:, :, 1::2] = (low & 15) | (high << 4)
+        made[:, :, 2::2] = (low >> 4) | (high & 0xF0)
+        return StoredTensor(name, "MXFP4", self.shape, made.reshape(len(made), -1))
+
+
+def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Expert]:
+    """The matrices of every expert, by the names that checkpoints with a tensor for each expert have for them.
+
+    Raises:
+        ModelError: a tensor has no partner, or a shape that does not fit.
+    """
+    found: dict[str, _Mxfp4Expert] = {}
+    for name in sorted(files.names()):
+        if not name.endswith((_BLOCKS, _EXPONENTS)):
+            continue
+        base = name.removesuffix(_BLOCKS).removesuffix(_EXPONENTS)
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        start, _, projection = base.rpartition(".")
+        if base + _BLOCKS not in files.names() or base + _EXPONENTS not in files.names():
+            raise ModelError(model, f"its weights lack the partner of {name}: {_BLOCKS} and {_EXPONENTS} go together")
+        if projection not in parts:
+            raise ModelError(model, f"its weights have {name}; in MXFP4 only experts' {' and '.join(parts)} are read")
+        shape = files.shape(base + _BLOCKS)
+        step = len(parts[projection])
+        fits = len(shape) == 4 and min(shape) > 0 and shape[3] == 16 and shape[1] % step == 0
+        if not fits or files.shape(base + _EXPONENTS) != shape[:3]:
+            both = f"{list(shape)} and {list(files.shape(base + _EXPONENTS))}"
+            raise ModelError(model, f"its weights cannot be read: {name} and its partner have the shapes {both}")
+        if (kind := files.kind(name)) != "U8":
+            raise ModelError(model, f"its weights cannot be read: {name} is of type {kind}, where U8 is needed")
+        matrix = shape[1] // step, shape[2] * _MX_GROUP
+        for index in range(shape[0]):
+            for first, own in enumerate(parts[projection]):
+                found[f"{start}.{index}.{own}.weight"] = _Mxfp4Expert(base, index, first, step, matrix)
+    return found
 
 
 class _Parts:

@@ -256,8 +256,11 @@ class SafetensorsWeights:
         """The name of the file that a tensor is in, which is there."""
         return self._entries[name][0].path.name
 
-    def part(self, name: str) -> torch.Tensor:
+    def part(self, name: str, index: int | None = None) -> torch.Tensor:
         """A copy of a tensor that is there, in the type that the file has it in.
+
+        Args:
+            index: of the first dimension, where only that is wanted.
 
         Raises:
             ModelError: the type is none that is read.
@@ -266,6 +269,9 @@ class SafetensorsWeights:
         dtype = FLOAT_KINDS.get(kind) or _PART_KINDS.get(kind)
         if dtype is None:
             raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}, which is not read")
+        if index is not None:
+            size = (end - start) // shape[0]
+            start, end, shape = start + index * size, start + (index + 1) * size, shape[1:]
         return torch.from_numpy(np.array(file.bytes[start:end])).view(dtype).reshape(shape)
 
     def release(self) -> None:

@@ -389,7 +389,8 @@ class _Loader:
         gate, up, down = (
             self.tensor(name, shape) for name, shape in zip(names, (inner, inner, inner[::-1]), strict=True)
         )
-        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None], kind=kind)
+        *halves, last = self._expert_biases(start, experts, index)
+        return self._pack([gate, up], halves, interleaved=True), self._pack([down], [last], kind=kind)
 
     def _stacked_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         inner = (experts.count, experts.intermediate, self._config.hidden_size)
@@ -398,24 +399,32 @@ class _Loader:
         gate, up, down = (
             self.tensor(name, shape).part(index) for name, shape in zip(names, (inner, inner, outer), strict=True)
         )
-        return self._pack([gate, up], [None, None], interleaved=True), self._pack([down], [None], kind=kind)
+        *halves, last = self._expert_biases(start, experts, index)
+        return self._pack([gate, up], halves, interleaved=True), self._pack([down], [last], kind=kind)
 
     def _whole_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         gate_up_name, down_name = (start + name for name in experts.whole)
         gate_up, down = self.tensor(gate_up_name).part(index), self.tensor(down_name).part(index)
-        biases = [self._part_of_bias(gate_up_name, index), self._part_of_bias(down_name, index)]
-        halves: Sequence[torch.Tensor | None] = (None, None)
+        *halves, last = self._expert_biases(start, experts, index)
         if experts.transposed:
             turned = gate_up.whole().T
             gates = [_stored(turned[first::2]) for first in (0, 1)]
             down = _stored(down.whole().T)
-            if biases[0] is not None:
-                halves = [biases[0][first::2] for first in (0, 1)]
         else:
             gates = _halves(gate_up)
-            if biases[0] is not None:
-                halves = biases[0].chunk(2)
-        return self._pack(gates, halves, interleaved=True), self._pack([down], [biases[1]], kind=kind)
+        return self._pack(gates, halves, interleaved=True), self._pack([down], [last], kind=kind)
+
+    def _expert_biases(self, start: str, experts: ExpertNames, index: int) -> list[torch.Tensor | None]:
+        """An expert's biases of gates, ups and downs, which stand with those of all experts."""
+        stacked = [f"{start}{name}.bias" for name in experts.stacked]
+        if stacked[0] in self._source.names():
+            sizes = (experts.intermediate, experts.intermediate, self._config.hidden_size)
+            shaped = zip(stacked, sizes, strict=True)
+            return [self.tensor(name, (experts.count, size)).whole()[index] for name, size in shaped]
+        whole, down = (self._part_of_bias(start + name, index) for name in experts.whole)
+        if whole is None:
+            return [None, None, down]
+        return [*((whole[0::2], whole[1::2]) if experts.transposed else whole.chunk(2)), down]
 
     def _part_of_bias(self, name: str, index: int) -> torch.Tensor | None:
         return self.tensor(f"{name}_bias").whole()[index] if f"{name}_bias" in self._shapes else None

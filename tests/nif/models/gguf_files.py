@@ -58,7 +58,7 @@ def write_llama(
     return path.read_bytes()
 
 
-def batch_of(tokens: list[int]) -> RaggedBatch:
+def batch_of(tokens: list[int], num_groups: int = 1) -> RaggedBatch:
     """One sequence in blocks of 16, at most four."""
     count = len(tokens)
     return RaggedBatch(
@@ -66,8 +66,8 @@ def batch_of(tokens: list[int]) -> RaggedBatch:
         positions=torch.arange(count),
         query_starts=torch.tensor([0, count], dtype=torch.int32),
         kv_lens=torch.tensor([count], dtype=torch.int32),
-        slots=(torch.arange(count),),
-        block_tables=(torch.arange(4, dtype=torch.int32)[None],),
+        slots=(torch.arange(count),) * num_groups,
+        block_tables=(torch.arange(4, dtype=torch.int32)[None],) * num_groups,
         logit_rows=torch.arange(count),
         max_query_len=count,
         max_kv_len=count,

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -23,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 NEW_TOKENS = 12
 _SHARED: dict[str, Any] = {
@@ -303,6 +306,32 @@ def make_checkpoint(directory: Path, form: Format | str, family: str = "llama", 
     hf.load_state_dict(state)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     edit_config(directory, quantization_config=form.config)
+    return Checkpoint(directory, hf)
+
+
+def make_gpt_oss(directory: Path, **config: Any) -> Checkpoint:
+    """A random gpt-oss with experts in MXFP4, as it is published; the values are transformers' own of these tensors."""
+    torch.manual_seed(5)
+    sizes = {**_SHARED, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    own = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 0.5}
+    hf: Any = GptOssForCausalLM(GptOssConfig(**{**sizes, **own, **config})).eval()
+    hf.config.eos_token_id = hf.generation_config.eos_token_id = None
+    for name, parameter in hf.named_parameters():
+        if parameter.dim() == 1 or name.endswith("bias"):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    hf.save_pretrained(directory)
+    state, tensors = hf.state_dict(), {}
+    for name, values in state.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = values.clone()
+            continue
+        experts, inputs, outputs = values.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 125, blocks.shape[:-1], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    edit_config(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return Checkpoint(directory, hf)
 
 

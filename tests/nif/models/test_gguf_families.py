@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
-from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, GgufWeights, gguf_config
+from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, GgufWeights, gguf_config, gguf_end_tokens
 from genbatch.nif.models.model import _merged_experts
 from genbatch.nif.native.model_weights import RopeTables
 from genbatch.nif.native.runner import native_runner
@@ -29,6 +29,7 @@ ARCH = {
     "glm4": gguf.MODEL_ARCH.GLM4,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 # What only some files say: key, and the configuration's name for it.
 MORE = {
@@ -43,6 +44,12 @@ MORE = {
         "embedding_scale": "embedding_multiplier",
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
+    },
+    "gpt_oss": {
+        "attention.sliding_window": "sliding_window",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "intermediate_size",
     },
     "phi3": {"rope.scaling.original_context_length": "original_max_position_embeddings"},
     "qwen3_moe": {
@@ -92,6 +99,10 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
     if name == "gemma3":
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
         values["rope.scaling.factor"] = float(rope["full_attention"]["factor"])
+    if name == "gpt_oss":
+        writer.add_string(f"{arch}.rope.scaling.type", "yarn")
+        values["rope.scaling.factor"] = float(rope["factor"])
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     for key, value in values.items():
         put_number(writer, f"{arch}.{key}", value)
 
@@ -108,6 +119,9 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         if family.rotates_pairs and key.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
             data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        if name == "gpt_oss" and ("experts" in key or "sinks" in key):
+            put_gpt_oss(writer, key, data)
+            continue
         if "mlp.experts.gate_up_proj" in key:
             for part, half in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=1), strict=True):
                 stored = names.get_name(key.replace("gate_up_proj", part))
@@ -121,6 +135,19 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         for length in ("short", "long"):
             factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
+
+
+def put_gpt_oss(writer: gguf.GGUFWriter, key: str, data: np.ndarray) -> None:
+    """Sinks and experts: a row an output, gates and ups apart."""
+    layer = key.split(".")[2]
+    if "sinks" in key:
+        writer.add_tensor(f"blk.{layer}.attn_sinks.weight", data)
+        return
+    suffix = "bias" if key.endswith("_bias") else "weight"
+    rows = data if suffix == "bias" else data.swapaxes(1, 2)
+    parts = {"down": rows} if "down" in key else {"gate": rows[:, 0::2], "up": rows[:, 1::2]}
+    for part, values in parts.items():
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{suffix}", np.ascontiguousarray(values))
 
 
 def written(path: Path, name: str, model: Any) -> GgufFile:
@@ -146,6 +173,9 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
     described, wanted = ARCHITECTURES[kind](config), ARCHITECTURES[kind](model.config)
     if name == "smollm3":  # every fourth layer, whatever the file
         wanted = replace(wanted, no_rope=frozenset())
+    if name == "gpt_oss":
+        assert wanted.gate_limit == 0.5 and described.gate_limit == 7.0  # every file's
+        wanted = replace(wanted, gate_limit=7.0)
     if name == "qwen3_moe":
         assert wanted.experts is not None
         wanted = replace(wanted, experts=replace(wanted.experts, normalised=True))  # as llama.cpp does
@@ -155,10 +185,14 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
     for got, want in zip(*tables, strict=True):
         assert torch.allclose(got.cosines, want.cosines, atol=1e-6)
     weights = GgufWeights(file, config)
+    stored = {key: weights.tensor(key).whole() for key in weights.names()} if name == "gpt_oss" else {}
+    merged = _merged_experts(SimpleNamespace(model_class=type(model), config=config), stored)  # of a module
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if "experts.gate_up_proj" in key:
+        if name == "gpt_oss":
+            got = merged[key]
+        elif "experts.gate_up_proj" in key:
             halves = [
                 weights.tensor(f"{key.replace('gate_up_proj', part)}.weight") for part in ("gate_proj", "up_proj")
             ]
@@ -180,23 +214,39 @@ def test_the_experts_of_a_file_become_those_of_the_module(models: ModuleType, tm
         assert torch.allclose(merged[key], parameter, atol=2e-7), key
 
 
-def test_stacked_experts_are_packed_natively(models: ModuleType, tmp_path: Path) -> None:
-    model = models.random_model("qwen3_moe", mlp_only_layers=[], norm_topk_prob=True)
-    file = written(tmp_path / "model.gguf", "qwen3_moe", model)
+def test_an_answer_in_harmony_ends_with_its_last_message_or_a_call_and_not_with_each_message() -> None:
+    tokens = ["a", "<|return|>", "<|end|>", "<|call|>", "b"]
+    keys = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.tokens": tokens}
+    file: Any = SimpleNamespace(metadata=keys, architecture="gpt-oss", model="m", path=Path("m.gguf"))
+    assert gguf_end_tokens(file, 5) == {1, 3}
+    file.architecture = "llama"
+    assert gguf_end_tokens(file, 5) == {1, 2}
+
+
+# What a file does not say has to be as its family's always is.
+RUN = {"qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "gpt_oss": {}}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_file_runs_natively_as_the_module_does(models: ModuleType, tmp_path: Path, name: str) -> None:
+    model = models.random_model(name, **RUN[name])
+    file = written(tmp_path / "model.gguf", name, model)
     config = gguf_config(file)
+    if name == "gpt_oss":
+        config.layer_types, config.swiglu_limit = model.config.layer_types, model.config.swiglu_limit
     described: Any = SimpleNamespace(
-        name="qwen3_moe",
+        name=name,
         hf=model,
         config=config,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        groups=layer_groups("qwen3_moe", config),
-        max_position=max_position("qwen3_moe", config),
+        groups=layer_groups(name, config),
+        max_position=max_position(name, config),
         vocab_size=config.vocab_size,
         weights=GgufWeights(file, config),
     )
     tokens = [5, 9, 100, 33, 7]
     with torch.inference_mode(), closing(native_runner(described)) as runner:
-        runner.allocate([4], 16)
+        runner.allocate([4] * len(described.groups), 16)
         expected = model(torch.tensor([tokens])).logits[0]
-        assert torch.allclose(runner.forward(batch_of(tokens)), expected, atol=1e-3)
+        assert torch.allclose(runner.forward(batch_of(tokens, len(described.groups))), expected, atol=1e-3)

@@ -26,6 +26,7 @@ from tests.nif.models.quantised_files import (
     Format,
     edit_config,
     make_checkpoint,
+    make_gpt_oss,
     without,
 )
 
@@ -89,6 +90,57 @@ def test_a_checkpoint_equals_generate_natively(make: MAKE, form: str) -> None:
     context = check(checkpoint)
     assert isinstance(context.runner, NativeRunner)
     context.close()
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path, tiny_models: ModuleType) -> Checkpoint:
+    torch.set_num_threads(1)
+    checkpoint = make_gpt_oss(tmp_path / "gpt-oss")
+    tiny_models.build_tokenizer(checkpoint.directory)
+    return checkpoint
+
+
+def test_gpt_oss_in_mxfp4_equals_generate_natively(gpt_oss: Checkpoint) -> None:
+    context = check(gpt_oss)
+    assert isinstance(context.runner, NativeRunner)
+    context.close()
+
+
+def test_gpt_oss_in_mxfp4_keeps_its_experts_in_their_bits(gpt_oss: Checkpoint) -> None:
+    model = describe_model(str(gpt_oss.directory))
+    assert model is not None and model.weights is not None
+    start, state = "model.layers.1.mlp.experts", gpt_oss.hf.state_dict()
+    for index in range(4):
+        gate, up, down = (
+            model.weights.tensor(f"{start}.{index}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        assert {tensor.kind for tensor in (gate, up, down)} == {"MXFP4"}
+        gate_up = state[f"{start}.gate_up_proj"][index]
+        assert torch.equal(gate.whole().T, gate_up[:, 0::2])
+        assert torch.equal(up.whole().T, gate_up[:, 1::2])
+        assert torch.equal(down.whole().T, state[f"{start}.down_proj"][index])
+
+
+def test_gpt_oss_in_mxfp4_equals_generate_in_torch(gpt_oss: Checkpoint) -> None:
+    check(gpt_oss, runner="torch").close()
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+@pytest.mark.parametrize("fault", ["missing", "type", "shape", "empty"])
+def test_a_tensor_of_mxfp4_that_does_not_fit_is_named(gpt_oss: Checkpoint, part: str, fault: str) -> None:
+    path = gpt_oss.directory / "model.safetensors"
+    name = f"model.layers.1.mlp.experts.down_proj_{part}"
+    tensors = load_file(path)
+    changed = tensors.pop(name)
+    if fault == "type":
+        tensors[name] = changed.to(torch.int32)
+    elif fault == "shape":
+        tensors[name] = changed[:, :-1].clone()
+    elif fault == "empty":
+        tensors[name] = changed[:, :0].clone()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ModelError, match="down_proj_"):
+        describe_model(str(gpt_oss.directory))
 
 
 @pytest.mark.parametrize("form", ["gptq-4-128-gptq", "awq-32", "packed-8-channel", "fp8-block"])
