@@ -19,11 +19,24 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
 
-# The tests use little more than one core: beside them goes what needs neither them nor their files.
+# Two halves of the tests beside each other, each with little more than one core: what waits for sockets and processes,
+# and what computes. What needs no test goes beside the half that takes longer. `make long-ci` runs the marked rest.
 test: lint
-	@$(MAKE) --no-print-directory -j2 unit checks
+	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) serving computing checks
 
-.PHONY: checks
+# A folder that nobody names here is in the second half.
+SERVING := tests/actors tests/clients tests/examples tests/hostile tests/test_readme.py
+.PHONY: serving computing checks long-ci
+serving: $(VENV)/.test
+	$(BIN)/pytest -q -m "not long" $(SERVING)
+
+computing: $(VENV)/.test
+	$(BIN)/pytest -q -m "not long" -o cache_dir=.pytest_cache/computing tests $(addprefix --ignore=,$(SERVING))
+
+# What found faults and takes long: tests marked `long`, one process. .ci/run runs it after `make test`.
+long-ci: $(VENV)/.test
+	$(BIN)/pytest -q -m long
+
 checks: typecheck
 	@$(MAKE) --no-print-directory smoke
 

@@ -69,6 +69,7 @@ def test_every_kind_of_example_is_there() -> None:
         assert [name in example for name, example in zip(names, EXAMPLES[page], strict=True)] == [True] * len(names)
 
 
+@pytest.mark.long
 def test_the_embedding_examples() -> None:
     assert "The capital of France is Paris. stop" in run(EXAMPLES["README.md"][0])
     assert run(EXAMPLES["docs/guide.md"][0]).startswith(" Paris")

@@ -163,6 +163,7 @@ async def test_a_client_that_leaves_frees_its_texts(embedder_dir: EmbedderOf, tm
             assert stats["embedded_texts"] < 2001
 
 
+@pytest.mark.long
 async def test_the_program_embeds_by_itself_and_says_what_is_wrong(embedder_dir: EmbedderOf) -> None:
     flags = ("--model", str(embedder_dir("bert cls")), "--dtype", "float32", "--n-gpu-layers", "0")
     whole = await program("-", "--json", *flags, text=b"one\ntwo\n")

@@ -27,11 +27,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("runner", ["native", "torch"])
+@pytest.mark.parametrize("runner", ["native", pytest.param("torch", marks=pytest.mark.long)])
 def test_h08_the_footprint_of_the_packaged_model_is_what_was_predicted(runner: str) -> None:
     _check("smollm2", runner, 512)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runner", ["native", "torch"])
 def test_h08_the_footprint_of_a_model_with_many_tokens_is_what_was_predicted(
     runner: str, tiny_models: ModuleType, tmp_path: Path

@@ -136,7 +136,7 @@ def test_long_streams_of_one_client_give_way_to_others_and_keep_their_text(
         assert len(waits) >= 3 * 10 and max(waits) <= (TURN_TOKENS + 2) * STEP_S
 
 
-@pytest.mark.parametrize("num_greedy", [1, 3])
+@pytest.mark.parametrize("num_greedy", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_polite_clients_are_served_beside_greedy_ones(model: Model, num_greedy: int) -> None:
     greedy = [Client(f"greedy {number}", 16) for number in range(num_greedy)]
     polite = [Client(f"polite {number}", 16) for number in range(3)]

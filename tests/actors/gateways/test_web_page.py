@@ -71,6 +71,7 @@ async def page_of_a_stranger(directory: Path) -> AsyncIterator[str]:
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.long
 async def test_what_a_web_page_posts_to_any_port_of_the_service_is_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -97,6 +97,7 @@ def wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wall
     clock.close()
 
 
+@pytest.mark.long
 async def test_a_service_does_not_notice_that_the_wall_clock_jumps(
     wall_clock: WallClock, tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

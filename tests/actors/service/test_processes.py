@@ -253,6 +253,7 @@ async def test_adapters_outlive_engines_and_gateways(
         await client.unload_adapter("three")
 
 
+@pytest.mark.long
 @pytest.mark.trio
 async def test_an_engine_that_hangs_is_killed_and_its_requests_are_replayed(service: RunningService) -> None:
     async with connect(service) as client, trio.open_nursery() as nursery:

@@ -46,6 +46,7 @@ async def replica_of(replicas: RayReplicas) -> Described:
     return described
 
 
+@pytest.mark.long
 @pytest.mark.trio
 async def test_a_fleet_on_ray_starts_at_the_first_request_and_keeps_its_promises_when_a_replica_is_killed(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +174,7 @@ def two_nodes() -> Iterator[str]:
         cluster.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.trio
 async def test_a_replica_of_two_ranks_on_two_nodes_is_reached_with_keys_and_comes_back_when_a_rank_dies(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, two_nodes: str, monkeypatch: pytest.MonkeyPatch

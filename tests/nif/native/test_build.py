@@ -134,6 +134,7 @@ def test_what_the_kernels_do_not_compute_is_named(tiny_model: Callable[[str], Mo
         check_supported(tiny_model("llama"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sanitizers", "libraries", "names"),
     [
@@ -228,6 +229,7 @@ print(sorted(path.name for path in cache.rglob("genbatch*")), file=sys.stderr)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["full", "read-only"])
 def test_a_full_or_read_only_cache_leaves_the_kernels_to_this_process(tmp_path: Path, kind: str) -> None:
     unshare = shutil.which("unshare")

@@ -29,6 +29,7 @@ RUNNERS: dict[str, Callable[[Model], Runner]] = {
     "lean in order": lambda model: TritonRunner(model, tier="lean", batch_invariant=True),
     "general": lambda model: TritonRunner(model, tier="general"),
 }
+LONG_ONES = [pytest.param(kind, marks=pytest.mark.long) for kind in ("lean", "lean in order")]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def generate(
     return tokens, [torch.stack(row) for row in logits]
 
 
-@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("kind", ["torch", "native", "general", *LONG_ONES])
 def test_each_row_of_a_mixed_batch_says_what_peft_says(
     kind: str, model: Model, adapter_dirs: dict[str, Path], peft_oracle: PeftOracle
 ) -> None:
@@ -104,7 +105,7 @@ def test_each_row_of_a_mixed_batch_says_what_peft_says(
     ctx.close()
 
 
-@pytest.mark.parametrize("kind", ["native", "lean in order"])
+@pytest.mark.parametrize("kind", ["native", LONG_ONES[1]])
 def test_a_rows_logits_are_the_same_bits_alone_and_in_every_mix(
     kind: str, model: Model, adapter_dirs: dict[str, Path]
 ) -> None:

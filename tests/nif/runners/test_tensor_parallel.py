@@ -282,6 +282,7 @@ def test_a_step_travels_as_words(batch: RaggedBatch) -> None:
             assert one.dtype == other.dtype and torch.equal(one, other), name
 
 
+@pytest.mark.long
 def test_b34_three_processes_emit_identical_tokens_and_they_are_those_of_one(tmp_path: Path, smollm2: Model) -> None:
     """SmolLM2 has nine heads and three KV heads; torchrun starts the ranks, which meet over gloo."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
