@@ -22,7 +22,9 @@ demo: $(VENV)/.demo
 # Two halves of the tests beside each other, each with little more than one core: what waits for sockets and processes,
 # and what computes. What needs no test goes beside the half that takes longer. `make long-ci` runs the marked rest.
 test: lint
-	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) serving computing checks
+	@began=$$(date +%s); \
+	$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) serving computing checks && \
+	expr $$(date +%s) - $$began > .pytest_cache/seconds  # for python -m tests.figures
 
 # A folder that nobody names here is in the second half.
 SERVING := tests/actors tests/clients tests/examples tests/hostile tests/test_readme.py

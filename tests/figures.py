@@ -1,14 +1,13 @@
-"""The figures of the house: how many rooms it has, and how often a name means two things.
+"""The figures of the code: issue 27's table with today's values, then files, circles and names.
 
-    python -m tests.figures            # each before the folders were joined -> now (and the goal)
-    python -m tests.figures --stream   # also the files that a streamed request over ZeroMQ crosses; loads a small model
+    python -m tests.figures            # loads a small model and traces two requests
+    python -m tests.figures --files    # also the files, the shapes and the checks that were counted
 
 `tests/test_layering.py` keeps what must not come back.
 """
 
 import ast
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LAYERS = ("actors", "nif", "proto", "clients")
 MAX_PARAMETERS = 6
-# Counted by this script on the commit before; None: there is no goal.
+# Optional fields of the Batcher's records that tell one kind of work from another.
+KIND_FIELDS = {"pooled", "beams", "lookup", "donor", "embedding", "beam_width", "prompt_logprobs"}
+# Counted by this script before the folders were joined; None: there is no goal.
 BEFORE_AND_GOAL: dict[str, tuple[int, int | None]] = {
     "Python files in the product": (328, 160),
     "lines of the product, C too": (37_907, 35_000),
@@ -26,8 +27,6 @@ BEFORE_AND_GOAL: dict[str, tuple[int, int | None]] = {
     "circles between files": (0, 0),
     "names with two meanings": (21, 0),
     "functions with more than six parameters, kernels aside": (17, 4),
-    "words of README": (4_964, 1_200),
-    "files that a streamed request over ZeroMQ crosses": (87, 40),
 }
 # A kernel's plain twin has the kernel's name, so that the one stands for the other in tests.
 TWINS = ("nif/kernels/",)
@@ -124,51 +123,75 @@ def wide_functions(root: Path = ROOT) -> list[str]:
     return found
 
 
-def files_of_a_stream() -> list[str]:
-    """The product's files whose functions run while a ZeroMQ client streams one short answer.
+def files_that_write(names: set[str], root: Path = ROOT) -> list[str]:
+    """The files in which one of the names is an identifier, a field, a parameter, a keyword or a whole string."""
+    files = []
+    for path in product_files(root):
+        words: set[object] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            words |= {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")} & names
+        if words:
+            files.append(str(path.relative_to(root)))
+    return files
 
-    Loading the model, opening the service and connecting are not the request's way: nothing is noticed while they run.
-    """
-    import tempfile
 
-    import trio
+def kind_checks(folder: str, root: Path = ROOT) -> tuple[int, int]:
+    """Calls of isinstance with class patterns, and tests of the optional fields that tell kinds of work apart."""
+    classes = fields = 0
+    for path in sorted((root / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+            classes += called or isinstance(node, ast.MatchClass)
+            fields += sum(isinstance(each, ast.Attribute) and each.attr in KIND_FIELDS for each in _tested(node))
+    return classes, fields
 
-    from genbatch.clients import in_process, remote
-    from tests.nif.tiny_models import build_model
 
-    seen: set[str] = set()
-    streams = threading.Event()
+def _tested(node: ast.AST) -> list[ast.expr]:
+    """The expressions that a node asks whether they are there."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+        return [node.left]
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        return [node.test]
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return [node.operand]
+    return node.ifs if isinstance(node, ast.comprehension) else []
 
-    def notice(frame: object, event: str, argument: object) -> None:
-        code = frame.f_code  # type: ignore[attr-defined]
-        if event == "call" and streams.is_set() and code.co_name != "<module>":
-            path = Path(code.co_filename).resolve()  # modules are found through links
-            if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in LAYERS:
-                seen.add(str(path.relative_to(ROOT)))
 
-    async def run(directory: Path) -> None:
-        bind = f"ipc://{directory}/zeromq.sock"
-        model = build_model("llama", directory / "model")
-        async with (
-            in_process.open_batcher(str(model), n_parallel=2, bind=bind, dtype="float32"),
-            remote.ZeroMQClient(bind) as client,
-        ):
-            await client.generate([1, 2, 3], max_tokens=2, ignore_eos=True)  # what is made once is made
-            streams.set()
-            sys.setprofile(notice)
-            async with client.stream([4, 5, 6], max_tokens=4, ignore_eos=True) as stream:
-                async for _ in stream:
-                    pass
-            streams.clear()
+def table(root: Path = ROOT) -> list[tuple[str, str, str, str]]:
+    """Issue 27's table: the figure, its value at the time of the issue, today's, and the goal."""
+    from tests.traced import trace_openai_stream, trace_zeromq_stream
 
-    with tempfile.TemporaryDirectory() as directory:
-        threading.setprofile(notice)  # for the model's own thread, which is not there yet
-        try:
-            trio.run(run, Path(directory))
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
-    return sorted(seen)
+    chat, stream = trace_openai_stream(), trace_zeromq_stream()
+    classes, fields = kind_checks("actors/batcher", root)
+    rings = circles(imports(root))
+    adrs = [len(path.read_text().split()) for path in (root / "ADRs").glob("*.md")]
+    words = len((root / "README.md").read_text().split())
+    diary = len((root / "docs" / "measurements.md").read_text().splitlines())
+    methods = files_that_write({"tokenize", "Tokenize", "TokenizeRequest", "TokenizeResult"}, root)
+    parameters = files_that_write({"min_p"}, root)
+    files = f"{len(chat.files)} / {len(stream.files)}"
+    seconds = root / ".pytest_cache" / "seconds"
+    minutes = f"{int(seconds.read_text()) / 60:.1f} min" if seconds.exists() else "run it"
+    return [
+        ("shapes that hold a chat's parameters, in one process", "19", str(len(chat.shapes)), "<= 10"),
+        ("times a chat is type-checked, in one process", "5", str(len(chat.checks)), "2"),
+        ("files that one method (`tokenize`) is written in", "16", str(len(methods)), "<= 5"),
+        ("files that one sampling parameter (`min_p`) is written in", "10", str(len(parameters)), "<= 5"),
+        ("files of a streamed OpenAI chat / of a ZeroMQ stream", "62 / 48", files, "<= 45 / 38"),
+        ("`isinstance` and kind checks in `actors/batcher`", "72 + 46", f"{classes} + {fields}", "<= 25"),
+        ("files in a circle, type checking included", "11 (+ 3 pairs)", str(sum(len(ring) for ring in rings)), "0"),
+        ("product lines, C included", "56.1k", f"{sum(_lengths(root)) / 1000:.1f}k", "<= 50k"),
+        ("words of README / longest ADR", "1,188 / 5,000", f"{words:,} / {max(adrs):,}", "900 / -"),
+        ("lines of docs/measurements.md", "268", str(diary), "-"),
+        ("`make test` on two cores", "15 to 22 min", minutes, "<= 10 min"),
+    ]
+
+
+def _lengths(root: Path) -> list[int]:
+    sources = [*product_files(root), *sorted(root.glob("nif/native/*.[ch]"))]
+    return [len(path.read_text().splitlines()) for path in sources]
 
 
 def figures(root: Path = ROOT) -> dict[str, int]:
@@ -176,8 +199,7 @@ def figures(root: Path = ROOT) -> dict[str, int]:
     files = product_files(root)
     edges = imports(root)
     (batcher,) = [name for name in edges if name.endswith("/batcher.py") and name.startswith("actors/")]
-    sources = [*files, *sorted(root.glob("nif/native/*.[ch]"))]
-    lengths = [len(path.read_text().splitlines()) for path in sources]
+    lengths = _lengths(root)
     return {
         "Python files in the product": sum(path.name != "__init__.py" for path in files),
         "lines of the product, C too": sum(lengths),
@@ -187,7 +209,6 @@ def figures(root: Path = ROOT) -> dict[str, int]:
         "circles between files": len(circles(edges)),
         "names with two meanings": len(two_meanings(root)),
         "functions with more than six parameters, kernels aside": len(wide_functions(root)),
-        "words of README": len((root / "README.md").read_text().split()),
     }
 
 
@@ -222,18 +243,25 @@ def _type_names(node: ast.stmt) -> Iterator[str]:
                 yield target.id
 
 
-if __name__ == "__main__":
-    now = figures()
-    if "--stream" in sys.argv:
-        crossed = files_of_a_stream()
-        now["files that a streamed request over ZeroMQ crosses"] = len(crossed)
-        print("\n".join(crossed))
-    for name, value in now.items():
-        before, goal = BEFORE_AND_GOAL[name]
-        print(f"{name:60} {before:6} -> {value:6}" + ("" if goal is None else f"   goal {goal}"))
+def main() -> None:
+    for name, then, today, goal in (("figure", "issue 27", "today", "goal"), *table()):
+        print(f"{name:60} {then:>14} {today:>14} {goal:>12}")
+    print()
+    for name, value in figures().items():
+        before, most = BEFORE_AND_GOAL[name]
+        print(f"{name:60} {before:14} {value:14} {'' if most is None else most:>12}")
     for circle in (*circles(folder_imports(imports(at_runtime=True))), *circles(imports())):
         print("circle:", " ".join(sorted(circle)))
     for name, files in two_meanings().items():
         print(f"two meanings: {name}: {', '.join(files)}")
     for name in wide_functions():
         print("wide:", name)
+    if "--files" in sys.argv:
+        from tests.traced import trace_openai_stream, trace_zeromq_stream
+
+        for what, trace in (("OpenAI chat", trace_openai_stream()), ("ZeroMQ stream", trace_zeromq_stream())):
+            print(f"\n{what}: {' '.join(trace.shapes)}\n" + "\n".join([*trace.checks, *sorted(trace.files)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The script of the figures runs, and what it counts is there."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import figures
+from tests.traced import trace_openai_stream, trace_zeromq_stream
+
+
+def test_the_table_is_printed_with_todays_values(capsys: pytest.CaptureFixture[str]) -> None:
+    figures.main()
+    printed = capsys.readouterr().out
+    rows = printed.split("\n\n")[0].splitlines()
+    assert len(rows) == 12 and all(row.split() for row in rows)
+    assert "files in a circle" in printed and "names with two meanings" in printed
+
+
+def test_a_trace_sees_the_request_and_what_checks_it() -> None:
+    chat, stream = trace_openai_stream(), trace_zeromq_stream()
+    for trace in (chat, stream):
+        assert {"GenerateRequest", "SamplingParams"} <= set(trace.shapes), trace.shapes
+        assert any("validate_request" in check for check in trace.checks), trace.checks
+        assert {"actors/batcher/batcher.py", "nif/context/context.py", "proto/messages.py"} <= trace.files
+    assert "actors/gateways/http/openai_request.py" in chat.files
+    assert "clients/remote.py" in stream.files and "clients/remote.py" not in chat.files
+
+
+def test_a_name_is_found_however_it_is_written_and_kinds_are_told_by_tests(tmp_path: Path) -> None:
+    for layer in figures.LAYERS:
+        (tmp_path / layer).mkdir()
+    texts = ("x.min_p", "f(min_p=1)", "def f(min_p): pass", 'FIELDS = ["min_p"]', "# min_p", '"of min_p and others"')
+    for number, text in enumerate(texts):
+        (tmp_path / "nif" / f"{number}.py").write_text(text)
+    assert figures.files_that_write({"min_p"}, tmp_path) == [f"nif/{number}.py" for number in range(4)]
+    (tmp_path / "nif" / "0.py").write_text("if isinstance(a, B) and a.beams is None and not a.donor: a.lookup = 1")
+    assert figures.kind_checks("nif", tmp_path) == (1, 2)
