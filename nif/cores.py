@@ -74,3 +74,16 @@ def _read(directory: Path, kind: str) -> float | None:
         return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
     except (OSError, ValueError):
         return None  # no quota is set here ("max", -1), or the group has none
+
+
+# Instructions that multiply bytes: VNNI and AMX on x86, SDOT and SMMLA on ARM, by their names in /proc/cpuinfo.
+_INT8_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
+
+
+def multiplies_int8(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bytes in vectors, which makes `quantize="int8"` fast; False where that is unknown."""
+    try:
+        words = cpuinfo.read_text().split()
+    except OSError:
+        return False
+    return not _INT8_FLAGS.isdisjoint(words)

@@ -25,6 +25,7 @@ from genbatch.clients.cli.command import UsageError, run_service, with_flag_grou
 from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags
 from genbatch.clients.cli.settings import ConfigFlags, settings_of
+from genbatch.nif.cores import multiplies_int8
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
 from genbatch.nif.models.model_names import written_path
 from genbatch.proto.messages import ModelCard, Models
@@ -124,6 +125,8 @@ def banner(card: ModelCard, stats: Mapping[str, Any], addresses: Sequence[str], 
     rows.add_row("device", f"{card.device}, {card.dtype}")
     rows.add_row("kernels", card.runner)
     rows.add_row("quantize", card.quantize)
+    if (card.quantize, card.runner, card.device) == ("none", "native", "cpu") and multiplies_int8():
+        rows.add_row("", "--quantize int8: up to twice the tokens a second, about 0.1 % more perplexity")
     rows.add_row("KV cache", _kv_size(stats))
     if adapters:
         rows.add_row("adapters", ", ".join(adapters))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genbatch.nif import cores
-from genbatch.nif.cores import available_cores, cpu_quota
+from genbatch.nif.cores import available_cores, cpu_quota, multiplies_int8
 
 V2_HOST = "30 23 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 # docker run --cpus, with a control group namespace, and kubernetes on cgroup v2
@@ -131,3 +131,17 @@ def test_a_real_group_with_a_quota_is_noticed() -> None:
         for made in (group / "inner", group):
             if made.exists():
                 made.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", True),
+        ("Features\t: fp asimd asimddp", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+    ],
+)
+def test_int8_is_recommended_where_the_cpu_multiplies_bytes(line: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert multiplies_int8(tmp_path / "cpuinfo") is expected
+    assert not multiplies_int8(tmp_path / "missing")

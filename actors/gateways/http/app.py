@@ -31,11 +31,30 @@ from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, de
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.front import Front
 from genbatch.actors.gateways.http.generating import Generating, Messages, NewFields, Responses, cancel_when_gone
+from genbatch.actors.gateways.http.llama_cpp import (
+    InfillFields,
+    LlamaCompletionFields,
+    LlamaCppGenerating,
+    read_infill,
+    read_llama_completion,
+)
+from genbatch.actors.gateways.http.ollama import (
+    OllamaChatFields,
+    OllamaEmbeddingFields,
+    OllamaEmbedFields,
+    OllamaGenerateFields,
+    OllamaModels,
+    OllamaShowFields,
+    chat_endpoint,
+    generate_endpoint,
+)
 from genbatch.actors.gateways.http.openai_request import (
     ChatFields,
     CompletionFields,
+    FimFields,
     read_chat,
     read_completion,
+    read_fim,
     read_messages,
 )
 from genbatch.actors.gateways.http.responses import ResponseFields
@@ -501,6 +520,25 @@ def make_app(
             "What texts mean, as vectors. OpenAI's.",
             EmbeddingFields,
         ),
+        Endpoint(
+            "/v1/fim/completions",
+            Generating(read_fim, calls, open_calls, new_fields),
+            "The text between a prompt and a suffix. Mistral's.",
+            FimFields,
+        ),
+        *_ollama_endpoints(calls, open_calls, new_fields),
+        Endpoint(
+            "/completion",
+            LlamaCppGenerating(read_llama_completion, calls, open_calls, new_fields),
+            "How a text goes on. llama.cpp's.",
+            LlamaCompletionFields,
+        ),
+        Endpoint(
+            "/infill",
+            LlamaCppGenerating(read_infill, calls, open_calls, new_fields),
+            "The text between a prefix and a suffix. llama.cpp's.",
+            InfillFields,
+        ),
         Endpoint("/tokenize", service.tokenize, "The token ids of a text or of messages.", TokenizeBody),
         Endpoint("/detokenize", service.detokenize, "The text of token ids.", DetokenizeBody),
         Endpoint(
@@ -531,6 +569,22 @@ def make_app(
         hosts=security.allowed_hosts,
         origins=security.allowed_origins,
     )
+
+
+def _ollama_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields) -> list[Endpoint]:
+    models = OllamaModels(calls, new_fields)
+    chat = chat_endpoint(calls, open_calls, new_fields)
+    generate = generate_endpoint(calls, open_calls, new_fields)
+    return [
+        Endpoint("/api/chat", chat, "The next message of a conversation, as JSON lines. Ollama's.", OllamaChatFields),
+        Endpoint("/api/generate", generate, "The answer to a prompt, as JSON lines. Ollama's.", OllamaGenerateFields),
+        Endpoint("/api/embed", models.embed, "What texts mean, as vectors. Ollama's.", OllamaEmbedFields),
+        Endpoint("/api/embeddings", models.embeddings, "The same of one text. Ollama's.", OllamaEmbeddingFields),
+        Endpoint("/api/tags", models.tags, "The models that are served. Ollama's."),
+        Endpoint("/api/ps", models.ps, "The models that are loaded: all. Ollama's."),
+        Endpoint("/api/show", models.show, "One of them. Ollama's.", OllamaShowFields),
+        Endpoint("/api/version", models.version, "The version of Ollama's API that this is."),
+    ]
 
 
 def _routed(routes: list[Route]) -> Starlette:

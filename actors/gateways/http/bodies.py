@@ -97,6 +97,8 @@ STATUSES: dict[str, tuple[int, str]] = {
     "deadline_exceeded": (504, "server_error"),
 }
 FAILED = (500, "server_error")
+# Ollama's API: the error is a text.
+OLLAMA_PATH = "/api/"
 # Anthropic's API, and its `type` by HTTP's status.
 MESSAGES_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
@@ -131,6 +133,8 @@ def describe(error: GenbatchError, path: str = "") -> dict[str, object]:
     """The body: {"error": {message, type, param, code}}; with Anthropic's types where `path` is of its API."""
     code = CODES.get(error.code, error.code)
     told = {"message": _valid(str(error)), "param": _valid(error.field), "code": code}
+    if path.startswith(OLLAMA_PATH):
+        return {"error": told["message"]}
     if path.startswith(MESSAGES_PATH):
         return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(_status(error), "api_error"), **told}}
     kind = INVALID if isinstance(error, Refusal) else STATUSES.get(error.code, FAILED)[1]

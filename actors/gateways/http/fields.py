@@ -42,6 +42,13 @@ HINTS = frozenset(
         *("context_management", "reasoning_effort", "verbosity", "prediction", "reasoning", "thinking", "speed"),
         *("output_config.effort", "output_config.task_budget", "reasoning.effort", "reasoning.summary"),
         *("reasoning.generate_summary", "text.verbosity", "thinking.budget_tokens", "thinking.display"),
+        *("options.num_ctx", "options.num_batch", "options.num_gpu", "options.main_gpu", "options.num_thread"),
+        *("options.use_mmap", "options.use_mlock", "options.numa", "options.num_keep", "options.repeat_last_n"),
+        *("options.penalize_newline", "options.low_vram", "options.f16_kv", "truncate", "shift"),
+        # llama.cpp's server
+        *("cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "t_max_prompt_ms", "t_max_predict_ms"),
+        *("n_indent", "response_fields", "return_tokens", "return_progress", "timings_per_token", "repeat_last_n"),
+        *("samplers", "min_keep", "post_sampling_probs"),
         *("inference_geo", "mcp_servers", "tools.defer_loading", "tools.input_examples", "tools.allowed_callers"),
     )
 )
@@ -63,6 +70,15 @@ REFUSED = {
 _NOTHING: tuple[object, ...] = ([], {}, "", "none", "auto", False, ["text"])
 # Fields of other servers that ask for nothing at these values; at any other they are refused by name.
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n_probs": (0,),
+    "typical_p": (1, 1.0),
+    "mirostat": (0,),
+    "dynatemp_range": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "options.typical_p": (1, 1.0),
+    "options.tfs_z": (1, 1.0),
+    "options.mirostat": (0,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "best_of": (1,),

@@ -152,7 +152,6 @@ MAX_EVENTS = 16
 # is silent for longer (nginx after 60 s). Until the first heartbeat an error still has a status of its own.
 HEARTBEAT_S = 10.0
 _STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
     (b"x-accel-buffering", b"no"),  # proxies that would collect events are told not to
@@ -180,6 +179,8 @@ class Generating:
         open_calls: where running calls are kept.
         new_fields: how the fields of a body are read.
     """
+
+    stream_type = b"text/event-stream; charset=utf-8"
 
     def __init__(self, read: ReadBody, calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields = Fields) -> None:
         self._read = read
@@ -281,7 +282,7 @@ class Generating:
             # guard: a client that leaves its stream, HTTP
             nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(produce)
-            await _write(queue, answer, send)
+            await _write(queue, answer, self.stream_type, send)
 
 
 class Messages(Generating):
@@ -305,13 +306,14 @@ class Responses(Generating):
         return ResponseAnswer(request, model, self._conversations, caller.owner)
 
 
-async def _write(queue: TokenQueue, answer: HTTPAnswer, send: Send) -> None:
+async def _write(queue: TokenQueue, answer: HTTPAnswer, content_type: bytes, send: Send) -> None:
     """Sends the events until the end; an error before the first of them is raised, a later one is the last event."""
     next_heartbeat = trio.current_time() + HEARTBEAT_S
     taken = await queue.take(next_heartbeat)
     if not taken and queue.error is not None:
         raise queue.error
-    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    headers = [(b"content-type", content_type), *_STREAM_HEADERS]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while taken or not queue.has_ended:
             events = b"".join([await answer.events(choice, tokens) for choice, tokens in _grouped(taken)])

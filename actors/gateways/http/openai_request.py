@@ -115,7 +115,15 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     best_of: int | None = None
 
 
-Kind = Literal["chat", "completion", "response", "message"]
+class FimFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /v1/fim/completions takes, as Mistral's; without a `suffix` the prompt is continued."""
+
+    prompt: str
+    suffix: str | None = None
+    random_seed: int | None = None
+
+
+Kind = Literal["chat", "completion", "response", "message", "ollama", "llama.cpp"]
 
 # OpenAI's documented default.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -282,6 +290,18 @@ def read_completion(body: dict[str, Any], reader: Fields | None = None) -> OpenA
     if fields.suffix and (fields.echo or "token_ids" in every[0]):
         raise InvalidRequest("suffix", "goes with prompts that are text, and without echo")
     request = _request("completion", fields, every, fields.logprobs, names, echo=bool(fields.echo))
+    return replace(request, suffix=fields.suffix or "")
+
+
+def read_fim(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
+    """The request in a body for /v1/fim/completions; raises as `read_chat`. The answer has the shapes of a chat."""
+    fields = (reader or Fields()).read(body, FimFields)
+    params = _shared(fields) | {"prompt": fields.prompt}
+    if fields.random_seed is not None:
+        if fields.seed not in (None, fields.random_seed):
+            raise InvalidRequest("random_seed", "is another name of seed, which says something else")
+        params["seed"] = fields.random_seed
+    request = _request("chat", fields, [params], None, {"seed": "random_seed"} if fields.seed is None else {})
     return replace(request, suffix=fields.suffix or "")
 
 

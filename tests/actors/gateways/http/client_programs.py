@@ -679,6 +679,45 @@ def _(url: str) -> None:
 PACKAGES = {"llama-index": "llama-index-llms-openai-like", "pydantic-ai": "pydantic-ai-slim"}
 
 
+# ollama
+
+
+def ollama_client(url: str) -> Any:
+    import ollama
+
+    return ollama.Client(host=url.removesuffix("/v1"))
+
+
+@tries("ollama", "chat, whole and streamed")
+def _(url: str) -> None:
+    asked: Any = {"model": "model", "messages": [USER], "options": {"num_predict": 5, "temperature": 0}}
+    whole = ollama_client(url).chat(**asked)
+    pieces = list(ollama_client(url).chat(**asked, stream=True))
+    assert "".join(piece.message.content for piece in pieces) == whole.message.content
+    assert (pieces[-1].done_reason, pieces[-1].eval_count) == (whole.done_reason, whole.eval_count) == ("length", 5)
+
+
+@tries("ollama", "generate, whole and streamed")
+def _(url: str) -> None:
+    asked: Any = {"model": "model", "prompt": "Well?", "options": {"num_predict": 5, "temperature": 0}}
+    whole = ollama_client(url).generate(**asked)
+    assert "".join(piece.response for piece in ollama_client(url).generate(**asked, stream=True)) == whole.response
+
+
+@tries("ollama", "structured output")
+def _(url: str) -> None:
+    answer = ollama_client(url).chat(model="model", messages=[USER], format=SCHEMA)
+    assert json.loads(answer.message.content)["name"] in ("red", "green")
+
+
+@tries("ollama", "list, ps and show")
+def _(url: str) -> None:
+    [listed] = ollama_client(url).list().models
+    [loaded] = ollama_client(url).ps().models
+    assert listed.model == loaded.model
+    assert "completion" in ollama_client(url).show(listed.model).capabilities
+
+
 def main(client: str, url: str) -> None:
     """Prints {"version", "passed": [...], "failed": {what: traceback}}."""
     passed, failed = [], {}

@@ -35,7 +35,8 @@ AI_SDK_PROGRAM = Path(__file__).with_name("ai_sdk.mjs")
 AI_SDK = {"ai": ("Output.object with tools", "Output.object with tools, streamed")}
 ROWS: dict[str, Any] = {**TRIED, **AI_SDK, **AGENTS}
 MODULES = {"openai": "openai", "anthropic": "anthropic", "langchain-openai": "langchain_openai",
-           "pydantic-ai": "pydantic_ai", "langchain": "langchain", "openai-agents": "agents"}  # fmt: skip
+           "pydantic-ai": "pydantic_ai", "langchain": "langchain", "openai-agents": "agents",
+           "ollama": "ollama"}  # fmt: skip
 ELSEWHERE = ("litellm", "llama-index", "instructor")
 
 

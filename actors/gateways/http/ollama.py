@@ -1,0 +1,535 @@
+"""Ollama's API: /api/chat, /api/generate, /api/embed, and what lists and describes models.
+
+    POST /api/chat {"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}
+    {"model": "smollm2", "message": {"role": "assistant", "content": "Hi"}, "done": false}    one line a token
+    {"model": "smollm2", "message": {...}, "done": true, "done_reason": "stop", "eval_count": 12}
+
+A stream is JSON lines, and it is the default. Reading a body makes the same request as the other APIs do.
+"""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from genbatch.actors.gateways.http.bodies import JSON, OLLAMA_PATH, decode_json, describe, renamed, to_json
+from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
+from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, OpenAIRequest, is_function
+from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
+from genbatch.proto.errors import GenbatchError, InvalidRequest, Unavailable
+from genbatch.proto.messages import ModelCard, Result, Token
+
+# Programs refuse older servers. This is the version of Ollama that has all that is served here.
+OLLAMA_VERSION = "0.12.0"
+_LATEST = ":latest"
+_ROLES = ("system", "user", "assistant", "tool")
+_LEVELS = ("low", "medium", "high")
+# Our parameters, by Ollama's names of them within `options`.
+_OPTIONS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "top_k": "top_k",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "stop": "stop",
+}
+_NAMES = {ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()} | {
+    "max_tokens": "options.num_predict",
+    "seed": "options.seed",
+    "response_format.schema": "format",
+    "response_format": "format",
+}
+
+
+class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to draw.
+
+    Args:
+        num_predict: most tokens; -1 and -2 are as many as there is room for.
+        seed: of the draws; a negative one draws a seed.
+    """
+
+    num_predict: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+
+
+class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take that generate.
+
+    Args:
+        format: "json", or a JSON Schema that the answer validates against.
+        options: how to draw.
+        think: whether the model thinks first; or how much: "low", "medium" or "high".
+        keep_alive: not used: a model stays loaded. 0 in a body without a prompt is answered as if it was unloaded.
+    """
+
+    model: str
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | str | None = None
+    keep_alive: str | float | None = None
+
+
+class OllamaChatFields(OllamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /api/chat takes; no messages ask whether the model is loaded."""
+
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateFields(OllamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /api/generate takes; no prompt asks whether the model is loaded.
+
+    Args:
+        suffix: the text behind a gap that is to be filled.
+        system: the system message.
+        raw: whether the prompt is continued as it is, without the chat template.
+    """
+
+    prompt: str = ""
+    suffix: str = ""
+    system: str = ""
+    raw: bool | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    images: list[str] | None = None
+
+
+class OllamaEmbedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /api/embed takes; `truncate` must not be false where a text is too long."""
+
+    model: str
+    input: str | list[str]
+    dimensions: int | None = None
+    truncate: bool | None = None
+    keep_alive: str | float | None = None
+
+
+class OllamaEmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the older /api/embeddings takes."""
+
+    model: str
+    prompt: str
+    keep_alive: str | float | None = None
+
+
+class OllamaShowFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /api/show takes; `name` is the older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+def read_ollama_chat(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
+    """The request in a body for /api/chat.
+
+    Raises:
+        InvalidRequest: with the path of the first fault.
+    """
+    fields = reader.read(body, OllamaChatFields)
+    params = _drawing(fields)
+    params["messages"] = _turns(fields.messages, reader)
+    params["reasoning"] = True
+    names = dict(_NAMES)
+    offered: list[dict[str, Any]] = []
+    for index, tool in enumerate(fields.tools or ()):
+        path = f"tools[{index}]"
+        function = tool.get("function")
+        if not is_function(tool, path, reader):
+            continue
+        if not isinstance(function, dict):
+            raise InvalidRequest(f"{path}.function", "must be an object with a name")
+        names[f"tools[{len(offered)}]"] = f"{path}.function"
+        offered.append(reader.take(function, TOOL_FIELDS, f"{path}.function"))
+    if offered:
+        params["tools"] = offered
+    return _request(fields, params, names)
+
+
+def read_ollama_generate(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
+    """The request in a body for /api/generate; raises as `read_ollama_chat`."""
+    fields = reader.read(body, OllamaGenerateFields)
+    if fields.images:
+        raise InvalidRequest("images", "only text is understood")
+    if fields.template:
+        raise InvalidRequest("template", "the model's own chat template is used: send a raw prompt in its place")
+    if fields.context:
+        raise InvalidRequest("context", "is not supported: send the conversation to /api/chat")
+    params = _drawing(fields)
+    if fields.raw or fields.suffix:
+        if fields.system:
+            raise InvalidRequest("system", "goes with neither raw nor suffix, which use no chat template")
+        params["prompt"] = fields.prompt
+        params.pop("chat_template_kwargs", None)
+        return _request(fields, params, _NAMES, suffix=fields.suffix)
+    params["messages"] = [{"role": "user", "content": fields.prompt}]
+    if fields.system:
+        params["messages"].insert(0, {"role": "system", "content": fields.system})
+    params["reasoning"] = True
+    names = {f"messages[{len(params['messages']) - 1}].content": "prompt", "messages[0].content": "system"}
+    return _request(fields, params, _NAMES | names)
+
+
+def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str], suffix: str = "") -> OpenAIRequest:
+    return OpenAIRequest(
+        kind="ollama",
+        model=plain_name(fields.model),
+        params=[params],
+        n=1,
+        stream=fields.stream is not False,
+        include_usage=True,
+        num_top=None,
+        ids_for_text=False,
+        echo=False,
+        names=names,
+        suffix=suffix,
+    )
+
+
+def plain_name(name: str) -> str:
+    """The model's name without Ollama's default tag."""
+    return name.removesuffix(_LATEST)
+
+
+def _drawing(fields: OllamaFields) -> dict[str, Any]:
+    """The parameters that both endpoints have."""
+    params: dict[str, Any] = {}
+    options = fields.options or OllamaOptions()
+    for theirs, ours in _OPTIONS.items():
+        if getattr(options, theirs) is not None:
+            params[ours] = getattr(options, theirs)
+    if options.num_predict is not None and options.num_predict not in (-1, -2):
+        params["max_tokens"] = options.num_predict
+    if options.seed is not None and options.seed >= 0:
+        params["seed"] = options.seed
+    if isinstance(fields.format, dict):
+        params["response_format"] = {"type": "json_schema", "schema": fields.format}
+    elif fields.format == "json":
+        params["response_format"] = {"type": "json_object"}
+    elif fields.format:
+        raise InvalidRequest("format", f'must be "json" or a JSON Schema, not {fields.format!r:.40}')
+    if isinstance(fields.think, str):
+        if fields.think not in _LEVELS:
+            raise InvalidRequest("think", f"must be true, false, or one of {', '.join(_LEVELS)}")
+        params["chat_template_kwargs"] = {"enable_thinking": True, "reasoning_effort": fields.think}
+    elif fields.think is not None:
+        params["chat_template_kwargs"] = {"enable_thinking": fields.think}
+    return params
+
+
+_MESSAGE_FIELDS = ("role", "content", "thinking", "tool_calls", "tool_call_id", "tool_name", "images")
+
+
+def _turns(messages: Sequence[dict[str, Any]], reader: Fields) -> list[dict[str, Any]]:
+    """The turns of a conversation. Ollama's calls may have no ids, so answers are matched by name and by order."""
+    turns = []
+    open_calls: list[tuple[str, str]] = []  # id and name of calls that have no answer yet
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        fields = reader.take(message, _MESSAGE_FIELDS, path)
+        role = fields.get("role")
+        if role not in _ROLES:
+            raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(_ROLES)}, not {role!r:.40}")
+        if fields.get("images"):
+            raise InvalidRequest(f"{path}.images", "only text is understood")
+        content = fields.get("content", "")
+        if not isinstance(content, str):
+            raise InvalidRequest(f"{path}.content", "must be a string")
+        turn: dict[str, Any] = {"role": role, "content": content}
+        if fields.get("thinking"):
+            turn["reasoning_content"] = fields["thinking"]
+        if fields.get("tool_calls"):
+            turn["tool_calls"] = _calls(fields["tool_calls"], path)
+            open_calls = [(call["id"], call["name"]) for call in turn["tool_calls"]]
+        if role == "tool":
+            name = fields.get("tool_name")
+            call_id = fields.get("tool_call_id")
+            matching = [call for call in open_calls if name in (None, call[1]) and call_id in (None, call[0])]
+            if matching:
+                open_calls.remove(matching[0])
+                turn["tool_call_id"] = matching[0][0]
+            else:
+                turn["tool_call_id"] = call_id or f"call_{index}"
+            if name is not None:
+                turn["name"] = name
+        turns.append(turn)
+    return turns
+
+
+def _calls(calls: object, path: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{path}.tool_calls", "must be a list")
+    turns = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{path}.tool_calls[{index}]", 'must be {"function": {"name", "arguments"}}')
+        arguments = function.get("arguments") or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        turns.append({"id": call.get("id") or f"call_{index}", "name": function["name"], "arguments": text})
+    return turns
+
+
+class OllamaAnswer:
+    """One answer, whole or as JSON lines.
+
+    Args:
+        model: the model's id.
+        is_chat: whether lines have a message, as of /api/chat, or a text.
+    """
+
+    def __init__(self, model: str, *, is_chat: bool) -> None:
+        self.id = "ollama-" + secrets.token_hex(12)
+        self._model = model
+        self._is_chat = is_chat
+        self._began = time.monotonic_ns()
+        self._first: int | None = None  # when the first token came
+
+    async def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer at once."""
+        [result] = results
+        return self._piece(result.text, result.reasoning, _shown_calls(result)) | self._end(result)
+
+    async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
+        """A line for each of these tokens that has something to show."""
+        if self._first is None:
+            self._first = time.monotonic_ns()
+        shown = [token for token in tokens if token.text or token.reasoning]
+        return b"".join(_line(self._piece(token.text, token.reasoning) | {"done": False}) for token in shown)
+
+    def heartbeat(self) -> bytes:
+        """A line without text: JSON lines have no comments."""
+        return _line(self._piece("") | {"done": False})
+
+    def ending(self, results: Sequence[Result]) -> bytes:
+        """The calls, which are shown whole, and the last line."""
+        [result] = results
+        calls = _shown_calls(result)
+        asked = _line(self._piece("", "", calls) | {"done": False}) if calls else b""
+        return asked + _line(self._piece("") | self._end(result))
+
+    def failure(self, error: GenbatchError) -> bytes:
+        """The last line of a stream that failed."""
+        return _line(describe(error, OLLAMA_PATH))
+
+    def _piece(self, text: str, thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        head: dict[str, Any] = {"model": self._model, "created_at": _now()}
+        thought = {"thinking": thinking} if thinking else {}
+        if not self._is_chat:
+            return head | {"response": text} | thought
+        message: dict[str, Any] = {"role": "assistant", "content": text} | thought
+        if calls:
+            message["tool_calls"] = calls
+        return head | {"message": message}
+
+    def _end(self, result: Result) -> dict[str, Any]:
+        """The counts. How long the prompt took is known of a stream only, where the first token is seen."""
+        now = time.monotonic_ns()
+        end = {
+            "done": True,
+            "done_reason": "length" if result.finish_reason == "length" else "stop",
+            "total_duration": now - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": result.usage.prompt_tokens,
+            "eval_count": result.usage.completion_tokens,
+        }
+        if self._first is not None:
+            end |= {"prompt_eval_duration": self._first - self._began, "eval_duration": now - self._first}
+        return end
+
+
+def _shown_calls(result: Result) -> list[dict[str, Any]]:
+    calls = []
+    for index, call in enumerate(result.tool_calls):
+        try:
+            arguments = json.loads(call.arguments)
+        except ValueError:  # cut short: the caller sees the text
+            arguments = {"_invalid": call.arguments}
+        calls.append({"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}})
+    return calls
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return to_json(record) + b"\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaGenerating(Generating):
+    """/api/chat and /api/generate. A body that asks for nothing is answered as Ollama does when it has loaded a model.
+
+    Args:
+        is_chat: which of the two.
+    """
+
+    stream_type = b"application/x-ndjson"
+
+    def __init__(
+        self, calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields = Fields, *, is_chat: bool
+    ) -> None:
+        super().__init__(read_ollama_chat if is_chat else read_ollama_generate, calls, open_calls, new_fields)
+        self._is_chat = is_chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; errors before the first byte are raised."""
+        body = decode_json(scope["state"]["body"])
+        if not any(body.get(name) for name in ("messages", "prompt", "suffix", "system", "images")):
+            fields = self._new_fields().read(body, OllamaChatFields if self._is_chat else OllamaGenerateFields)
+            card = await self._calls.model(plain_name(fields.model))
+            piece = OllamaAnswer(card.id, is_chat=self._is_chat)._piece("")
+            reason = "unload" if fields.keep_alive in (0, "0", "0s") else "load"
+            await JSON(piece | {"done": True, "done_reason": reason})(scope, receive, send)
+            return
+        await super().__call__(scope, receive, send)
+
+    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
+        return OllamaAnswer(model, is_chat=self._is_chat)
+
+
+# A tool that any template could be asked to show.
+_PROBE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "tools": [{"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}],
+}
+
+
+class OllamaModels:
+    """What lists and describes models, and embeds.
+
+    Args:
+        calls: who answers.
+        new_fields: how the fields of a body are read.
+    """
+
+    def __init__(self, calls: HTTPCalls, new_fields: NewFields = Fields) -> None:
+        self._calls = calls
+        self._new_fields = new_fields
+        self._started = _now()
+        self._takes_tools: dict[str, bool] = {}  # by model
+
+    async def version(self, request: Request) -> Response:
+        """The version of Ollama whose API this is."""
+        return JSON({"version": OLLAMA_VERSION})
+
+    async def tags(self, request: Request) -> Response:
+        """The models."""
+        return JSON({"models": [self._row(card) for card in await self._calls.models()]})
+
+    async def ps(self, request: Request) -> Response:
+        """The loaded models: all of them, until the service ends."""
+        never = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
+        return JSON({"models": [self._row(card) | never for card in await self._calls.models()]})
+
+    async def show(self, request: Request) -> Response:
+        """One model: its context length, and whether it takes tools."""
+        fields = self._new_fields().read(decode_json(request.state.body), OllamaShowFields)
+        name = fields.model or fields.name
+        if name is None:
+            raise InvalidRequest("model", "is missing")
+        card = await self._calls.model(plain_name(name))
+        info: dict[str, Any] = {"general.architecture": "genbatch", "genbatch.context_length": card.n_ctx}
+        if card.embedding_size is not None:
+            info["genbatch.embedding_length"] = card.embedding_size
+        parameters = "".join(f"{option} {value}\n" for option, value in card.sampling.items())
+        return JSON(
+            {
+                "modelfile": "",
+                "parameters": parameters,
+                "template": "",
+                "details": _details(card),
+                "model_info": info,
+                "capabilities": await self._capabilities(card, request.state.caller),
+                "modified_at": self._started,
+            }
+        )
+
+    async def embed(self, request: Request) -> Response:
+        """The vectors of texts."""
+        fields = self._new_fields().read(decode_json(request.state.body), OllamaEmbedFields)
+        params: dict[str, Any] = {"input": fields.input}
+        if fields.dimensions is not None:
+            params["dimensions"] = fields.dimensions
+        model, vectors, num_tokens, duration = await self._vectors(fields.model, params, request.state.caller)
+        counts = {"total_duration": duration, "load_duration": 0, "prompt_eval_count": num_tokens}
+        return JSON({"model": model, "embeddings": vectors, **counts})
+
+    async def embeddings(self, request: Request) -> Response:
+        """The vector of one text, in the older shape."""
+        fields = self._new_fields().read(decode_json(request.state.body), OllamaEmbeddingFields)
+        try:
+            _, vectors, _, _ = await self._vectors(fields.model, {"input": fields.prompt}, request.state.caller)
+        except GenbatchError as error:
+            raise renamed(error, {"input": "prompt"}) from None
+        return JSON({"embedding": vectors[0]})
+
+    async def _vectors(self, model: str, params: dict[str, Any], caller: HTTPCaller) -> tuple[str, Any, int, int]:
+        """The model's id, a vector for each text, how many tokens they have, and nanoseconds."""
+        began = time.monotonic_ns()
+        card = await self._calls.model(plain_name(model))
+        embedded = await self._calls.embed({**params, "model": card.id}, caller)
+        return card.id, embedded.embeddings, embedded.usage.prompt_tokens, time.monotonic_ns() - began
+
+    async def _capabilities(self, card: ModelCard, caller: HTTPCaller) -> list[str]:
+        capabilities = ["completion"] if card.generates else []
+        if card.generates and await self._shows_tools(card.id, caller):
+            capabilities.append("tools")
+        if card.embedding_size is not None:
+            capabilities.append("embedding")
+        return capabilities
+
+    async def _shows_tools(self, model: str, caller: HTTPCaller) -> bool:
+        """Whether the model's chat template has a place for tools; a template is asked once."""
+        if model not in self._takes_tools:
+            try:
+                await self._calls.tokenize({**_PROBE, "model": model}, caller)
+            except InvalidRequest:
+                self._takes_tools[model] = False
+            except (Unavailable, GenbatchError):
+                return False  # it may be another time
+            else:
+                self._takes_tools[model] = True
+        return self._takes_tools[model]
+
+    def _row(self, card: ModelCard) -> dict[str, Any]:
+        digest = hashlib.sha256(card.id.encode()).hexdigest()
+        names = {"name": card.id, "model": card.id, "modified_at": self._started}
+        return names | {"size": 0, "digest": digest, "details": _details(card)}
+
+
+def _details(card: ModelCard) -> dict[str, Any]:
+    return {
+        "parent_model": card.parent or "",
+        "format": "genbatch",
+        "family": "genbatch",
+        "families": ["genbatch"],
+        "parameter_size": "",
+        "quantization_level": card.dtype if card.quantize == "none" else card.quantize,
+    }
+
+
+chat_endpoint = partial(OllamaGenerating, is_chat=True)
+generate_endpoint = partial(OllamaGenerating, is_chat=False)
