@@ -473,11 +473,11 @@ def is_encoder(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and type(config) in MODEL_MAPPING
 
 
-def load_encoder(source: str, directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module, without any head.
+def encoder_class(source: str, config: Any) -> Any:
+    """transformers' class of an encoder, without any head.
 
     Raises:
-        ModelError: its weights cannot be read, lack something, or belong to a head that decides something else.
+        ModelError: there is none, or the weights belong to a head that decides something else.
     """
     written = getattr(config, "architectures", None) or [""]
     if written[0].endswith(("Classification", "Answering", "RewardModel")):
@@ -485,6 +485,18 @@ def load_encoder(source: str, directory: Path, config: Any, dtype: torch.dtype, 
     model_class: Any = MODEL_MAPPING.get(type(config), None)
     if model_class is None:
         raise ModelError(source, f"transformers has no encoder of the kind {config.model_type}")
+    return model_class
+
+
+def load_encoder(
+    source: str, directory: Path, config: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, frozenset[str]]:
+    """The module, without any head, and the names of its files' tensors that it has no place for.
+
+    Raises:
+        ModelError: its weights cannot be read or lack something, or as `encoder_class`.
+    """
+    model_class = encoder_class(source, config)
     try:
         hf, report = model_class.from_pretrained(
             directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -495,7 +507,7 @@ def load_encoder(source: str, directory: Path, config: Any, dtype: torch.dtype, 
     missing = sorted(name for name in report["missing_keys"] if "pooler." not in name)
     if missing:
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
-    return hf.eval().requires_grad_(False).to(device)
+    return hf.eval().requires_grad_(False).to(device), frozenset(report["unexpected_keys"])
 
 
 def encoder_positions(source: str, hf: PreTrainedModel, tokenizer_bound: int | None) -> int:

@@ -63,6 +63,7 @@ def read_json(source: str, path: Path) -> Any:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_JSON_BYTES + 1)
+        # guard: size of a JSON file
         if len(raw) > MAX_JSON_BYTES:
             raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
         return json.loads(raw)
@@ -115,10 +116,12 @@ def check_counts(source: str, where: str, fields: Mapping[str, Any]) -> None:
     for name, value in _leaves(fields):
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
+        # guard: finite numbers of a configuration
         if not -math.inf < value < math.inf:  # also of numbers that no float holds
             raise ModelError(source, f"{where}: {name} is {shown(value)}, no finite number")
         if name in _SIZES and value < 1:
             raise ModelError(source, f"{where}: {name} is {shown(value)}; it must be a whole number from 1 on")
+        # guard: highest numbers of a configuration
         if (highest := _HIGHEST.get(name)) is not None and value > highest:
             raise ModelError(source, f"{where}: {name} is {shown(value)}; at most {highest} is read")
 
@@ -138,9 +141,11 @@ def check_numbers(source: str, where: str, config: Any) -> None:
         value = getattr(config, name, None)
         if value is None or isinstance(value, list | tuple):  # some families have a size for each layer
             continue
+        # guard: sizes of a configuration
         if not _is_whole(value) or not 1 <= value <= _MAX_NUMBER:
             raise refused(name, value, "it must be a whole number from 1 on")
     heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    # guard: heads are shared out
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise refused("num_attention_heads", heads, f"it must be a multiple of num_key_value_heads, {kv_heads}")
     window = getattr(config, "sliding_window", None)
@@ -148,10 +153,12 @@ def check_numbers(source: str, where: str, config: Any) -> None:
         raise refused("sliding_window", window, "it must be a whole number from 1 on")
     padding, vocabulary = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     # -1 is what some old files have for none.
+    # guard: padding within the vocabulary
     if isinstance(vocabulary, int) and padding is not None and not (_is_whole(padding, -1) and padding < vocabulary):
         raise refused("pad_token_id", padding, f"the vocabulary has {vocabulary} tokens")
     for name in _EPSILONS:
         value = getattr(config, name, None)
+        # guard: epsilons of a configuration
         if value is not None and not (_is_number(value) and 0 <= value < 1):
             raise refused(name, value, "it must be a number from 0 to below 1")
     _check_rope(source, where, config)
@@ -203,6 +210,7 @@ def token_ids(source: str, field: str, value: Any, vocab_size: int) -> frozenset
     """
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     for token_id in ids:
+        # guard: end tokens within the logits
         if not _is_whole(token_id, 0) or token_id >= vocab_size:
             raise ModelError(source, f"{field} is {shown(value)}; token ids go from 0 to {vocab_size - 1}")
     return frozenset(ids)
@@ -227,16 +235,24 @@ _LEFT_OUT = re.compile(
     r"|multimodal_projector|embed_vision|embed_audio|image_newline|audio_tower|audio_model|audio_projector|talker"
     r"|code2wav|mtp|mtp_layers|eagle)\..*|(v|mm|a)\.(blk|patch_embd|position_embd|post_ln|pre_ln|\d+)\..*"
 )
+# Heads of encoders: an embedding goes through none of them.
+_HEADS = re.compile(
+    r"([a-z0-9_]+\.)?(cls|lm_head|classifier|qa_outputs|pooler|predictions|head|decoder|score|span_detector"
+    r"|vocab_transform|vocab_layer_norm|vocab_projector|(discriminator|generator)_(predictions|lm_head))\..*"
+)
 _NEXTN = re.compile(r"(?:.*\.)?(?:layers|h|blk)\.(\d+)\..*")
 
 
-def check_all_used(source: str, config: Any, weights: WeightSource, used: Collection[str]) -> None:
+def check_all_used(
+    source: str, config: Any, weights: WeightSource, used: Collection[str], *, is_encoder: bool = False
+) -> None:
     """Refuses a file with a tensor that the configuration has no place for: the text would silently be another.
 
     Args:
-        config: of the text decoder.
+        config: of the text decoder, or the encoder.
         weights: the file's tensors.
         used: the names of those that are read.
+        is_encoder: whether it is one, so that heads are superfluous.
 
     Raises:
         ModelError: a tensor is neither used nor known to be superfluous; the reason names it.
@@ -245,7 +261,7 @@ def check_all_used(source: str, config: Any, weights: WeightSource, used: Collec
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
     left_out = set()
     for name in sorted(set(weights.names()) - set(used)):
-        if _SUPERFLUOUS.fullmatch(name):
+        if _SUPERFLUOUS.fullmatch(name) or (is_encoder and _HEADS.fullmatch(name)):
             continue
         if _LEFT_OUT.fullmatch(name):
             left_out.add(name.removeprefix("model.").partition(".")[0])
@@ -256,6 +272,7 @@ def check_all_used(source: str, config: Any, weights: WeightSource, used: Collec
             continue
         if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in used and _is_zero(weights, name):
             continue  # GPTQ's tools write one for every linear
+        # guard: tensors that nobody uses
         raise ModelError(
             source,
             f"its weights have {name}, for which the configuration has no place: number of layers, experts, or the "
@@ -302,16 +319,11 @@ def check_complete(
     head = stored.get(f"{tensors.head}.weight")
     if config.tie_word_embeddings and head not in names:
         wanted.pop(f"{tensors.head}.weight", None)
+    # guard: missing tensors
     if missing := sorted(name for name in wanted if stored[name] not in names):
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     for name, parameter in wanted.items():
-        shape = weights.shape(stored[name])
-        if shape != tuple(parameter.shape):
-            raise ModelError(
-                source,
-                f"its weights cannot be read: {name} has the shape {list(shape)}, the configuration says "
-                f"{list(parameter.shape)}",
-            )
+        _check_shape(source, name, weights.shape(stored[name]), parameter)
     used = {stored[name] for name in wanted}
     if experts is not None:
         used |= {tensors.stored(name, names) for name in _expert_names(architecture, config.num_hidden_layers)}
@@ -342,21 +354,41 @@ def _expert_names(architecture: Architecture, num_layers: int) -> Iterator[str]:
         yield from (f"{start}{name.format(i)}.weight" for name in experts.single for i in range(experts.count))
 
 
+def _check_shape(source: str, name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> None:
+    # guard: shapes of tensors
+    if shape != tuple(parameter.shape):
+        raise ModelError(
+            source,
+            f"its weights cannot be read: {name} has the shape {list(shape)}, the configuration says "
+            f"{list(parameter.shape)}",
+        )
+
+
 def check_size(source: str, make: Callable[[], PreTrainedModel], weights: WeightSource) -> None:
-    """Compares how many numbers a module asks for with how many its files have, before memory is taken for them.
+    """Compares a module with its files before memory is taken for it: how many numbers there are, and their shapes.
+
+    transformers may give a tensor another name on the way: only those with a name of the module's are compared.
 
     Args:
         make: makes the module.
 
     Raises:
-        ModelError: the configuration describes no module, or one that is much larger than the files.
+        ModelError: the configuration describes no module, or one that is much larger than the files, or a tensor has
+            another shape; the reason names it.
     """
-    names = weights.names()
+    names = frozenset(weights.names())
     hf = _on_meta(source, make)
     asked = sum(parameter.numel() for parameter in hf.parameters())
     stored = sum(math.prod(weights.shape(name)) for name in names)
+    # guard: module much larger than its files
     if asked > 2 * stored + _MODULE_SLACK:  # tied and shared tensors are stored once
         raise ModelError(source, f"its configuration asks for {asked} numbers, and its weights have {stored}")
+    prefix = f"{hf.base_model_prefix}."
+    for name, parameter in hf.state_dict().items():
+        for alias in (name, prefix + name, name.removeprefix(prefix)):
+            if alias in names:
+                _check_shape(source, alias, weights.shape(alias), parameter)
+                break
 
 
 def _on_meta(source: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -376,6 +408,7 @@ def check_finite(source: str, hf: torch.nn.Module) -> None:
         ModelError: there is one; the reason names the tensor.
     """
     for name, parameter in hf.named_parameters():
+        # guard: finite weights
         if parameter.numel() and not is_finite(parameter.detach()):
             raise ModelError(source, f"its weights are not all finite: {name} has NaN or an infinity")
 

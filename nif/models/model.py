@@ -28,6 +28,7 @@ from genbatch.nif.models.architectures import (
     LAYERS,
     ExpertNames,
     described,
+    encoder_class,
     encoder_positions,
     is_encoder,
     layer_groups,
@@ -394,7 +395,10 @@ def _encoder(
     tokenizer = files.tokenizer()
     report("load", 1, _LOAD_STEPS)
     assert pooled is not None
-    hf = load_encoder(found.name, found.path, files.config, dtype, device)
+    model_class, weights = encoder_class(found.name, files.config), files.weights()
+    check_size(found.name, lambda: model_class(files.config), weights)
+    hf, unused = load_encoder(found.name, found.path, files.config, dtype, device)
+    check_all_used(found.name, files.config, weights, set(weights.names()) - unused, is_encoder=True)
     check_finite(found.name, hf)
     report("load", _LOAD_STEPS, _LOAD_STEPS)
     return Model(

@@ -1,6 +1,7 @@
 """The list of all mutations."""
 
 from tests.mutations.engine_guards import ENGINE_GUARDS
+from tests.mutations.file_guards import FILE_GUARDS
 from tests.mutations.gpu_guards import GPU_GUARDS
 from tests.mutations.memory_guards import MEMORY_GUARDS
 from tests.mutations.mutation import Mutation
@@ -13,6 +14,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *SECURITY_GUARDS,
     *OVERLOAD_GUARDS,
     *MEMORY_GUARDS,
+    *FILE_GUARDS,
     *GPU_GUARDS,
     *ENGINE_GUARDS,
 )

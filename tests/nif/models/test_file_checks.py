@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import HeliumConfig, HeliumForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from genbatch.nif.errors import ModelError, TensorError
+from genbatch.nif.models.file_checks import MAX_JSON_BYTES
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.weight_source import StoredTensor
 from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, native_library
@@ -159,6 +160,11 @@ def test_a_generation_config_that_is_no_object_is_refused(copy: Path, raw: str) 
     assert all("generation_config.json" in reason for reason in refusal(copy).splitlines())
 
 
+def test_a_json_file_without_an_end_is_refused(copy: Path) -> None:
+    (copy / "generation_config.json").write_bytes(b'{"a": 1}' + b" " * MAX_JSON_BYTES)
+    assert all(f"has more than {MAX_JSON_BYTES} bytes" in reason for reason in refusal(copy).splitlines())
+
+
 def test_a_parameter_without_an_end_is_not_drawn_with(copy: Path) -> None:
     edit(copy / "generation_config.json", top_k=float("inf"), temperature=float("nan"), top_p=0.5)
     model = describe_model(str(copy), dtype="float32")
@@ -254,6 +260,57 @@ def test_layers_that_foretell_more_tokens_are_left_out(copy: Path, tmp_path: Pat
 def test_tables_of_rotary_embeddings_in_a_gguf_file_are_left_out(tmp_path: Path) -> None:
     write_llama(tmp_path / "old.gguf", tensors={"blk.0.attn_rot_embd.weight": np.ones(8, np.float32)})
     assert describe_model(str(tmp_path / "old.gguf"), dtype="float32") is not None
+
+
+# Encoders, and families that only torch runs
+
+
+@pytest.fixture
+def encoder(embedder_dir: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of a tiny BERT that the test may damage."""
+    return Path(shutil.copytree(embedder_dir("bert mean"), tmp_path / "encoder"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda tensors: tensors.update({"encoder.layer.7.output.dense.weight": torch.ones(32, 64)}),
+            "encoder.layer.7.output.dense.weight, for which",
+        ),
+        (lambda tensors: tensors.update({"layers.0.gate": torch.ones(1)}), "layers.0.gate, for which"),
+        (
+            lambda tensors: tensors.update({"encoder.layer.1.output.dense.bias": torch.ones(33)}),
+            r"encoder.layer.1.output.dense.bias has the shape \[33\], the configuration says \[32\]",
+        ),
+        (lambda tensors: tensors.pop("encoder.layer.1.output.dense.bias"), "lack encoder.layer.1.output.dense.bias"),
+    ],
+)
+def test_each_tensor_of_an_encoder_is_checked(
+    encoder: Path, change: Callable[[dict[str, torch.Tensor]], object], reason: str
+) -> None:
+    edit_tensors(encoder, change)
+    with pytest.raises(ModelError, match=reason):
+        load_model(str(encoder), dtype="float32", n_gpu_layers=0)
+
+
+def test_heads_of_an_encoder_are_left_out(encoder: Path) -> None:
+    heads = ("cls.predictions.bias", "cls.seq_relationship.weight", "lm_head.dense.weight", "qa_outputs.bias")
+    edit_tensors(encoder, lambda tensors: tensors.update({name: torch.ones(3) for name in heads}))
+    assert not load_model(str(encoder), dtype="float32", n_gpu_layers=0).generates
+
+
+def test_a_shape_of_a_family_without_an_architecture_is_checked_before_the_load(
+    tiny_models: ModuleType, tmp_path: Path
+) -> None:
+    config = HeliumConfig(**tiny_models._GROUPED)
+    torch.manual_seed(0)
+    HeliumForCausalLM(config).save_pretrained(tmp_path)
+    tiny_models.build_tokenizer(tmp_path)
+    load_model(str(tmp_path), dtype="float32", n_gpu_layers=0)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(1, 7)}))
+    with pytest.raises(ModelError, match=r"layers.1.self_attn.q_proj.weight has the shape \[1, 7\], the configuration"):
+        load_model(str(tmp_path), dtype="float32", n_gpu_layers=0)
 
 
 # Values

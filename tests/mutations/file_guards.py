@@ -1,0 +1,86 @@
+"""What keeps harm in a model's files from memory and answers (ADR 37)."""
+
+from tests.mutations.mutation import Mutation, dropped, never
+
+FILES = "nif/models/test_file_checks.py::"
+
+FILE_GUARDS = (
+    Mutation(
+        "finite numbers of a configuration",
+        never,
+        (FILES + "test_a_number_that_cannot_be_is_refused_before_anything_is_built",),
+        "an infinite number reaches a kernel",
+    ),
+    Mutation(
+        "highest numbers of a configuration",
+        never,
+        (FILES + "test_a_number_that_cannot_be_is_refused_before_anything_is_built",),
+        "transformers counts to 10**12 while it makes a configuration",
+    ),
+    Mutation(
+        "sizes of a configuration",
+        never,
+        (FILES + "test_a_number_that_cannot_be_is_refused_before_anything_is_built",),
+        "a module of negative sizes is made",
+    ),
+    Mutation(
+        "heads are shared out",
+        never,
+        (FILES + "test_a_number_that_cannot_be_is_refused_before_anything_is_built",),
+        "heads read keys of no head",
+    ),
+    Mutation(
+        "padding within the vocabulary",
+        never,
+        (FILES + "test_a_number_that_cannot_be_is_refused_before_anything_is_built",),
+        "the fault of a file is an error of torch",
+    ),
+    Mutation(
+        "epsilons of a configuration",
+        never,
+        (FILES + "test_a_number_that_cannot_be_is_refused_before_anything_is_built",),
+        "every answer is token 0",
+    ),
+    Mutation(
+        "end tokens within the logits",
+        never,
+        (FILES + "test_an_end_token_is_a_whole_number_within_the_logits_width",),
+        "the first request stops the batcher",
+    ),
+    Mutation(
+        "tensors that nobody uses",
+        dropped,
+        (FILES + "test_a_tensor_that_nobody_would_use_is_refused_by_name",),
+        "a damaged name changes the text without a word",
+    ),
+    Mutation(
+        "missing tensors",
+        never,
+        (FILES + "test_a_tensor_that_nobody_would_use_is_refused_by_name",),
+        "the fault of a file is a KeyError",
+    ),
+    Mutation(
+        "shapes of tensors",
+        never,
+        (FILES + "test_a_shape_of_a_family_without_an_architecture_is_checked_before_the_load",),
+        "memory is taken for a module that its files cannot fill",
+    ),
+    Mutation(
+        "module much larger than its files",
+        never,
+        (FILES + "test_a_number_that_cannot_be_is_refused_before_anything_is_built",),
+        "a small file takes all memory",
+    ),
+    Mutation(
+        "finite weights",
+        never,
+        (FILES + "test_a_weight_that_is_not_finite_is_refused_by_its_name_at_the_load",),
+        "NaN is found at each request",
+    ),
+    Mutation(
+        "size of a JSON file",
+        never,
+        (FILES + "test_a_json_file_without_an_end_is_refused",),
+        "a file takes all memory",
+    ),
+)
