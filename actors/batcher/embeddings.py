@@ -135,6 +135,7 @@ class EmbedIntake:
                 max_new_tokens=0,
                 priority=request.wanted.priority,
                 turn=now + request.wanted.priority * ageing_s,
+                account=request.account if self._options.fair_share else "",
                 tokens=tokens,
                 request=request,
                 cache_key=key,

@@ -494,6 +494,7 @@ class Intake:
                 priority=wanted.priority,
                 # guard: ageing
                 turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s,
+                account=request.account if self._options.fair_share else "",
                 tokens=list(request.prompt_tokens),
                 request=request,
                 choice=choice,

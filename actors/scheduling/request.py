@@ -61,6 +61,7 @@ class LlmRequest:
         num_generated: tokens sampled so far; the last of them has no KV until the next step.
         num_cached: of num_computed, the tokens that were shared and not prefilled.
         num_pauses: how often its KV was taken away.
+        account: who is charged for it, so that a client with many requests gives way first; "" where all are alike.
         width: sequences that it decodes side by side, as many tokens a step: the beams of a beam search.
     """
 
@@ -75,6 +76,7 @@ class LlmRequest:
     num_generated: int = 0
     num_cached: int = 0
     num_pauses: int = 0
+    account: str = ""
     width: int = 1
 
     @property

@@ -1,6 +1,7 @@
 """The schedulers, side by side: two policies on KV memory, and three orders in which a step is filled."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Set
 from enum import Enum
 from itertools import islice, takewhile
@@ -201,8 +202,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
         max_num_requests: most requests running at once.
         kv_cache_manager: see KVResources.
         margin: share of the pool, 0 <= margin < 1; 0 turns it off.
-        pause_order: see PauseOrder.
-        max_pauses: a request that was paused so often is paused again only if there is nobody else to pause.
+        pause_order: see PauseOrder. In either order requests of the account with most of them go first.
+        max_pauses: a request that was paused so often is paused again only if its account has no other to pause.
     """
 
     def __init__(
@@ -253,9 +254,14 @@ class MaxUtilizationScheduler(CapacityScheduler):
         # The first is never among them: whatever happens, the one that has run longest gets to its end.
         # guard: the first is never paused
         newest_first = range(len(running) - 1, 0, -1)
+        num_running = Counter(one.account for one in running)
+        most = max(num_running[running[index].account] for index in newest_first)
+        # A newcomer does not pay for the blocks of a client that has several requests running.
+        # guard: pauses of the client with most
+        of_most = [index for index in newest_first if num_running[running[index].account] == most]
         # guard: pauses of one request
-        spared = (index for index in newest_first if running[index].num_pauses < self.max_pauses)
-        return next(spared, len(running) - 1)
+        spared = (index for index in of_most if running[index].num_pauses < self.max_pauses)
+        return next(spared, of_most[0])
 
     def _admit(self, active_requests: RequestList, running: RequestList, left: Blocks) -> CapacityOutput:
         kv = self.kv_cache_manager

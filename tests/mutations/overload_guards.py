@@ -156,6 +156,15 @@ OVERLOAD_GUARDS = (
         "requests pause one another for ever",
     ),
     Mutation(
+        "pauses of the client with most",
+        unfiltered,
+        (
+            "actors/scheduling/test_capacity.py::"
+            "test_a_newcomer_is_not_paused_for_the_client_that_has_most_requests_running",
+        ),
+        "a newcomer is paused for the requests of a greedy client",
+    ),
+    Mutation(
         "pauses of one request",
         unfiltered,
         ("actors/scheduling/test_capacity.py::test_a_request_that_was_paused_twice_is_spared_while_there_is_another",),

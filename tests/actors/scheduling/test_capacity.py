@@ -147,6 +147,20 @@ def test_a_request_that_was_paused_twice_is_spared_while_there_is_another() -> N
     assert ids(MaxUtilizationScheduler(8, kv).schedule_request(active).paused_requests) == [3]
 
 
+def test_a_newcomer_is_not_paused_for_the_client_that_has_most_requests_running() -> None:
+    kv = RealBlocks(8, 4)
+    active = held(kv, decoding(1), decoding(2), decoding(3), decoding(4))
+    for one, account in zip(active, ("greedy", "greedy", "greedy", "newcomer"), strict=True):
+        one.account = account
+    capacity = MaxUtilizationScheduler(8, kv)
+    assert ids(capacity.schedule_request(active).paused_requests) == [3, 2]
+    active[2].num_pauses = 2
+    assert ids(capacity.schedule_request(active).paused_requests) == [2, 3]  # of the greedy client the other first
+    for one in active:
+        one.account, one.num_pauses = str(one.request_id), 0
+    assert ids(capacity.schedule_request(active).paused_requests) == [4, 3]
+
+
 def test_b17_a_prefill_that_has_begun_keeps_the_blocks_it_still_needs() -> None:
     kv = RealBlocks(8, 4)
     active = [*held(kv, prefilling(1, 24, 4)), request(2, 12), request(3, 4)]
