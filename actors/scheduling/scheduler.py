@@ -258,7 +258,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         most = max(num_running[running[index].account] for index in newest_first)
         # A newcomer does not pay for the blocks of a client that has several requests running.
         # guard: pauses of the client with most
-        of_most = [index for index in newest_first if num_running[running[index].account] == most]
+        of_most = tuple(index for index in newest_first if num_running[running[index].account] == most)
         # guard: pauses of one request
         spared = (index for index in of_most if running[index].num_pauses < self.max_pauses)
         return next(spared, of_most[0])

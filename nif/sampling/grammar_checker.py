@@ -91,6 +91,10 @@ def main() -> None:
     """The child: answers until its input ends, or until a signal ends it over a grammar."""
     from genbatch.nif.sampling.grammar import build_tokenizer, compile_matcher, convert
 
+    # The parent ends it by closing its input. A service manager's SIGTERM goes to all processes of a service, and the
+    # requests that are still served may need a grammar.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # the model goes first; the limit counts processor time, however long that takes to get
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     tokenizer = build_tokenizer(json.loads(source.readline()))

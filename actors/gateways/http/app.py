@@ -394,17 +394,18 @@ class ServiceRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or of messages."""
-        body: TokenizeBody = check_type(decode_json(request.state.body), TokenizeBody)
+        reader = self._new_fields()
+        body = reader.read(decode_json(request.state.body), TokenizeBody)
         card = await self._calls.model(body.model)
         params: dict[str, Any] = {"model": card.id}
         if body.prompt is not None:
             params["prompt"] = body.prompt
         if body.messages is not None:
-            params["messages"] = read_messages(body.messages)
+            params["messages"] = read_messages(body.messages, reader)
         if body.add_special_tokens is not None:
             params["add_special_tokens"] = body.add_special_tokens
         token_ids = await self._calls.tokenize(params, request.state.caller)
-        return JSON({"count": len(token_ids), "max_model_len": card.n_ctx, "tokens": token_ids})
+        return JSON({"count": len(token_ids), "max_model_len": card.n_ctx, "tokens": token_ids}, headers=reader.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a body of Anthropic's API is."""
@@ -419,14 +420,15 @@ class ServiceRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        body: DetokenizeBody = check_type(decode_json(request.state.body), DetokenizeBody)
+        reader = self._new_fields()
+        body = reader.read(decode_json(request.state.body), DetokenizeBody)
         card = await self._calls.model(body.model)
         try:
             params = {"token_ids": body.tokens, "model": card.id}
             text = await self._calls.detokenize(params, request.state.caller)
         except GenbatchError as error:
             raise renamed(error, {"token_ids": "tokens"}) from None
-        return JSON({"prompt": text})
+        return JSON({"prompt": text}, headers=reader.headers)
 
     async def load_adapter(self, request: Request) -> Response:
         """Serves a LoRA adapter, too."""

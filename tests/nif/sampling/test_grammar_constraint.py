@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -145,6 +146,16 @@ def test_a_refusal_is_remembered_and_the_next_grammar_compiled(compiler: Grammar
             one(compiler, "regex", HOSTILE)
     assert compiler._checker._child is None  # killed over the first, not started again for the second
     assert allowed(one(compiler, "regex", "after a kill"))
+
+
+def test_the_checker_outlives_signals_that_end_a_service(compiler: GrammarCompiler) -> None:
+    assert allowed(one(compiler, "regex", "before the signals"))
+    child = compiler._checker._child
+    assert child is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        child.send_signal(number)
+    assert allowed(one(compiler, "regex", "behind the signals"))
+    assert child is compiler._checker._child and child.poll() is None
 
 
 def test_a_hostile_grammar_s_tokens_have_a_budget(compiler: GrammarCompiler, model: Model) -> None:

@@ -186,3 +186,16 @@ async def test_a_strict_service_refuses_what_nobody_published_at_every_endpoint(
         ):
             response = await served.client.post(path, json=body | {"mood": 1})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "mood"), response.text
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "one"}), ("/detokenize", {"tokens": [1]})])
+async def test_texts_follow_the_same_rule_as_answers(path: str, body: dict[str, Any]) -> None:
+    odd = body | {"mood": "good"}
+    async with served_http() as served:
+        response = await served.client.post(path, json=odd)
+        assert (response.status_code, response.headers[HEADER]) == (200, "mood")
+        plain = await served.client.post(path, json=body)
+        assert plain.json() == response.json() and HEADER not in plain.headers
+    async with served_http(strict=True) as served:
+        assert (await served.client.post(path, json=odd)).json()["error"]["param"] == "mood"
