@@ -19,22 +19,24 @@ from genbatch.nif.errors import BatchError
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one attention kind.
+    """Layers of one kind: what they keep of each position, and how far back a token reads it.
 
     Args:
         layers: indices of the model's layers in this group, ascending.
         window: how many positions a token attends to, itself included; None means all previous ones.
         sink_tokens: first positions of a sequence that a token attends to beside its window; 0 without one.
+        convolves: whether they are short convolutions, which keep their inputs and read a window of them.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     sink_tokens: int = 0
+    convolves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Keys and values of one layer, per position.
+    """Keys and values of one layer, per position; a short convolution has one key, its input, and no value.
 
     Args:
         num_kv_heads: heads of keys and values.

@@ -119,7 +119,8 @@ class Engine:
         return free_host_memory()
 
     def _step_shape(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int) -> StepShape:
-        config, layers = self.model.config, self.model.layers
+        config = self.model.config
+        attending = [layer for layer in self.model.layers if layer.value_dim]  # short convolutions have no values
         hidden, num_sequences = config.hidden_size, n_parallel + n_held
         # Of every token: whoever asks for log-probabilities of a prompt gets them a step at a time.
         logit_rows = max(num_sequences, n_batch)
@@ -127,8 +128,8 @@ class Engine:
             hidden_size=hidden,
             intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
             num_heads=config.num_attention_heads,
-            num_kv_heads=max(layer.num_kv_heads for layer in layers),
-            head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
+            num_kv_heads=max((layer.num_kv_heads for layer in attending), default=1),
+            head_dim=max((max(layer.key_dim, layer.value_dim) for layer in attending), default=1),
             vocab_size=self.model.vocab_size,
             dtype_bytes=self.model.dtype.itemsize,
             max_batch_tokens=n_batch,

@@ -104,6 +104,26 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionNames:
+    """Short convolutions in the place of some layers' attention.
+
+    Such a layer makes a gate, a factor and an input of each token. The products of gate and input go through a causal
+    convolution, each channel by itself, and are multiplied by the factor.
+
+    Args:
+        layers: the layers that have one.
+        inputs: name of the linear of gates, factors and inputs.
+        taps: name of the convolution.
+        out: name of the last linear.
+    """
+
+    layers: frozenset[int]
+    inputs: str = "conv.in_proj"
+    taps: str = "conv.conv"
+    out: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One model's architecture, every number resolved.
 
@@ -126,6 +146,7 @@ class Architecture:
         logit_divisor: of the logits.
         gate_slope, gate_limit: of "clamped_swiglu".
         experts: None where every layer has one MLP.
+        convolution: None where every layer attends.
     """
 
     norm_eps: float
@@ -149,6 +170,7 @@ class Architecture:
     gate_slope: float = 0.0
     gate_limit: float = 0.0
     experts: ExpertNames | None = None
+    convolution: ConvolutionNames | None = None
 
 
 LACKING = {
@@ -368,6 +390,28 @@ def _gpt_oss(config: Any) -> Architecture:
     )
 
 
+def _lfm2(config: Any) -> Architecture:
+    names = Tensors(
+        final_norm="model.embedding_norm",
+        out="self_attn.out_proj",
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        attention_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+    )
+    convolving = frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == "conv")
+    return Architecture(
+        config.norm_eps,
+        head_dim_of(config) ** -0.5,
+        "silu",
+        tensors=names,
+        qk_norm=SHARED,
+        convolution=ConvolutionNames(convolving),
+    )
+
+
 ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _llama,
@@ -389,6 +433,7 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
     "GptOssForCausalLM": _gpt_oss,
+    "Lfm2ForCausalLM": _lfm2,
 }
 """By the name of transformers' class, what makes the architecture of a configuration."""
 
@@ -401,7 +446,7 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
         config: of the text decoder.
 
     Raises:
-        ModelError: a layer is neither full nor sliding-window attention.
+        ModelError: a layer is neither full nor sliding-window attention nor a short convolution.
     """
     num_layers: int = config.num_hidden_layers
     window: int | None = getattr(config, "sliding_window", None)
@@ -415,22 +460,33 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
     if len(kinds) < num_layers:
         raise ModelError(name, f"config.json gives a kind for {len(kinds)} of {num_layers} layers")
     longest = max_position(name, config)
-    layers_of: dict[int | None, list[int]] = {}
+    taps: int | None = getattr(config, "conv_L_cache", None)
+    layers_of: dict[tuple[int | None, bool], list[int]] = {}
     for layer, kind in enumerate(kinds[:num_layers]):
+        if kind == "conv" and taps is not None:
+            layers_of.setdefault((taps, True), []).append(layer)
+            continue
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served")
         reach = window if kind == "sliding_attention" else None
         if kind == "sliding_attention" and reach is None:
             raise ModelError(name, f"layer {layer} attends within a window that config.json does not give")
         # A window that no sequence outgrows is no window: one group then holds all layers.
-        layers_of.setdefault(None if reach is not None and reach >= longest else reach, []).append(layer)
-    return tuple(LayerGroup(tuple(layers), reach) for reach, layers in layers_of.items())
+        reach = None if reach is not None and reach >= longest else reach
+        layers_of.setdefault((reach, False), []).append(layer)
+    return tuple(
+        LayerGroup(tuple(layers), reach, convolves=convolves) for (reach, convolves), layers in layers_of.items()
+    )
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     """What each layer keeps in the KV cache, of a model that has an `Architecture`."""
     head_dim, count = head_dim_of(config), int(config.num_hidden_layers)
-    return (LayerShape(kv_heads_of(config), head_dim, head_dim),) * count
+    shapes = [LayerShape(kv_heads_of(config), head_dim, head_dim)] * count
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind == "conv":
+            shapes[layer] = LayerShape(1, config.hidden_size, 0)
+    return tuple(shapes)
 
 
 def max_position(name: str, config: PreTrainedConfig) -> int:

@@ -55,6 +55,7 @@ from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, WeightSource
 from genbatch.nif.pooling import CLS, Pooling, directory_pooling, gguf_pooling, plain_pooling
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
+from genbatch.nif.runners.convolution import page_convolutions
 from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.tokenizer import Tokenizer
 
@@ -468,6 +469,7 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
     unused, config = set(report["unexpected_keys"]), files.config.get_text_config(decoder=True)
     check_all_used(source, config, files.weights(), set(files.weights().names()) - unused)
     check_finite(source, hf)
+    page_convolutions(hf)
     model: PreTrainedModel = hf.eval().requires_grad_(False).to(device)
     return model
 

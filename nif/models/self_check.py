@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import LayerGroup, LayerShape, RaggedBatch
-from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall
+from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall, convolved
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 _LENGTH = 12  # tokens of each of the two sequences
@@ -24,6 +24,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.calls: dict[int, AttentionCall] = {}
+        self.convolved: dict[int, LayerShape] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Plain causal attention within the step; returns [T, H, Dv]."""
@@ -35,6 +36,11 @@ class _Probe:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         out = scaled_dot_product_attention(query, key.to(query.dtype), value.to(query.dtype), is_causal=True)
         return out[0].transpose(0, 1)
+
+    def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """A convolution within the step; returns [T, channels]."""
+        self.convolved[layer] = LayerShape(1, inputs.shape[1], 0)
+        return convolved(inputs, len(inputs), taps, bias)
 
 
 def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...]) -> tuple[tuple[LayerShape, ...], int]:
@@ -56,17 +62,17 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
     except Exception as fault:
         raise ModelError(name, f"it cannot run over a paged KV cache: {fault}") from fault
     window_of = {layer: group.window for group in groups for layer in group.layers}
-    if sorted(probe.calls) != sorted(window_of):
+    if sorted([*probe.calls, *probe.convolved]) != sorted(window_of):
         seen = f"{len(probe.calls)} of its {len(window_of)} layers"
         raise ModelError(name, f"only {seen} attend through the registered function")
-    shapes = []
+    shapes = dict(probe.convolved)
     for layer, call in sorted(probe.calls.items()):
         # None: the module leaves the window to the mask, which only the configuration describes.
         said = window_of[layer]
         if None not in (call.window, said) and call.window != said:
             raise ModelError(name, f"layer {layer} has a window of {call.window}, config.json says {said}")
-        shapes.append(LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2]))
-    return tuple(shapes), int(output.logits.shape[-1])
+        shapes[layer] = LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2])
+    return tuple(shapes[layer] for layer in sorted(shapes)), int(output.logits.shape[-1])
 
 
 def check_paged_path(name: str, model: Model) -> None:

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 9 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 10 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -108,6 +108,8 @@ typedef struct {
     norm attention_post, mlp_post; /* of what comes out, before it is added to the residual */
     norm q_norm, k_norm;
     const float *sinks; /* [num_heads], a score that takes weight and gives no value; or NULL */
+    const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors, inputs; NULL: it attends */
+    const float *tap_bias; /* [hidden], or NULL */
     const experts *experts; /* or NULL */
     int32_t group; /* layer group, and this layer's place in it */
     int32_t index_in_group;
@@ -361,6 +363,13 @@ void attention_together(const attention *, const attention_entry *, int count, i
 /* Asks for the entry's first chunk, at or behind `chunks`. */
 void attention_fetch(const attention *, const attention_entry *, int kv_head, int chunks);
 int attention_whole_chunks(const cache *, int blocks);
+
+/* convolution.c */
+/* What a layer keeps of a token, as float: `row` holds its gates, factors and inputs, [hidden] each. */
+void convolution_write(const cache *, int layer, int64_t hidden, int64_t slot, const float *row);
+/* out[hidden] of the token at `position`, whose window lies in the blocks of `table`. */
+void convolution_row(const cache *, const layer *, int64_t hidden, const int32_t *table, int64_t position,
+                     const float *row, float *out);
 
 /* lora.c */
 typedef struct {

@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -143,6 +143,8 @@ class Layer(Structure):
         ("q_norm", Norm),
         ("k_norm", Norm),
         ("sinks", c_void_p),
+        ("taps", c_void_p),
+        ("tap_bias", c_void_p),
         ("experts", POINTER(Experts)),
         ("group", c_int32),
         ("index_in_group", c_int32),

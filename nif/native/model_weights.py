@@ -20,6 +20,7 @@ from genbatch.nif.models.architectures import (
     NONE,
     PER_HEAD,
     Architecture,
+    ConvolutionNames,
     ExpertNames,
     head_dim_of,
     kv_heads_of,
@@ -269,6 +270,9 @@ class ModelWeights:
         if layer in architecture.no_rope:
             return -1
         config: Any = self.model.config
+        convolution = architecture.convolution
+        if convolution is not None and layer in convolution.layers:
+            return -1
         return 0 if len(self.rope.kinds) == 1 else self.rope.kinds.index(config.layer_types[layer])
 
 
@@ -296,25 +300,44 @@ class _Loader:
         kind = self._kind
         if kind == WEIGHT_U4 and keeps_8_bits(index, self._config.num_hidden_layers):
             kind = WEIGHT_I8
+        convolution = self._architecture.convolution
+        convolves = convolution is not None and index in convolution.layers
         layer = Layer(
-            qkv=self._qkv([start + name for name in tensors.qkv], kind),
-            out=self.linear([start + tensors.out]),
             attention_norm=self.norm(tensors.attention_norm, start),
             mlp_norm=self.norm(tensors.mlp_norm, start),
             attention_post=self.norm(tensors.attention_post, start),
             mlp_post=self.norm(tensors.mlp_post, start),
-            q_norm=self._head_norm(start + tensors.q_norm, self._config.num_attention_heads),
-            k_norm=self._head_norm(start + tensors.k_norm, self.num_kv_heads),
-            sinks=None if tensors.sinks is None else self._packer.vector(self.tensor(start + tensors.sinks)),
         )
+        if convolution is not None and convolves:
+            self._convolution(layer, start, convolution, kind)
+        else:
+            self._attention(layer, start, kind)
         if experts is not None and (experts.layers is None or index in experts.layers):
             layer.intermediate = experts.intermediate
             layer.experts = self._experts(start, experts, kind)
         else:
-            layer.intermediate = self._config.intermediate_size
+            layer.intermediate = self.tensor(f"{start}{tensors.down}.weight").shape[1]
             layer.gate_up = self._gate_up([start + name for name in tensors.gate_up])
             layer.down = self.linear([start + tensors.down], kind=kind)
         return layer
+
+    def _attention(self, layer: Layer, start: str, kind: int) -> None:
+        tensors = self._architecture.tensors
+        layer.qkv = self._qkv([start + name for name in tensors.qkv], kind)
+        layer.out = self.linear([start + tensors.out])
+        layer.q_norm = self._head_norm(start + tensors.q_norm, self._config.num_attention_heads)
+        layer.k_norm = self._head_norm(start + tensors.k_norm, self.num_kv_heads)
+        if tensors.sinks is not None:
+            layer.sinks = self._packer.vector(self.tensor(start + tensors.sinks))
+
+    def _convolution(self, layer: Layer, start: str, names: ConvolutionNames, kind: int) -> None:
+        layer.qkv = self.linear([start + names.inputs], kind=kind)
+        layer.out = self.linear([start + names.out])
+        taps = self.tensor(f"{start}{names.taps}.weight").whole()  # [channels, 1, taps]
+        layer.taps = self._packer.put_floats(taps[:, 0].T.flatten())
+        bias = self._bias(start + names.taps)
+        if bias is not None:
+            layer.tap_bias = self._packer.put_floats(bias)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
         """A tensor of the source.

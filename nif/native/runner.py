@@ -110,7 +110,7 @@ class NativeRunner:
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         """Bytes of KV that one block of `group` takes, all the group's layers together."""
-        return len(self.groups[group].layers) * self._layer_bytes(block_size)
+        return len(self.groups[group].layers) * self._layer_bytes(group, block_size)
 
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """See `KnowsStep`."""
@@ -122,7 +122,6 @@ class NativeRunner:
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
         assert self._caches is None, "allocate is called once"
-        head_bytes = self._layer_bytes(block_size) // self._shape.num_kv_heads
         caches = (Cache * len(self.groups))()
         for i, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
             pool = NativeMemory(self._library, count * self.bytes_per_block(i, block_size))
@@ -130,8 +129,8 @@ class NativeRunner:
             caches[i] = Cache(
                 base=pool.address,
                 layer_stride=pool.tensor.numel() // len(group.layers),
-                block_stride=self._layer_bytes(block_size),
-                head_stride=head_bytes,
+                block_stride=self._layer_bytes(i, block_size),
+                head_stride=self._layer_bytes(i, block_size) // self._shape.num_kv_heads,
                 values_offset=self._key_bytes(block_size),
                 num_blocks=count,
                 block_size=block_size,
@@ -244,8 +243,10 @@ class NativeRunner:
         self._pools = []
         self._caches = None
 
-    def _layer_bytes(self, block_size: int) -> int:
-        """Bytes of one block of one layer."""
+    def _layer_bytes(self, group: int, block_size: int) -> int:
+        """Bytes of one block of one layer; a short convolution keeps its inputs in float32."""
+        if self.groups[group].convolves:
+            return block_size * int(self._shape.hidden) * 4
         size, head_dim, num_kv_heads = self._kv_dtype.itemsize, self._shape.head_dim, self._shape.num_kv_heads
         total: int = num_kv_heads * (self._key_bytes(block_size) + _padded(block_size, 4 // size) * head_dim * size)
         return total

@@ -299,6 +299,40 @@ static void attention_phase(worker *w, const layer *l)
     phase_end(w);
 }
 
+/* Convolutions */
+
+static int entry_of(const step *s, int64_t token)
+{
+    int low = 0, high = s->num_entries - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (s->query_starts[middle] <= token)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+static void convolution_phases(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const step *s = e->step;
+    const cache *c = &e->caches[l->group];
+    const int64_t hidden = e->model->hidden, pitch = 3 * hidden, count = s->num_tokens;
+    int64_t from, to;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++)
+            convolution_write(c, l->index_in_group, hidden, s->slots[l->group][t], e->work.qkv + t * pitch);
+    phase_end(w);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            const int32_t *table = s->block_tables[l->group] + (int64_t)entry_of(s, t) * s->table_width[l->group];
+            convolution_row(c, l, hidden, table, s->positions[t], e->work.qkv + t * pitch, e->work.attended + t * hidden);
+        }
+    phase_end(w);
+}
+
 /* Linears */
 
 /* What a linear's blocks become: written to out[count, pitch], or looked through for the largest, or both. */
@@ -497,9 +531,13 @@ static void run(void *argument, int thread)
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         layer_phase(&w, l, LORA_QKV, &l->qkv, x, m->hidden, NULL, count, &l->attention_norm);
-        linear_phase(&w, &l->qkv, count, STORE, work->qkv, pitch);
-        if (m->qk_norm == QK_WHOLE) whole_norm_phase(&w, l);
-        rope_and_cache_phase(&w, l);
+        linear_phase(&w, &l->qkv, count, STORE, work->qkv, l->taps ? 3 * (int64_t)m->hidden : pitch);
+        if (l->taps)
+            convolution_phases(&w, l);
+        else {
+            if (m->qk_norm == QK_WHOLE) whole_norm_phase(&w, l);
+            rope_and_cache_phase(&w, l);
+        }
         const int64_t *index = NULL;
         if (i == m->num_layers - 1) { /* behind the last cache write only the wanted rows matter */
             if (s->num_logit_rows == 0) return;
@@ -509,9 +547,9 @@ static void run(void *argument, int thread)
             index = s->logit_rows;
             count = s->num_logit_rows;
         }
-        attention_phase(&w, l);
+        if (!l->taps) attention_phase(&w, l);
         const bool at_once = !m->parallel && added_at_once(m, &l->attention_post);
-        layer_phase(&w, l, LORA_OUT, &l->out, work->attended, width, index, count, &no_norm);
+        layer_phase(&w, l, LORA_OUT, &l->out, work->attended, l->taps ? m->hidden : width, index, count, &no_norm);
         linear_phase(&w, &l->out, count, at_once ? ADD : STORE, at_once ? x : work->branch, m->hidden);
         if (!at_once && !m->parallel) join_phase(&w, &l->attention_post, x, count);
         mlp_phases(&w, l, x, count);
@@ -543,7 +581,12 @@ enum { NUM_BUFFERS = 25 };
 static int64_t buffer_floats(const model *m, const step *s, int threads, int64_t floats[NUM_BUFFERS])
 {
     const int64_t T = s->num_tokens, R = s->num_logit_rows, k = largest_k(m);
-    const int64_t width = (int64_t)m->num_heads * m->head_dim;
+    int64_t width = (int64_t)m->num_heads * m->head_dim, pitch = width + 2 * (int64_t)m->num_kv_heads * m->head_dim;
+    for (int i = 0; i < m->num_layers; i++)
+        if (m->layers[i].taps) {
+            width = width > m->hidden ? width : m->hidden;
+            pitch = pitch > 3 * (int64_t)m->hidden ? pitch : 3 * (int64_t)m->hidden;
+        }
     const int64_t count = T > R ? T : R; /* a row may be asked for twice */
     const expert_sizes x = experts_sizes(m);
     const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0;
@@ -552,7 +595,7 @@ static int64_t buffer_floats(const model *m, const step *s, int threads, int64_t
     const int64_t maxima_floats = s->best ? sizeof(lane_maxima) / sizeof(float) : 0;
     const int64_t adapters = s->num_adapters;
     const int64_t sizes[] = {
-        T * m->hidden, T * (width + 2 * (int64_t)m->num_kv_heads * m->head_dim), T * width,
+        T * m->hidden, T * pitch, T * width,
         (count > mixed ? count : mixed) * m->intermediate, R * m->hidden, operand,
         operand / SMALLEST_GROUP * factor_floats, threads * scratch_floats(m), threads * R * maxima_floats,
         m->num_groups * s->num_entries * (int64_t)sizeof(family) / 4, count * m->hidden, routed * m->hidden,

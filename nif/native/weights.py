@@ -349,10 +349,13 @@ class AdapterWeights:
         tensors = architecture.tensors
         start = tensors.layer.format(layer)
         qkv, gate_up = ([start + name for name in names] for names in (tensors.qkv, tensors.gate_up))
-        places = [
-            self._by_head(qkv[0], config) if architecture.qkv_by_head else self._in_order(qkv),
-            self._in_order([start + tensors.out]),
-        ]
+        if qkv[0] in self._sizes:
+            places = [
+                self._by_head(qkv[0], config) if architecture.qkv_by_head else self._in_order(qkv),
+                self._in_order([start + tensors.out]),
+            ]
+        else:
+            places = [_Outputs((), np.zeros(0, np.int64), np.zeros(0, np.int64))] * 2  # the layer convolves
         if gate_up[0] in self._sizes:
             places.append(self._interleaved(gate_up) if architecture.gated else self._in_order(gate_up))
             places.append(self._in_order([start + tensors.down]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import conv1d, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from genbatch.nif.runner import LayerGroup, RaggedBatch
@@ -29,10 +29,14 @@ class AttentionCall:
 
 
 class AttentionStep(Protocol):
-    """One step's way through the layers: writes keys and values to the pool and attends over it."""
+    """One step's way through the layers: writes what they keep to the pool and reads it back."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Returns the layer's attention output, [T, H, Dv]."""
+        ...
+
+    def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns a short convolution of each entry's inputs, [T, channels]; arguments as `convolved`."""
         ...
 
 
@@ -155,6 +159,13 @@ class TorchStep:
         rows = [_attend_span(call, pool, span) for span in plan.spans]
         return torch.cat(rows).to(call.query.dtype)
 
+    def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Writes the layer's inputs, then convolves entry by entry; returns [T, channels]."""
+        plan, pool = self._plans[layer], self._pools[layer]
+        pool.keys[plan.blocks, 0, plan.offsets] = inputs.to(pool.keys.dtype)
+        parts = [convolved(_gather(pool.keys, span)[0], span.stop - span.start, taps, bias) for span in plan.spans]
+        return torch.cat(parts).to(inputs.dtype)
+
 
 def _span(start: int, stop: int, kv_len: int, table: torch.Tensor, group: LayerGroup, block_size: int) -> _Span:
     n_past, window = kv_len - (stop - start), group.window
@@ -208,6 +219,23 @@ def _gather(pool: torch.Tensor, span: _Span) -> torch.Tensor:
     gathered = pool.index_select(0, span.blocks).transpose(0, 1).flatten(1, 2)
     within = gathered[:, span.skip : span.skip + span.length]
     return torch.cat((gathered[:, : span.sinks], within), dim=1) if span.sinks else within
+
+
+def convolved(inputs: torch.Tensor, num_rows: int, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The last rows of a causal convolution of each channel by itself.
+
+    Args:
+        inputs: [L, channels], from the first position that counts.
+        num_rows: rows of the result.
+        taps: [channels, 1, kernel].
+        bias: [channels].
+
+    Returns:
+        [num_rows, channels].
+    """
+    kernel = taps.shape[-1]
+    padded = pad(inputs.T, (max(0, kernel - 1 + num_rows - len(inputs)), 0))
+    return conv1d(padded[None], taps, bias, groups=len(taps))[0].T[-num_rows:]
 
 
 def _explicit_attention(

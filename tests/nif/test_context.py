@@ -18,7 +18,7 @@ from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.text.detokenizer import Detokenizer
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"]
+FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt_neox", "lfm2"]
 
 TinyModel = Callable[[str], Model]
 OracleOf = Callable[[str], Any]

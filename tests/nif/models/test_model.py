@@ -20,8 +20,6 @@ from transformers import (
     FalconForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
     MambaConfig,
@@ -174,11 +172,6 @@ _REFUSED: dict[str, tuple[Any, PreTrainedConfig, str]] = {
         NemotronForCausalLM,
         NemotronConfig(**_SIZES, num_key_value_heads=2, head_dim=8, intermediate_size=64),
         "only the native runner",
-    ),
-    "convolutions": (
-        Lfm2ForCausalLM,
-        Lfm2Config(**_SIZES, intermediate_size=64, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
-        "'conv'",
     ),
     "classification": (
         LlamaForSequenceClassification,

@@ -21,6 +21,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -211,6 +213,23 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             },
         ),
     ),
+    # Two convolutions in a row, one in the end; a bias in each; an inner size that follows from three settings.
+    "lfm2": (
+        Lfm2ForCausalLM,
+        lambda: Lfm2Config(
+            **{
+                key: value
+                for key, value in _sizes(64, 96, 4, 2, 16).items()
+                if key not in ("head_dim", "num_hidden_layers")
+            },
+            num_hidden_layers=4,
+            layer_types=["conv", "conv", "full_attention", "conv"],
+            conv_bias=True,
+            conv_L_cache=4,
+            block_multiple_of=8,
+            block_ffn_dim_multiplier=1.5,
+        ),
+    ),
 }
 """Per name a model's class and what makes its configuration."""
 
@@ -231,6 +250,8 @@ def random_model(name: str, **changes: Any) -> Any:
             parameter.normal_(std=0.2)
         elif key.endswith("sinks"):
             parameter.normal_(std=2.0)
+        elif key.endswith("conv.conv.weight"):
+            parameter.normal_(std=0.7)
         elif "norm" in key:
             low = -0.5 if name in _WEIGHTS_BEYOND_ONE else 0.5
             parameter.uniform_(low, low + 1.0)

@@ -19,7 +19,7 @@ from genbatch.nif.runner import RaggedBatch
 
 NAMES = [
     "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "starcoder2",
-    "nemotron", "stablelm", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss",
+    "nemotron", "stablelm", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss", "lfm2",
 ]  # fmt: skip
 MODES = ("float32", "bfloat16", "int8")
 # Median error of a row of logits: a near tie between two experts may send one row another way.

@@ -16,8 +16,8 @@ from genbatch.nif.native.runner import native_runner
 BLOCK = 8
 CHUNKS = (1, 3, 13, 40)
 TENANTS = (b"one", b"other")
-MODELS = ("llama", "mistral", "gemma3", "gpt_oss")
-"""Full attention, windows, and both, with sinks of its own or without."""
+MODELS = ("llama", "mistral", "gemma3", "gpt_oss", "lfm2")
+"""Full attention, windows, both, and short convolutions."""
 
 _turns = st.lists(
     st.tuples(
