@@ -28,7 +28,7 @@ from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_format, is_json
-from genbatch.nif.text.response_template import TemplateReader
+from genbatch.nif.text.response_template import HARMONY, TemplateReader
 from genbatch.nif.text.templates import ChatTemplateError, NothingToContinue, TemplateEnded
 from genbatch.nif.text.tokenizer import ChatPrompt
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader
@@ -369,6 +369,9 @@ class Intake:
         if not (calls or thinks):
             return None
         template, offered = self._tokenizer.response_template, [_offer(tool) for tool in wanted.tools]
+        names_channels = "<|channel|>" in (wanted.grammar or wanted.regex or "").replace("\\", "")
+        if template is HARMONY and calls is None and has_shape(wanted) and not names_channels:
+            return None  # the grammar lets no channel's mark stand beside the format
         if template is not None and (calls is None or calls.free):
             prompt = self._tokenizer.decode(prompt_tokens, skip_special_tokens=False)
             by_template = partial(TemplateReader, template, prompt, offered if calls else [])

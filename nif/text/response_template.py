@@ -37,6 +37,43 @@ PER_PIECE_S = 0.0005
 THINKING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 
+# Harmony, as gpt-oss writes: messages in channels. Thinking is "analysis"; "final" is for the reader, and so is a
+# "commentary" without a recipient. The recipient of a call stands before or behind the channel's name.
+_KIND = r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+_END = r"<\|(?:end|return|call)\|>"
+HARMONY: Mapping[str, Any] = {
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "thinking": {
+            "open_pattern": rf"<\|channel\|>analysis{_KIND}",
+            "close_pattern": _END,
+            "repeats": True,
+            "join": "\n",
+        },
+        _CALLS: {
+            "open_pattern": rf"(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?{_KIND}",
+            "close_pattern": _END,
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {
+            "open_pattern": rf"<\|channel\|>(?:final|commentary){_KIND}",
+            "close_pattern": _END,
+            "repeats": True,
+            "join": "\n",
+            "content_args": {"strip": False},
+        },
+    },
+}
+_HARMONY_MARKS = ("<|start|>assistant", "<|channel|>analysis", "<|channel|>final", "<|message|>")
+
+
+def known_template(chat_template: str) -> Mapping[str, Any] | None:
+    """The response template of a chat template that we know to need one; None of any other."""
+    return HARMONY if all(mark in chat_template for mark in _HARMONY_MARKS) else None
+
+
 def checked_template(spec: Any) -> Mapping[str, Any] | None:
     """A tokenizer's response template; None where it has none.
 
@@ -137,6 +174,7 @@ class TemplateReader:
         self._slow: TemplateReader | None = None
         self._new_slow = partial(TemplateReader, template, prefix, tools, by_character=True)
         self._written: list[str] = []
+        self._opened = False  # whether there was a region at all
         self._shown = (0, 0, 0)  # characters of text and of thinking, calls
         # By characters:
         self._by_character = by_character
@@ -161,7 +199,9 @@ class TemplateReader:
             return self._slow.finish()
         if not self._by_character:
             parts = self._handed_on(lambda: self._parser.finalize()[1])
-            return _joined([parts, self._slow.finish()]) if self._slow is not None else parts
+            if self._slow is None:
+                return parts if self._opened else Parts("".join(self._written))
+            return _joined([parts, self._slow.finish()])
         parts = Parts()
         if not self._has_failed:
             self._try(parts, lambda: self._parser.finalize()[1])
@@ -202,6 +242,7 @@ class TemplateReader:
         ValueError: read by pieces, a region of calls has none.
         """
         opens_calls = any((event["field"], event["type"]) == (_CALLS, "region_open") for event in events)
+        self._opened |= bool(events)
         for event in events:
             name, kind = event["field"], event["type"]
             if name == _CALLS:

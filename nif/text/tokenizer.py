@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from genbatch.nif.text.detokenizer import TokenizerError, raised
-from genbatch.nif.text.response_template import THINKING, checked_template
+from genbatch.nif.text.response_template import HARMONY, THINKING, checked_template, known_template
 from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, ToolFormat, plain_conversation, tool_format
 
@@ -99,16 +99,22 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self._renderer: TemplateRenderer | None = None
-        self.response_template = self._response_template()
-        marks = json.dumps(self.response_template, ensure_ascii=False).replace("\\", "")
-        names = self.backend.get_added_tokens_decoder().items() if self.response_template is not None else ()
+        self._set_response_template(self._response_template())
+
+    def _set_response_template(self, template: Mapping[str, Any] | None) -> None:
+        self.response_template = template
+        marks = json.dumps(template, ensure_ascii=False).replace("\\", "")
+        names = self.backend.get_added_tokens_decoder().items() if template is not None else ()
         # Special tokens by which the template tells regions apart; others stay out of sight.
-        self.response_marks = frozenset(i for i, token in names if token.special and token.content in marks)
+        self.response_marks = frozenset(
+            i for i, token in names if token.special and (token.content in marks or template is HARMONY)
+        )
 
     def _response_template(self) -> Mapping[str, Any] | None:
         """How transformers reads what the model writes; None where the tokenizer does not say."""
         try:
-            return checked_template(getattr(self.hf, "response_template", None))
+            own = checked_template(getattr(self.hf, "response_template", None))
+            return known_template(self._template()) if own is None else own
         except ValueError as error:
             log.warning("%s; the table of formats is used", error)
             return None
@@ -161,7 +167,7 @@ class Tokenizer:
         """Takes this chat template in the place of the model's own."""
         self.hf.chat_template = template
         self._renderer = None
-        self.response_template = None  # it was the other template's
+        self._set_response_template(known_template(template))  # the model's own was the other template's
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that `tokenizer(text)` gives before `generate`; special tokens in the text count as such.

@@ -94,6 +94,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Any = None  # a hint, so that no value of it is an error
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -215,6 +216,9 @@ def read_chat(body: dict[str, Any], reader: Fields | None = None) -> OpenAIReque
     return _request("chat", fields, [params], num_top, names)
 
 
+_EFFORTS = ("low", "medium", "high")  # what chat templates know; a template that reads none leaves it out
+
+
 def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> dict[str, Any]:
     """What the chat template is told beside the messages; `names` gets the caller's names of the tools."""
     params: dict[str, Any] = {}
@@ -229,8 +233,13 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
         params["tool_choice"] = _choice(fields.tool_choice)
-    if fields.chat_template_kwargs:
-        params["chat_template_kwargs"] = fields.chat_template_kwargs
+    variables = fields.chat_template_kwargs or {}
+    if fields.reasoning_effort in _EFFORTS:
+        variables = {"reasoning_effort": fields.reasoning_effort, **variables}
+    elif fields.reasoning_effort is not None:
+        reader.ignore("reasoning_effort")
+    if variables:
+        params["chat_template_kwargs"] = variables
     goes_on = bool(fields.continue_final_message)
     if goes_on:
         params["continue_final_message"] = True

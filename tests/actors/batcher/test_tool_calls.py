@@ -1,6 +1,7 @@
 """Tool calls over a tiny random model: in this program, over the wire and from the engine's process."""
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -382,3 +383,18 @@ async def test_thinking_is_told_apart_and_counted_by_the_table_and_by_the_tokeni
         assert "".join(token.text for token in tokens) == "Yes."
         plain = await batcher.generate(**asked)
         assert plain.text.startswith("<think>hm, so</think>") and plain.reasoning_tokens == 0
+
+
+@pytest.mark.trio
+async def test_harmonys_channels_are_told_apart_where_the_chat_template_writes_them(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    marks = "{# <|start|>assistant<|channel|>analysis<|message|> <|channel|>final #}"
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", TEMPLATE + marks)
+    written = r"<\|channel\|>analysis<\|message\|>hm<\|call\|><\|channel\|>final<\|message\|>Yes\."
+    asked: Any = {"messages": [USER], "max_tokens": 120, "reasoning": True}
+    async with running(model) as batcher:  # a tokenizer in which <|start|> and <|end|> mean other things
+        result = await batcher.generate(regex=written, **asked)
+        assert (result.reasoning, result.text, result.finish_reason) == ("hm", "Yes.", "stop")
+        shaped = await batcher.generate(regex="[0-9]{3}", **asked)
+        assert re.fullmatch("[0-9]{3}", shaped.text) and not shaped.reasoning

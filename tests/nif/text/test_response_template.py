@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
-from genbatch.nif.text.response_template import TemplateReader, checked_template
+from genbatch.nif.text.response_template import HARMONY, TemplateReader, checked_template, known_template
 from genbatch.nif.text.tools import Parts
 
 TOOLS = [
@@ -191,3 +191,43 @@ def test_an_expression_that_never_compiles_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="repeats multiply"):
         checked_template(template)
     assert checked_template({**template, "start_anchor": "a{60000}{60000}", "fields": {"content": {}}})
+
+
+NEXT = "<|end|><|start|>assistant"
+THOUGHT = f"<|channel|>analysis<|message|>hm{NEXT}"
+ARGUMENTS = '{"a": 3}'
+
+
+@pytest.mark.parametrize("length", [1, 3, 10_000])
+@pytest.mark.parametrize(
+    ("written", "text", "reasoning", "called"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|> Yes.<|return|>", " Yes.", "hm", False),
+        (f"{THOUGHT}<|channel|>final<|message|>cut short", "cut short", "hm", False),
+        (f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>Yes.", "Yes.", "hmhm", False),
+        (f"<|channel|>final <|constrain|>json<|message|>{ARGUMENTS}<|return|>", ARGUMENTS, "", False),
+        (
+            f"{THOUGHT}<|channel|>commentary<|message|>I look.{NEXT}"
+            f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+            "I look.",
+            "hm",
+            True,
+        ),
+        (f"{THOUGHT} to=functions.f<|channel|>commentary json<|message|>{ARGUMENTS}", "", "hm", True),
+        ("without a channel", "without a channel", "", False),
+    ],
+)
+def test_harmonys_channels_are_thinking_text_and_calls(
+    written: str, text: str, reasoning: str, called: bool, length: int
+) -> None:
+    pieces = [written[place : place + length] for place in range(0, len(written), length)]
+    found = read(TemplateReader(HARMONY, "<|start|>assistant", TOOLS), pieces)
+    assert (found.text, found.reasoning) == (text, reasoning)
+    assert [(call.name, call.arguments) for call in found.calls] == ([("f", ARGUMENTS)] if called else [])
+
+
+def test_harmony_is_known_by_the_marks_of_its_chat_template() -> None:
+    checked_template(HARMONY)
+    marks = "<|start|>assistant<|channel|>analysis<|message|> <|start|>assistant<|channel|>final<|message|>"
+    assert known_template(f"{{{{ '{marks}' }}}}") is HARMONY
+    assert known_template("<|start|>assistant<think></think>") is None

@@ -144,6 +144,16 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_http_address(text)
 
 
+def test_an_effort_that_chat_templates_know_is_a_variable_of_theirs_and_any_other_is_named() -> None:
+    (params,) = read_chat({"messages": [USER], "reasoning_effort": "high"}).params
+    assert params["chat_template_kwargs"] == {"reasoning_effort": "high"}
+    own = {"messages": [USER], "reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert read_chat(own).params[0]["chat_template_kwargs"] == {"reasoning_effort": "low"}
+    reader = Fields()
+    (params,) = read_chat({"messages": [USER], "reasoning_effort": "minimal"}, reader=reader).params
+    assert "chat_template_kwargs" not in params and reader.ignored == ("reasoning_effort",)
+
+
 def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
     (params,) = read_chat({"messages": [USER], "guided_choice": ["a.b", "c|d"], "no_stop_trim": True}).params
     assert params["regex"] == r"(a\.b)|(c\|d)" and params["keep_stop"] is True
