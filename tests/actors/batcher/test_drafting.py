@@ -403,8 +403,8 @@ ASKED = st.lists(
 
 def _fitting(request: dict[str, Any], room: int) -> dict[str, int]:
     """The bounds of an answer that fit into so many tokens."""
-    bounds = {name: request[name] for name in ("min_tokens", "max_tokens") if name in request}
-    return {name: min(value, room) for name, value in bounds.items()}
+    most = min(request["max_tokens"], room)
+    return {"max_tokens": most, "min_tokens": min(request["min_tokens"], most)}
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
