@@ -19,9 +19,11 @@ from typing import Any
 
 import outcome
 
-from genbatch.actors.batcher.embeddings import QUEUE_SHARE, books
+from genbatch.actors.batcher.embeddings import QUEUE_SHARE, EmbeddingRequest
+from genbatch.actors.batcher.generation import GenerationRequest
 from genbatch.actors.batcher.grammars import Compiled, Grammars
 from genbatch.actors.batcher.intake import Intake
+from genbatch.actors.batcher.kept_logits import Keep
 from genbatch.actors.batcher.messages import Embed, Generate, charged_account
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
@@ -30,7 +32,6 @@ from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, TimeLi
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
-from genbatch.proto.messages import GenerateRequest
 
 
 class PromptSharing:
@@ -57,7 +58,7 @@ class PromptSharing:
     def share(self, request: Request, *, context_is_free: bool) -> None:
         """Lets the request share a held prompt; holds its first message when another request had the same."""
         first = request.sequences[0]
-        if first.scores_prompt:
+        if first.scores_prompt or not request.prompt_tokens:
             return
         held = self._held.find(request.prompt_tokens, first.cache_key, first.adapter)
         if held is None:
@@ -126,11 +127,11 @@ class Arrivals:
         self._reader = reader
         self._owner = owner
         self._num_away = 0  # sequences of requests that are with the tokenizer's thread
-        self._with_grammars: dict[int, Request] = {}  # by number, whose grammar is compiled or waits for that
+        self._with_grammars: dict[int, GenerationRequest] = {}  # by number, whose grammar is compiled or waits for that
         self._numbers = count(1)
 
     def __len__(self) -> int:
-        waiting = (request.wanted.n for request in self._with_grammars.values() if not request.replied)
+        waiting = (request.width for request in self._with_grammars.values() if not request.replied)
         return self._num_away + sum(waiting)
 
     def take(self, message: Generate | Embed, from_: "From[Any]") -> Request | None:
@@ -138,60 +139,90 @@ class Arrivals:
         try:
             # guard: draining takes nothing new
             self._draining.check()
-            if isinstance(message, Embed):
-                request = self._embedding(message, from_)
-            else:
-                request = self._generation(message, from_)
+            match message:
+                case Embed():
+                    request: Request = self._embedding(message, from_)
+                case Generate():
+                    request = self._generation(message, from_)
         except GenbatchError as error:
             self._journal.refused(message, error)
             reply_error(from_, error)
             return None
-        if request.grammar is None:
+        if request.starts_reading:
             return self._encode(request)
-        self._with_grammars[request.number] = request
-        self._grammars.compile(request)
         return None
 
-    def _generation(self, message: Generate, from_: "From[Any]") -> Request:
-        wanted = message.request
-        self._intake.check(wanted)
-        adapter = self._intake.adapter(wanted.model)
-        self._intake.check_beams(message.beam_width, wanted)
-        grammar = self._intake.grammar(wanted)
-        limits = self._admit(wanted, message.client, embeds=False)
-        request = self._request(message, from_, wanted, limits)
-        request.on_token, request.on_begin = message.on_token, message.on_begin
-        request.tag, request.beam_width, request.keep = message.tag, message.beam_width, message.keep
-        request.grammar, request.adapter = grammar, adapter
+    def _generation(self, message: Generate, from_: "From[Any]") -> GenerationRequest:
+        wanted, intake = message.request, self._intake
+        intake.check(wanted)
+        adapter = intake.adapter(wanted.model)
+        intake.check_beams(message.beam_width, wanted)
+        grammar = intake.grammar(wanted)
+        account = charged_account(message.client, wanted.tenant)
+        limits = self._limits(wanted.deadline_s, message.client)
+        self._admit(message.client, account, wanted.n, limits, embeds=False)
+        request = GenerationRequest(
+            **self._common(message, from_, limits),
+            wanted=wanted,
+            width=wanted.n,
+            payer=wanted.payer,
+            on_token=message.on_token,
+            on_begin=message.on_begin,
+            tag=message.tag,
+            beam_width=message.beam_width,
+            keep=message.keep or Keep(),
+            grammar=grammar,
+            adapter=adapter,
+        )
+        start, read = partial(intake.start_prompt, wanted), partial(intake.read, wanted)
+        request.read_job = ReadJob(start, read, intake.size(wanted), request.account)
+        request.begin_waiting = partial(self._begin_generation, request)
         self._add(request)
         self._flight.arrived(request, message)
+        if grammar is not None:
+            request.starts_reading = False
+            self._with_grammars[request.number] = request
+            self._grammars.compile(request)
         return request
 
-    def _embedding(self, message: Embed, from_: "From[Any]") -> Request:
-        if self._intake.adapter(message.request.model) is not None:
+    def _begin_generation(self, request: GenerationRequest, prompt: "outcome.Outcome[Prompt]") -> None:
+        self._flight.encoded(request, prompt)
+        self._intake.start(request, prompt.unwrap())
+        if request.constraints:
+            self._grammars.watch(request.sequences)
+
+    def _embedding(self, message: Embed, from_: "From[Any]") -> EmbeddingRequest:
+        wanted, intake = message.request, self._intake.embeddings
+        if self._intake.adapter(wanted.model) is not None:
             raise InvalidRequest("model", "an adapter changes what is generated; embeddings are the model's own")
-        embedding = self._intake.embeddings.begin(message.request)
-        wanted = books(embedding)
-        limits = self._admit(wanted, message.client, embeds=True)
-        request = self._request(message, from_, wanted, limits)
-        request.embedding = embedding
+        width = intake.check(wanted)
+        account = charged_account(message.client, wanted.tenant, embeds=True)
+        limits = self._limits(wanted.deadline_s, message.client)
+        self._admit(message.client, account, width, limits, embeds=True)
+        # One text has no time of its own: the operator's bound on an answer is for what is generated.
+        limits = replace(limits, answer_s=None)
+        request = EmbeddingRequest(**self._common(message, from_, limits), wanted=wanted, width=width)
+        request.read_job = without_template(partial(intake.read, wanted), intake.size(wanted), request.account)
+        request.begin_waiting = partial(self._begin_embedding, request)
         self._add(request)
         self._flight.close("embeddings were asked for, and a record has none")
         return request
 
-    def _request(
-        self, message: Generate | Embed, from_: "From[Any]", wanted: GenerateRequest, limits: TimeLimits
-    ) -> Request:
-        return Request(
-            number=next(self._numbers),
-            wanted=wanted,
-            from_=from_,
-            monitor=self._owner.monitor(from_),
-            client=message.client,
-            request_id=self._journal.request_id(message),
-            accepted_at=self._flight.now(),
-            limits=limits,
-        )
+    def _begin_embedding(self, request: EmbeddingRequest, texts: "outcome.Outcome[list[list[int]]]") -> None:
+        self._intake.embeddings.start(request, texts.unwrap(), self._intake.longest)
+
+    def _common(self, message: Generate | Embed, from_: "From[Any]", limits: TimeLimits) -> dict[str, Any]:
+        """The fields that every request has."""
+        return {
+            "number": next(self._numbers),
+            "from_": from_,
+            "monitor": self._owner.monitor(from_),
+            "client": message.client,
+            "tenant": message.request.tenant,
+            "request_id": self._journal.request_id(message),
+            "accepted_at": self._flight.now(),
+            "limits": limits,
+        }
 
     def _add(self, request: Request) -> None:
         if not self._requests:
@@ -211,23 +242,26 @@ class Arrivals:
 
     def encoded(self, message: Encoded) -> Request | None:
         """Goes on with a request whose long prompt was tokenized."""
-        self._num_away -= message.request.wanted.n
+        self._num_away -= message.request.width
         return self._finish(message.request, message.prompt) if message.request in self._requests else None
 
-    def _limits(self, wanted: GenerateRequest, client: str) -> TimeLimits:
+    def _limits(self, deadline_s: float | None, client: str) -> TimeLimits:
         """What bounds a request's time; the operator's bounds are for clients only."""
         options = self._options
         return TimeLimits(
-            deadline_s=wanted.deadline_s,
+            deadline_s=deadline_s,
             # guard: default deadline
             wait_s=(options.default_deadline_s or None) if client else None,
             answer_s=(options.max_answer_s or None) if client else None,
         )
 
-    def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> TimeLimits:
-        """Lets a request wait, or raises."""
-        limits = self._limits(wanted, client)
-        account = charged_account(client, wanted.tenant, embeds=embeds)
+    def _admit(self, client: str, account: str, width: int, limits: TimeLimits, *, embeds: bool) -> None:
+        """Let so many more sequences of an account wait.
+
+        Raises:
+            QueueFull: there are too many already.
+            DeadlineExceeded: the deadline would pass before its turn.
+        """
         load = Load(
             free_slots=len(self._slots.seq_pool),
             waiting=len(self._slots.pending) + len(self),
@@ -239,57 +273,27 @@ class Arrivals:
         admission = self._options.admission(client)
         if embeds and self._intake.generates:
             admission = replace(admission, max_queue=int(QUEUE_SHARE * admission.max_queue))
-        admission.check(wanted=wanted.n, client=account, patience_s=limits.patience_s, load=load)
-        return limits
+        admission.check(wanted=width, client=account, patience_s=limits.patience_s, load=load)
 
     def _encode(self, request: Request) -> Request | None:
-        """Tokenizes the prompt, a long one off the event loop."""
-        intake, wanted, owner = self._intake, request.wanted, self._owner
-        reading: ReadJob[Any]
-        if request.embedding is not None:
-            texts = request.embedding.wanted
-            read_texts = partial(intake.embeddings.read, texts)
-            reading = without_template(read_texts, intake.embeddings.size(texts), request.account)
-        else:
-            start, read = partial(intake.start_prompt, wanted), partial(intake.read, wanted)
-            reading = ReadJob(start, read, intake.size(wanted), request.account)
-        prompt = self._reader.read(reading, lambda prompt: owner.ref.info(Encoded(request, prompt), control=True))
-        if prompt is not None:
-            return self._finish(request, prompt)
-        self._num_away += wanted.n
+        """Read the prompt or the texts, long ones off the event loop."""
+        owner = self._owner
+        assert request.read_job is not None
+        found = self._reader.read(request.read_job, lambda found: owner.ref.info(Encoded(request, found), control=True))
+        if found is not None:
+            return self._finish(request, found)
+        self._num_away += request.width
         return None
 
-    def _finish(self, request: Request, prompt: "outcome.Outcome[Any]") -> Request | None:
-        """Makes the sequences, or ends a request that cannot have any."""
-        if request.embedding is None:
-            self._flight.encoded(request, prompt)
+    def _finish(self, request: Request, found: "outcome.Outcome[Any]") -> Request | None:
+        """Make the sequences, or end a request that cannot have any."""
+        assert request.begin_waiting is not None
         try:
-            max_tokens = self._keep(request, prompt.unwrap())
+            request.begin_waiting(found)
         except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
             refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
             self._journal.unreadable(request, refusal)
             self._requests.end(request, refusal)
             return None
-        if request.embedding is None:
-            request.sequences = self._intake.sequences(request, max_tokens)
-        else:
-            for _ in range(request.embedding.width):
-                request.next_text(request.accepted_at)
         self._journal.accepted(request)
-        if request.constraints:
-            self._grammars.watch(request.sequences)
         return request
-
-    def _keep(self, request: Request, found: Any) -> int:
-        """Gives a request what was read of its prompt or its texts; returns how many tokens it may generate.
-
-        Raises:
-            PromptTooLong: there is no room for any.
-        """
-        if request.embedding is not None:
-            self._intake.embeddings.start(request, found, self._intake.longest)
-            return 0
-        request.prompt_tokens, request.first_message, request.echo = found.tokens, found.first_message, found.echo
-        if request.wanted.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # nothing foretells the first token
-        return self._intake.max_tokens(request)

@@ -29,10 +29,10 @@ from genbatch.actors.batcher.events import Decoded, RunEnded, Stepped
 from genbatch.actors.batcher.grammars import Compiled, Prepared
 from genbatch.actors.batcher.messages import Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.parts import BatcherParts
-from genbatch.actors.batcher.requests import HeldPrompt, Request, Sequence
+from genbatch.actors.batcher.requests import Request, slotted
 from genbatch.actors.runtime.actor import NOREPLY, Down, From, reply
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
-from genbatch.actors.scheduling.request import LlmRequest, Phase
+from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.proto.errors import PromptTooLong
 from genbatch.proto.messages import (
     DetokenizeRequest,
@@ -177,8 +177,7 @@ class Batcher(BatcherParts):
         """The sequences of a request wait for a slot; there is none yet where a thread has it, or it was refused."""
         if request is None:
             return
-        if request.embedding is None:
-            self.sharing.share(request, context_is_free=not self._stepping)
+        self.sharing.share(request, context_is_free=not self._stepping)
         for sequence in request.sequences:
             self.slots.enqueue(sequence)
         self._wake()
@@ -246,8 +245,8 @@ class Batcher(BatcherParts):
         """
         for owner in plan.paused_requests:
             self.slots.pause(owner)
-        for owner in plan.never_fitting:
-            self._refuse(owner)
+        for unit in slotted(plan.never_fitting):
+            unit.give_up(PromptTooLong("the KV cache cannot hold this request"), self.commit)
         groups = self.planner.start(plan)
         self._flight.ticked(replace(plan, paused_requests=[*gave_way, *plan.paused_requests]), groups)
         if groups:
@@ -318,13 +317,6 @@ class Batcher(BatcherParts):
     def _settle_adapters(self) -> None:
         if self.adapters.settle():
             self._flight.close("an adapter was unloaded with prompts that were held, which is not in the record")
-
-    def _refuse(self, owner: LlmRequest) -> None:
-        """Ends a request that would not fit even if nothing else were there."""
-        if isinstance(owner, HeldPrompt):
-            self.slots.drop_held(owner)
-        elif isinstance(owner, Sequence) and owner.phase is not Phase.FINISHED:
-            self.requests.fail(owner.request, PromptTooLong("the KV cache cannot hold this request"))
 
     # Ending, and what is asked meanwhile
 

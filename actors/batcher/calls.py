@@ -55,10 +55,11 @@ class TextCalls:
     def answer(self, message: TokenizeRequest | DetokenizeRequest, from_: "From[Any]") -> None:
         """Replies, now or later."""
         try:
-            if isinstance(message, TokenizeRequest):
-                reading = self._tokenizing(message, from_)
-            else:
-                reading = self._text(message, from_)
+            match message:
+                case TokenizeRequest():
+                    reading = self._tokenizing(message, from_)
+                case DetokenizeRequest():
+                    reading = self._text(message, from_)
         except GenbatchError as error:
             reply_error(from_, error)
             return

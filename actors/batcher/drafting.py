@@ -13,8 +13,7 @@ model's thread.
 from collections.abc import Sequence as ListOf
 from math import inf
 
-from genbatch.actors.batcher.requests import Sequence
-from genbatch.nif.sampling.prompt_lookup import PromptLookup
+from genbatch.actors.batcher.generation import Generation
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
@@ -61,15 +60,13 @@ class RunDrafts:
     """The drafts of one run.
 
     Args:
-        sequences: those of the run; each has its lookup.
+        sequences: those of the run.
         costs: of all runs.
         max_rows: most tokens of a step.
     """
 
-    def __init__(self, sequences: ListOf[Sequence], costs: DraftCosts, *, max_rows: int) -> None:
-        self._lookups = [sequence.lookup or PromptLookup() for sequence in sequences]
-        for sequence, lookup in zip(sequences, self._lookups, strict=True):
-            sequence.lookup = lookup
+    def __init__(self, sequences: ListOf[Generation], costs: DraftCosts, *, max_rows: int) -> None:
+        self._lookups = [sequence.lookup for sequence in sequences]
         self._sequences = sequences
         # How many tokens each may still draw.
         self._left = [sequence.max_new_tokens - sequence.num_generated for sequence in sequences]

@@ -1,25 +1,31 @@
 """Embeddings: a request's texts on their way through the slots, and the vectors that become of them.
 
-    request.embedding = intake.begin(wanted)              # checked; what it takes is known
+    width = intake.check(wanted)                          # texts that run at a time
     intake.start(request, intake.read(wanted), longest)   # its texts are tokenized
-    sequence = request.next_text(now)                     # the next one that is to wait for a slot
+    sequence = request.next_sequence(now)                 # the next text that waits for a slot
 
 A text is a sequence that draws nothing: it ends with its last prompt token. A request may have thousands of them. No
 more than the service has slots wait or run at a time, and each goes behind what waits already, so that a long list is
 no longer in anybody's way than a few requests would be.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+import torch
+
+from genbatch.actors.batcher.messages import Embedded, charged_account
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.output import Output, OutputRules
-from genbatch.actors.batcher.requests import Embedding, PooledText, Request, Sequence
+from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request, Sequence
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.proto.errors import InvalidRequest, PromptTooLong
-from genbatch.proto.messages import EmbedRequest, GenerateRequest
+from genbatch.nif.pooling import Pooling
+from genbatch.nif.runner import Logits
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
+from genbatch.proto.messages import EmbedRequest, FinishReason
 from genbatch.proto.validation import validate_embed
 
 NO_EMBEDDINGS = (
@@ -29,6 +35,156 @@ NO_EMBEDDINGS = (
 NO_TEXT = "gives embeddings and does not continue text: ask a model that does"
 # What embeddings may take of the queue, so that a flood of them leaves room for what is generated.
 QUEUE_SHARE = 0.5
+
+
+class PooledText:
+    """One text's states, as they come in.
+
+    Args:
+        pooling: the model's.
+    """
+
+    __slots__ = ("_count", "_pooling", "_sum")
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._sum = torch.zeros(pooling.size)
+        self._count = 0
+
+    def states(self, *, is_last: bool) -> Logits:
+        """Which states of a chunk the pooling reads."""
+        if self._pooling.needs_every_state:
+            return Logits.EVERY_STATE
+        return Logits.LAST_STATE if is_last else Logits.NONE
+
+    def add(self, first: int, states: torch.Tensor) -> None:
+        """Takes a chunk's states, [n, size]; the chunk begins at position `first`."""
+        if not self._pooling.needs_every_state:
+            self._sum = states[-1]
+            self._count = 1
+            return
+        if first == 0:  # also once more, after a pause
+            self._sum, self._count = torch.zeros(self._pooling.size), 0
+        assert first == self._count, f"states from {first} on, after {self._count}"
+        self._sum = self._sum + states.sum(0)
+        self._count += len(states)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of it are numbers."""
+        return bool(torch.isfinite(self._sum).all())
+
+    def vector(self, dimensions: int | None) -> torch.Tensor:
+        """The embedding."""
+        return self._pooling.finish(self._sum / self._count, dimensions)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EmbeddingRequest(Request):
+    """A request for the embeddings of texts.
+
+    Args:
+        wanted: the validated message.
+    """
+
+    early: ClassVar[str] = "all embeddings were there"
+    counts_answers: ClassVar[bool] = False
+
+    wanted: EmbedRequest
+    num_tokens: int = 0  # of all texts, once they are tokenized
+    vectors: list[bytes] = field(default_factory=list)
+    num_left: int = 0  # texts that have no vector yet
+    texts: deque[tuple[int, list[int]]] = field(default_factory=deque)  # that do not wait for a slot yet
+    make: "Callable[[int, list[int], float], TextEmbedding] | None" = None
+
+    @property
+    def kind(self) -> str:
+        return "embeddings"
+
+    @property
+    def account(self) -> str:
+        return charged_account(self.client, self.tenant, embeds=True)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_tokens
+
+    @property
+    def rounds(self) -> int:
+        return -(-len(self.vectors) // self.width)
+
+    def start(self, texts: list[list[int]], make: "Callable[[int, list[int], float], TextEmbedding]") -> None:
+        """Take the tokenized texts and make the first sequences.
+
+        Args:
+            make: makes the sequence of the text in a place, which begins to wait at a time.
+        """
+        self.num_tokens = sum(map(len, texts))
+        self.vectors = [b""] * len(texts)
+        self.num_left = len(texts)
+        self.texts.extend(enumerate(texts))
+        self.make = make
+        for _ in range(self.width):
+            self.next_sequence(self.accepted_at)
+
+    def next_sequence(self, now: float) -> "TextEmbedding | None":
+        if not self.texts:
+            return None
+        assert self.make is not None
+        sequence = self.make(*self.texts.popleft(), now)
+        self.sequences.append(sequence)
+        return sequence
+
+    def add(self, sequence: "TextEmbedding") -> bool:
+        """Take a text's embedding; returns whether it was the last."""
+        self.sequences.remove(sequence)  # there may be thousands
+        vector = sequence.text.vector(self.wanted.dimensions)
+        self.vectors[sequence.place] = vector.numpy().astype("<f4").tobytes()
+        self.num_left -= 1
+        return not self.num_left
+
+    def response(self) -> Embedded:
+        assert not self.num_left, "a text has no embedding yet"
+        return Embedded(vectors=self.vectors, prompt_tokens=self.num_tokens)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TextEmbedding(Sequence):
+    """One text of a request: it draws nothing and ends with its last prompt token.
+
+    Args:
+        place: of the text in the request.
+        text: collects the states.
+    """
+
+    request: EmbeddingRequest
+    place: int
+    text: PooledText
+
+    def conclude(self, reason: FinishReason) -> bool:
+        return self.request.add(self)
+
+    def reads(self, start: int, *, is_last: bool) -> tuple[Logits, SamplerState | None]:
+        return self.text.states(is_last=is_last), None
+
+    def reads_rows(self, planned: Planned) -> bool:
+        return True
+
+    def read(self, planned: Planned, rows: torch.Tensor, drawn: Sampled | SampleFault | None) -> Evaluated:
+        return Evaluated(drawn, rows=rows.to("cpu", copy=True) if len(rows) else None)
+
+    def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
+        """Book a chunk; with the last one the embedding is there."""
+        Sequence.book(self, planned, evaluated, books)
+        if evaluated.rows is not None:
+            self.text.add(planned.entry.n_past, evaluated.rows)
+        if self.num_computed < len(self.tokens) or self.request.abandoned is not None:
+            return
+        if not self.text.is_finite:
+            books.fail(self.request, EngineError("the model's states are no finite numbers"))
+        else:
+            books.embedded()
+            books.finish(self, "stop")
 
 
 class EmbedIntake:
@@ -55,11 +211,11 @@ class EmbedIntake:
             return self._max_positions
         return min(self._max_positions, pooling.max_tokens)
 
-    def begin(self, wanted: EmbedRequest) -> Embedding:
-        """The work that a request is.
+    def check(self, wanted: EmbedRequest) -> int:
+        """Check a request without tokenizing; returns how many of its texts wait or run at a time.
 
         Raises:
-            InvalidRequest: whatever can be told without tokenizing.
+            InvalidRequest: the request cannot be served.
         """
         pooling, vocab_size = self._model.pooling, self._model.vocab_size
         if pooling is None:
@@ -76,7 +232,7 @@ class EmbedIntake:
                 at = next(at for at, token_id in enumerate(text) if token_id >= vocab_size)
                 path = f"{_field(wanted, place)}[{at}]"
                 raise InvalidRequest(path, f"token id {text[at]} is outside 0..{vocab_size - 1}")
-        return Embedding(wanted, min(len(wanted.texts), self._options.n_parallel))
+        return min(len(wanted.texts), self._options.n_parallel)
 
     def size(self, wanted: EmbedRequest) -> int:
         """How much there is to tokenize, in characters."""
@@ -102,7 +258,7 @@ class EmbedIntake:
             found.append(tokens)
         return found
 
-    def start(self, request: Request, texts: list[list[int]], longest: Callable[..., int]) -> None:
+    def start(self, request: EmbeddingRequest, texts: list[list[int]], longest: Callable[..., int]) -> None:
         """Lets a request's texts become sequences.
 
         Args:
@@ -111,24 +267,21 @@ class EmbedIntake:
         Raises:
             PromptTooLong: the KV cache has no room for a text.
         """
-        embedding, pooling = request.embedding, self._model.pooling
-        assert embedding is not None and pooling is not None
+        pooling = self._model.pooling
+        assert pooling is not None
         longest_text = max(texts, key=len)
         # The last token of what `longest` speaks of is drawn and never evaluated; here nothing is drawn.
         room = longest(longest_text, 1, len(longest_text) + 1, shares=False) - 1
         if room < len(longest_text):
             place = texts.index(longest_text)
             limit = f"has {len(longest_text)} tokens, the KV cache has room for {max(0, room)} of one text"
-            raise PromptTooLong(limit, field=_field(embedding.wanted, place))
-        backend, ageing_s = self._model.tokenizer.backend, self._options.priority_ageing_s
-        # Nothing is drawn and nothing put out: one of each is there for all texts.
-        sampler = SamplerState(SamplingParams(seed=0), ())
-        output = Output(backend, (), OutputRules(max_tokens=1))
-        key = prefix_key(request.wanted.tenant)
+            raise PromptTooLong(limit, field=_field(request.wanted, place))
+        ageing_s = self._options.priority_ageing_s
+        key = prefix_key(request.tenant)
 
-        def make(place: int, tokens: list[int], now: float) -> Sequence:
+        def make(place: int, tokens: list[int], now: float) -> TextEmbedding:
             number = next(self._ids)
-            return Sequence(
+            return TextEmbedding(
                 request_id=number,
                 arrival=number,
                 num_prompt_tokens=len(tokens),
@@ -140,20 +293,11 @@ class EmbedIntake:
                 request=request,
                 cache_key=key,
                 scores_prompt=pooling.needs_every_state,
-                sampler=sampler,
-                output=output,
-                pooled=PooledText(place, pooling),
+                place=place,
+                text=PooledText(pooling),
             )
 
-        embedding.start(texts, make)
-
-
-def books(embedding: Embedding) -> GenerateRequest:
-    """The request as those see it who count, charge and order requests and ask for nothing else."""
-    wanted = embedding.wanted
-    return GenerateRequest(
-        n=embedding.width, priority=wanted.priority, deadline_s=wanted.deadline_s, tenant=wanted.tenant, max_tokens=0
-    )
+        request.start(texts, make)
 
 
 def _field(wanted: EmbedRequest, place: int) -> str:

@@ -4,32 +4,23 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import outcome
-import torch
 
-from genbatch.actors.batcher.requests import Planned
+from genbatch.actors.batcher.generation import Generation
+from genbatch.actors.batcher.requests import Evaluated, Planned
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
-from genbatch.proto.messages import TokenLogprob
 
 
 class Run(Protocol):
     """A run of decode steps as the event loop sees it; `RunAhead` implements it."""
 
     batch: list[Planned]
+    sequences: list[Generation]
 
     def stop(self) -> None:
         """Ask for a plan: the run ends with the step under way."""
 
     def booked(self) -> None:
         """Note that one more step's tokens are handed out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """What a step gave one entry."""
-
-    drawn: Sampled | SampleFault | None
-    prompt_logprobs: list[TokenLogprob]
-    rows: torch.Tensor | None = None  # [rows, vocab_size] on the CPU, where logits are kept; of a text its states
 
 
 # What a step of a run drew for each sequence: a token, and one more for each that was drafted rightly.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import outcome
 
-from genbatch.actors.batcher.requests import Request, Sequence
+from genbatch.actors.batcher.generation import GenerationRequest
+from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.kv.block_pool import prefix_key
@@ -30,7 +31,7 @@ MAX_REST_S = 0.05
 class Compiled:
     """A request's grammar was compiled, or refused."""
 
-    request: Request
+    request: GenerationRequest
     constraints: outcome.Outcome[list[Constraint]]
 
 
@@ -65,13 +66,13 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None  # touched on the compiling thread only
         self._compiling: Worker | None = None
         self._preparing: Worker | None = None
-        self._turns: dict[str, deque[Request]] = {}  # who waits, by account; accounts take turns
+        self._turns: dict[str, deque[GenerationRequest]] = {}  # who waits, by account; accounts take turns
         self._is_busy = False
         self._is_closed = False
         self._live: list[Sequence] = []
         self._sitting_out: set[Sequence] = set()
 
-    def compile(self, request: Request) -> None:
+    def compile(self, request: GenerationRequest) -> None:
         """Answers with Compiled, in its account's turn: many slow grammars of one client do not delay another's."""
         if self._is_closed:
             return
@@ -93,7 +94,7 @@ class Grammars:
             return frozenset()
         self._live = [sequence for sequence in self._live if sequence.phase is not Phase.FINISHED]
         for sequence in self._live:
-            constraint = sequence.sampler.constraint
+            constraint = sequence.constraint
             if constraint is not None and constraint.is_slow and sequence not in self._sitting_out:
                 self._prepare(sequence, constraint)
         return frozenset(sequence.request_id for sequence in self._sitting_out)
@@ -136,7 +137,7 @@ class Grammars:
 
         worker.submit(self._compile, request, on_done=compiled)
 
-    def _compile(self, request: Request) -> list[Constraint]:
+    def _compile(self, request: GenerationRequest) -> list[Constraint]:
         """Runs on the compiling thread."""
         grammar, wanted = request.grammar, request.wanted
         assert grammar is not None

@@ -18,9 +18,10 @@ from typing import Any
 
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
+from genbatch.actors.batcher.generation import BeamGeneration, Generation, GenerationRequest
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.output import Output, OutputRules, Reading
-from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, Sequence
+from genbatch.actors.batcher.requests import HeldPrompt, Prompt
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
@@ -436,7 +437,7 @@ class Intake:
             adapter=adapter,
         )
 
-    def max_tokens(self, request: Request) -> int:
+    def max_tokens(self, request: GenerationRequest) -> int:
         """How many tokens to generate at most: as many as were asked for, or as many as fit.
 
         What others hold does not count, only what is configured to be held for good.
@@ -449,7 +450,7 @@ class Intake:
             request.prompt_tokens,
             request.beam_width,
             self.max_positions,
-            shares=not _scores_prompt(request) and request.adapter is None,
+            shares=not request.scores_prompt and request.adapter is None,
         )
         holds = f"the context holds {self.max_positions}"
         if longest < self.max_positions:
@@ -464,7 +465,18 @@ class Intake:
         # guard: the answer fits
         return room if wanted.max_tokens is None else min(wanted.max_tokens, room)
 
-    def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
+    def start(self, request: GenerationRequest, prompt: Prompt) -> None:
+        """Give a request its prompt and its sequences.
+
+        Raises:
+            PromptTooLong: there is no room for a token after the prompt.
+        """
+        request.prompt_tokens, request.first_message, request.echo = prompt.tokens, prompt.first_message, prompt.echo
+        if request.wanted.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # no logits precede the first token
+        request.sequences = [*self.sequences(request, self.max_tokens(request))]
+
+    def sequences(self, request: GenerationRequest, max_tokens: int) -> list[Generation]:
         """The request's `n` sequences; those after the first share the first one's prompt."""
         wanted = request.wanted
         stop_ids = frozenset(wanted.stop_token_ids)
@@ -486,10 +498,19 @@ class Intake:
                 for token_id in self._thinking_mark():
                     constraint.accept(token_id)
         digest = "" if request.adapter is None else request.adapter.digest
-        made: list[Sequence] = []
+        made: list[Generation] = []
         for choice in range(wanted.n):
             request_id = next(self._ids)
-            sequence = Sequence(
+            params = self._sampling(request, (seed + choice) % MAX_SEED, stop_ids)
+            make: Callable[..., Generation] = Generation
+            if request.beam_width > 1:
+                search = BeamSearch(request.beam_width, stop_ids, max_tokens)
+                sampler = SamplerState(replace(params, logprobs=search.num_candidates), ())
+                make = partial(BeamGeneration, search=search, width=request.beam_width)
+            else:
+                own = request.constraints[choice] if request.constraints else None
+                sampler = SamplerState(params, request.prompt_tokens, own)
+            sequence = make(
                 request_id=request_id,
                 arrival=request_id,
                 num_prompt_tokens=len(request.prompt_tokens),
@@ -505,19 +526,10 @@ class Intake:
                 # guard: tenant in the key
                 # guard: adapter in the key
                 cache_key=prefix_key(wanted.tenant, digest),
-                scores_prompt=_scores_prompt(request) and choice == 0,
-                sampler=SamplerState(
-                    self._sampling(request, (seed + choice) % MAX_SEED, stop_ids),
-                    request.prompt_tokens,
-                    request.constraints[choice] if request.constraints else None,
-                ),
+                scores_prompt=request.scores_prompt and choice == 0,
                 output=Output(self._tokenizer.backend, request.prompt_tokens, rules),
+                sampler=sampler,
             )
-            if request.beam_width > 1:
-                sequence.width = request.beam_width
-                sequence.beams = BeamSearch(request.beam_width, stop_ids, max_tokens)
-                params = replace(sequence.sampler.params, logprobs=sequence.beams.num_candidates)
-                sequence.sampler = SamplerState(params, ())
             if made:
                 sequence.donor = made[0]
                 sequence.num_shared = len(request.prompt_tokens) - 1
@@ -529,7 +541,7 @@ class Intake:
             return ""
         return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(tokens)
 
-    def _sampling(self, request: Request, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
+    def _sampling(self, request: GenerationRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
         wanted = request.wanted
         # A beam search draws nothing: it ranks by the model's own log-probabilities.
         own = {} if request.beam_width > 1 else self._model.sampling
@@ -569,11 +581,6 @@ def _offer(tool: Tool) -> dict[str, Any]:
     parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     function: dict[str, Any] = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def _scores_prompt(request: Request) -> bool:
-    """Whether logits are wanted at every token of the prompt."""
-    return request.wanted.prompt_logprobs is not None or (request.keep is not None and request.keep.context)
 
 
 def _prompt_field(wanted: GenerateRequest) -> str:

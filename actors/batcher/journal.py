@@ -28,6 +28,7 @@ import trio
 
 from genbatch.actors.batcher.counters import BatcherStats
 from genbatch.actors.batcher.events import StepMessage
+from genbatch.actors.batcher.generation import GenerationRequest
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Planned, Prompt, Request, Sequence
@@ -84,10 +85,10 @@ class Journal:
 
     def accepted(self, request: Request) -> None:
         """Books a request whose sequences are about to wait."""
-        stats, wanted = self.stats, request.wanted
+        stats, first = self.stats, request.sequences[0]
         stats.accepted += 1
         stats.prompt_tokens += request.num_prompt_tokens
-        request.share = stats.tenants.of(wanted.tenant)
+        request.share = stats.tenants.of(request.tenant)
         request.share.requests += 1
         request.share.running += 1
         request.share.prompt_tokens += request.num_prompt_tokens
@@ -95,14 +96,11 @@ class Journal:
             measurements = {
                 "tokenize_s": trio.current_time() - request.accepted_at,
                 "prompt_tokens": request.num_prompt_tokens,
-                "max_tokens": request.sequences[0].max_new_tokens,
-                "n": wanted.n,
-                "temperature": request.sequences[0].sampler.params.temperature,
+                "max_tokens": first.max_new_tokens,
+                "n": request.width,
+                "temperature": first.temperature,
             }
-            kind = "text_completion" if wanted.messages is None else "chat"
-            if request.embedding is not None:
-                kind = "embeddings"
-            self._telemetry.execute("request.accepted", measurements, {**self._names(request), "kind": kind})
+            self._telemetry.execute("request.accepted", measurements, {**self._names(request), "kind": request.kind})
 
     def admitted(self, sequence: Sequence) -> None:
         """Books that a sequence has taken a slot."""
@@ -160,13 +158,12 @@ class Journal:
         if request.share is None:  # it ended while its prompt was still being tokenized
             return
         request.share.running -= 1
-        num_generated = _num_generated(request)
+        num_generated = request.completion_tokens
         histograms["request_prompt_tokens"].observe(request.num_prompt_tokens)
-        if request.embedding is None:
+        if request.counts_answers:
             histograms["request_generation_tokens"].observe(num_generated)
         if request.started_at is not None:
-            rounds = 1 if request.embedding is None else request.embedding.rounds
-            self.stats.service.append((now - request.started_at) / rounds)
+            self.stats.service.append((now - request.started_at) / request.rounds)
         if request.first_token_at is not None:
             histograms["request_decode_time_seconds"].observe(now - request.first_token_at)
         if self._telemetry.attached:
@@ -193,15 +190,9 @@ class Journal:
         return {
             "request_id": request.request_id,
             "client": request.client,
-            "tenant": request.wanted.tenant,
+            "tenant": request.tenant,
             "model": self._model,
         }
-
-
-def _num_generated(request: Request) -> int:
-    if request.beam_width > 1:
-        return sum([len(choice.token_ids) for choice in request.choices.values()])
-    return sum([sequence.num_generated for sequence in request.sequences])
 
 
 class Flight:
@@ -217,7 +208,7 @@ class Flight:
         """The time that decides: seconds on the event loop's clock."""
         return trio.current_time()
 
-    def arrived(self, request: Request, message: Generate) -> None:
+    def arrived(self, request: GenerationRequest, message: Generate) -> None:
         """A request was accepted."""
 
     def encoded(self, request: Request, prompt: outcome.Outcome[Prompt]) -> None:

@@ -19,7 +19,7 @@ from genbatch.actors.scheduling.fair_share import FairShare
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import NativeError
-from genbatch.proto.errors import Cancelled, DeadlineExceeded, EngineError, GenbatchError
+from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError
 from genbatch.proto.messages import FinishReason
 
 
@@ -65,9 +65,9 @@ class OpenRequests:
     def add(self, request: Request) -> None:
         """Takes a request in; its monitor names it."""
         self._requests[request.monitor] = request
-        if request.wanted.payer is not None:
+        if request.payer is not None:
             # guard: what a client had elsewhere
-            self._fair.owe(request.account, request.wanted.payer.served)
+            self._fair.owe(request.account, request.payer.served)
         self._fair.enter(request.account)
 
     def find(self, monitor: Monitor) -> Request | None:
@@ -79,7 +79,7 @@ class OpenRequests:
         counts: Counter[str] = Counter()
         for request in self._requests.values():
             ended = sum([sequence.phase is Phase.FINISHED for sequence in request.sequences])
-            counts[request.account] += request.wanted.n - ended
+            counts[request.account] += request.width - ended
         return counts
 
     def waiting_of(self) -> Counter[str]:
@@ -87,7 +87,7 @@ class OpenRequests:
         counts: Counter[str] = Counter()
         for request in self._requests.values():
             waiting = sum([sequence.phase is Phase.PENDING for sequence in request.sequences])
-            counts[request.account] += waiting if request.sequences else request.wanted.n
+            counts[request.account] += waiting if request.sequences else request.width
         return counts
 
     def interrupt(self, tags: Set[Hashable]) -> None:
@@ -150,7 +150,7 @@ class OpenRequests:
         request = sequence.request
         self._slots.release(sequence)
         try:
-            is_whole = request.finish(sequence, reason)
+            is_whole = sequence.conclude(reason)
         except NativeError as error:  # the model's tokenizer has no text for these tokens
             self._fail(request, EngineError(str(error)))
             return
@@ -158,7 +158,7 @@ class OpenRequests:
             self._journal.ended(request, reason)
             self.end(request, None)
             return
-        following = request.next_text(self._now())
+        following = request.next_sequence(self._now())
         if following is not None:
             self._slots.enqueue(following)
 
@@ -194,15 +194,9 @@ class OpenRequests:
         for sequence in request.sequences:
             if sequence.phase is not Phase.FINISHED:
                 self._slots.release(sequence)
-                if request.embedding is None:
-                    request.finish(sequence, reason)
+                sequence.cut(reason)
         self._journal.ended(request, reason)
-        error: GenbatchError | None = None
-        if not request.choices:  # its prompt was still being tokenized, or its texts are of no use one by one
-            left = reason == "cancelled"
-            early = "the first step" if request.embedding is None else "all embeddings were there"
-            error = Cancelled("cancelled") if left else DeadlineExceeded(f"the deadline passed before {early}")
-        self.end(request, error)
+        self.end(request, request.cut_error(reason))
 
     def _waited_in_vain(self, request: Request) -> DeadlineExceeded:
         waited_s, service_s = request.limits.wait_s or 0.0, self._journal.stats.median_service()

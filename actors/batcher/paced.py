@@ -10,7 +10,7 @@ from typing import Any
 
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Sequence
+from genbatch.actors.batcher.requests import Slotted, slotted
 from genbatch.actors.runtime.actor import NOREPLY, From, reply
 from genbatch.actors.scheduling.plan import PromptBudget
 from genbatch.actors.scheduling.request import LlmRequest
@@ -76,9 +76,9 @@ class Pace:
     tokens_before: int
     plan: SchedulerOutput | None = field(default=None)
 
-    def sits_out(self, owner: LlmRequest) -> bool:
+    def sits_out(self, owner: Slotted) -> bool:
         """Whether a unit of scheduling is to be left alone."""
-        return isinstance(owner, Sequence) and owner.request.tag in self.sit_out
+        return any(tag in self.sit_out for tag in owner.tags)
 
     def end(self, kv: KVCache, tokens_after: int) -> None:
         """Answers."""
@@ -99,7 +99,7 @@ class Pace:
 
 
 def _tags(owners: list[LlmRequest]) -> tuple[Hashable, ...]:
-    return tuple(dict.fromkeys(owner.request.tag for owner in owners if isinstance(owner, Sequence)))
+    return tuple(dict.fromkeys(tag for owner in slotted(owners) for tag in owner.tags))
 
 
 class PacedBatcher(Batcher):

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 
-from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import HeldPrompt, Planned, Sequence, Slotted
+from genbatch.actors.batcher.requests import HeldPrompt, Planned, Sequence, Slotted, slotted
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
 from genbatch.actors.scheduling.plan import BatchingType, PromptBudget, StepLimits, forwards, prompt_budget
 from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList, total
@@ -18,7 +17,7 @@ from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerErro
 from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Beginning
-from genbatch.nif.runner import Entry, LayerGroup, Logits
+from genbatch.nif.runner import LayerGroup
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
 
@@ -45,11 +44,11 @@ class KVView:
         """Before each plan: what the waiting ones would start with, and which held prompts nobody waits for."""
         self._beginnings = {}
         wanted: set[int] = set()
-        for slotted in waiting:
-            beginning = self._beginnings[slotted.request_id] = beginning_of(slotted)
-            slotted.num_computed = beginning.length
-            if isinstance(slotted.donor, Slotted):
-                wanted.add(slotted.donor.request_id)
+        for owner in waiting:
+            beginning = self._beginnings[owner.request_id] = beginning_of(owner)
+            owner.num_computed = beginning.length
+            if owner.donor is not None:
+                wanted.add(owner.donor.request_id)
         self._idle = self._idle_slots(wanted)
 
     @property
@@ -89,21 +88,21 @@ class KVView:
         if alone > available:
             return alone
         # What has room alone must not be told otherwise: then it runs alone, in smaller steps and sharing nothing.
-        donor = request.held_donor if isinstance(request, Slotted) else None
+        donor = _slotted(request).held_donor
         shared = len(donor.tokens) if donor is not None and donor.pinned else 0
         most = self._to_completion(request, self._limits.max_batch_tokens, shared)
-        return (most + _copies(request)).at_most(available)
+        return (most + _slotted(request).num_copied_blocks).at_most(available)
 
     def blocks_held(self, request: LlmRequest) -> Blocks:
         """Blocks that become free if this request alone is released."""
-        slots = _slots(request)
+        slots = _slotted(request).kv_slots
         return Blocks(self._kv.held_only_by(slots)) if slots else self._nothing
 
     def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> Blocks:
         """The most blocks to take until `num_tokens` more tokens of the request are computed."""
         kv, length = self._kv, request.num_computed + num_tokens
         chunk = min(num_tokens, self._limits.max_batch_tokens)
-        slots = _slots(request)
+        slots = _slotted(request).kv_slots
         if not slots:
             beginning = self._beginnings.get(request.request_id, Beginning(0, self._nothing.counts))
             return Blocks(kv.still_to_take_from(beginning, length, chunk))
@@ -193,23 +192,16 @@ class KVView:
         return min(prompt_blocks, kept) + max(0, prompt_blocks - max(first, kept))
 
 
-def _slots(request: LlmRequest) -> list[int]:
-    """The slots that hold KV of the request."""
+def _slotted(request: LlmRequest) -> Slotted:
+    """A request as the Batcher knows it: schedulers ask about none but those that they were given."""
     assert isinstance(request, Slotted)
-    if request.seq_id is None:
-        return []
-    return [request.seq_id, *request.beam_slots] if request.phase is Phase.DECODING else [request.seq_id]
+    return request
 
 
 def _num_pinned(request: LlmRequest) -> int:
     """Positions that it can share with a configured prompt for as long as it lives."""
-    pinned = request.pinned_donor if isinstance(request, Slotted) else None
+    pinned = _slotted(request).pinned_donor
     return len(pinned.tokens) if pinned is not None else 0
-
-
-def _copies(request: LlmRequest) -> int:
-    """The block that a choice and the one whose prompt it shares both copy, while the original is still there."""
-    return int(isinstance(request, Sequence) and isinstance(request.donor, Sequence))
 
 
 log = logging.getLogger("genbatch")
@@ -312,7 +304,7 @@ class Planner:
                 if not (inflight or plan.num_scheduled or plan.paused_requests or plan.never_fitting):
                     raise SchedulerError(f"nothing is planned, and {len(active)} requests could run")
                 for one in plan.paused_requests:
-                    if isinstance(one, Sequence) and one.num_vain >= MAX_VAIN_PAUSES:
+                    if _slotted(one).num_vain_pauses >= MAX_VAIN_PAUSES:
                         raise SchedulerError(f"request {one.request_id} is paused before it gets anywhere")
             except Exception as error:  # whatever a user's scheduler raises
                 self._report(error)
@@ -372,7 +364,7 @@ class Planner:
         The newest that runs is paused; one that runs alone, or waits while nobody runs, is refused.
         """
         active, _ = self._active()
-        running = [one for one in active if isinstance(one, Slotted) and one.seq_id is not None]
+        running = [one for one in active if _slotted(one).seq_id is not None]
         if len(running) > 1:
             return SchedulerOutput([], [], [max(running, key=waiting_key)])
         return SchedulerOutput([], [], [], never_fitting=active[:1]) if active else None
@@ -405,14 +397,12 @@ class Planner:
         draft = self._kv.draft()
         free_slots = len(self._slots.seq_pool)
         generation: RequestList = []
-        for owner in plan.generation_requests:
-            assert isinstance(owner, Sequence)
-            if draft.grow(_slots_to_decode(owner), owner.num_computed + 1):
+        for owner in slotted(plan.generation_requests):
+            if draft.grow(owner.decode_slots, owner.num_computed + 1):
                 generation.append(owner)
         contexts: RequestList = []
         chunk_sizes: dict[int, int] = {}
-        for owner in plan.context_requests:
-            assert isinstance(owner, Slotted)
+        for owner in slotted(plan.context_requests):
             wanted = plan.chunk_sizes[owner.request_id]
             if owner.seq_id is not None:
                 start = owner.num_computed
@@ -435,55 +425,16 @@ class Planner:
     def _to_drop(self, starting: RequestList) -> HeldPrompt | None:
         """The held prompt to drop next: one that those about to start share only if there is no other."""
         droppable = self._held.droppable()
-        wanted = {id(one.held_donor) for one in starting if isinstance(one, Slotted)}
+        wanted = {id(one.held_donor) for one in slotted(starting)}
         return next((held for held in droppable if id(held) not in wanted), next(iter(droppable), None))
 
     def _lay_out(self, plan: SchedulerOutput) -> list[Planned]:
         chunks = []
-        for owner in plan.context_requests:
-            assert isinstance(owner, Slotted)
-            if isinstance(owner, Sequence) and owner.seq_id is None:
+        for owner in slotted(plan.context_requests):
+            if owner.seq_id is None:
                 self._slots.admit(owner)
-            chunks.append(plan_tokens(owner, min(plan.chunk_sizes[owner.request_id], owner.context_remaining)))
+            chunks.append(owner.plan_chunk(min(plan.chunk_sizes[owner.request_id], owner.context_remaining)))
         decodes: list[Planned] = []
-        for owner in plan.generation_requests:
-            assert isinstance(owner, Sequence)
-            decodes += plan_beams(owner, owner.beams) if owner.beams is not None else [plan_tokens(owner, 1)]
+        for owner in slotted(plan.generation_requests):
+            decodes += owner.plan_decode()
         return decodes + chunks
-
-
-def _slots_to_decode(sequence: Sequence) -> list[int]:
-    assert sequence.seq_id is not None
-    if sequence.beams is None:
-        return [sequence.seq_id]
-    slots = [sequence.seq_id, *sequence.beam_slots]
-    return [slots[beam.slot] for beam in sequence.beams.waiting]
-
-
-def plan_beams(owner: Sequence, beams: BeamSearch) -> list[Planned]:
-    """The last token of every beam that was not evaluated yet."""
-    assert owner.seq_id is not None
-    slots = [owner.seq_id, *owner.beam_slots]
-    return [
-        Planned(owner, Entry(slots[beam.slot], beam.tokens[-1:], owner.num_computed, Logits.LAST, _handle(owner)), True)
-        for beam in beams.waiting
-    ]
-
-
-def plan_tokens(owner: Slotted, size: int) -> Planned:
-    """The next `size` tokens that are not evaluated: a chunk of its context, or the token drawn last."""
-    start = owner.num_computed
-    tokens = owner.tokens[start : start + size]
-    assert owner.seq_id is not None and tokens, "planned without a slot or without tokens"
-    is_last = start + size == len(owner.tokens)
-    if isinstance(owner, Sequence) and owner.pooled is not None:
-        return Planned(owner, Entry(owner.seq_id, tokens, start, owner.pooled.wanted(is_last=is_last)), False)
-    draws = is_last and isinstance(owner, Sequence)
-    logits = Logits.LAST if draws else Logits.NONE
-    if isinstance(owner, Sequence) and owner.scores_prompt and start < owner.num_prompt_tokens - 1:
-        logits = Logits.ALL
-    return Planned(owner, Entry(owner.seq_id, tokens, start, logits, _handle(owner)), draws)
-
-
-def _handle(owner: Slotted) -> int:
-    return 0 if owner.adapter is None else owner.adapter.handle

@@ -74,7 +74,7 @@ def _slot(seq_id: int, sequence: Sequence, now: float) -> dict[str, Any]:
         "slot": seq_id,
         "request_id": request.request_id,
         "client": request.client,
-        "tenant": request.wanted.tenant,
+        "tenant": request.tenant,
         "adapter": None if request.adapter is None else request.adapter.name,
         "phase": sequence.phase.value,
         "prompt_tokens": sequence.num_prompt_tokens,

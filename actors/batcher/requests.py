@@ -1,38 +1,86 @@
-"""A request, the sequences it becomes, and what each has generated.
+"""A request, and the units of scheduling that it becomes.
 
-Request ── one a choice ── Sequence ── tokens drawn ── Output ── text, log-probs
-                              └ a Slotted, as is HeldPrompt: what takes a slot of the context
+Every kind of work is a class. Generations and beam searches are in generation.py, embeddings in embeddings.py.
+
+Slotted                      a unit with tokens, which takes a slot of the context
+  ├ HeldPrompt               a prompt that stays, so that others share its beginning
+  └ Sequence                 belongs to a Request
+      ├ Generation           draws token after token
+      │   └ BeamGeneration   keeps several continuations
+      └ TextEmbedding        draws nothing and ends with its prompt
 """
 
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol, cast
 
+import outcome
 import torch
 
-from genbatch.actors.batcher.beam_search import Beam, BeamSearch
 from genbatch.actors.batcher.counters import TenantShare
-from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import Embedded, charged_account
-from genbatch.actors.batcher.output import Output
+from genbatch.actors.batcher.messages import charged_account
+from genbatch.actors.batcher.prompt_reader import ReadJob
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
-from genbatch.actors.scheduling.request import LlmRequest, Phase
-from genbatch.nif.pooling import Pooling
+from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
 from genbatch.nif.runner import Entry, Logits, LoraAdapter
-from genbatch.nif.sampling.prompt_lookup import PromptLookup
-from genbatch.nif.sampling.sampler import Constraint, Sampled, SamplerState
-from genbatch.proto.messages import (
-    Choice,
-    EmbedRequest,
-    FinishReason,
-    GenerateRequest,
-    Result,
-    Token,
-    TokenLogprob,
-    Usage,
-)
-from genbatch.proto.validation import Grammar
+from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
+from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
+from genbatch.proto.messages import FinishReason, Payer, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One entry of a step.
+
+    Args:
+        owner: the unit of scheduling that the entry belongs to.
+        entry: the tokens to evaluate.
+        sampler: draws the next token from the entry's last logits; None where the entry draws nothing.
+    """
+
+    owner: "Slotted"
+    entry: Entry
+    sampler: SamplerState | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What a step gave one entry.
+
+    Args:
+        drawn: the next token, or why there is none; None where the entry draws nothing.
+        prompt_logprobs: of the prompt tokens that follow the entry's tokens.
+        rows: [rows, vocab_size] on the CPU, where logits are kept; the states of a text to embed.
+    """
+
+    drawn: Sampled | SampleFault | None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    rows: torch.Tensor | None = None
+
+
+class Books(Protocol):
+    """Where a unit of scheduling books its progress; `StepCommit` implements it."""
+
+    def prefilled(self, num_tokens: int) -> None:
+        """Count tokens that were evaluated as context."""
+
+    def generated(self, sequence: "Sequence", num_tokens: int = 1) -> None:
+        """Count tokens that a sequence has drawn in this step."""
+
+    def embedded(self) -> None:
+        """Count a text that has its embedding."""
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Replace the KV of one slot with that of another."""
+
+    def drop_held(self, held: "HeldPrompt") -> None:
+        """Free a held prompt."""
+
+    def finish(self, sequence: "Sequence", reason: FinishReason) -> None:
+        """End a sequence, and its request if this was the last one."""
+
+    def fail(self, request: "Request", error: GenbatchError) -> None:
+        """End a request and all its sequences with an error."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,10 +90,10 @@ class Slotted(LlmRequest):
     Args:
         tokens: prompt and generated token ids; position i of the KV cache belongs to tokens[i].
         seq_id: the slot, None while it waits.
-        donor: whose beginning this one shares once that is evaluated; None when nothing is shared.
+        donor: the unit whose beginning this one shares once that is evaluated; None when nothing is shared.
         num_shared: how many positions it shares of the donor.
         beam_slots: the further slots of a beam search, one a beam after the first.
-        adapter: what it is evaluated with.
+        adapter: the LoRA adapter that evaluates it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -56,19 +104,24 @@ class Slotted(LlmRequest):
     adapter: LoraAdapter | None = None
     block_names: list[bytes] = field(default_factory=list)  # of its tokens, as far as the prefix cache was asked
 
+    # Sharing
+
     @property
-    def held_donor(self) -> "HeldPrompt | None":
-        """The held prompt whose beginning it shares, itself or through another choice of its request."""
-        donor = self.donor
-        while donor is not None:
-            if isinstance(donor, HeldPrompt) and donor.seq_id is not None:
-                return donor
-            donor = donor.donor
+    def as_held(self) -> "HeldPrompt | None":
+        """This unit, if it is a held prompt that has its slot."""
         return None
 
     @property
+    def held_donor(self) -> "HeldPrompt | None":
+        """The held prompt that this unit begins with, itself or through another choice of its request."""
+        donor = self.donor
+        while donor is not None and donor.as_held is None:
+            donor = donor.donor
+        return None if donor is None else donor.as_held
+
+    @property
     def pinned_donor(self) -> "HeldPrompt | None":
-        """The configured prompt whose beginning it shares, itself or through what begins with that one."""
+        """The configured prompt that this unit begins with, itself or through another held prompt."""
         donor = self.held_donor
         while donor is not None and not donor.pinned:
             donor = donor.held_donor
@@ -82,28 +135,105 @@ class Slotted(LlmRequest):
 
     @property
     def waits_for_donor(self) -> bool:
-        """Whether evaluating what it shares would be work done twice."""
+        """Whether evaluating the shared positions would be work done twice."""
         donor = self.donor
         return donor is not None and donor.phase is not Phase.FINISHED and not self.donor_ready
 
+    @property
+    def num_copied_blocks(self) -> int:
+        """Blocks that this unit and its donor both copy while the original is still there."""
+        return 0
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One entry of a step and whose it is."""
+    # Entries
 
-    owner: Slotted
-    entry: Entry
-    draws: bool
+    @property
+    def kv_slots(self) -> list[int]:
+        """The slots that hold KV of this unit."""
+        if self.seq_id is None:
+            return []
+        return [self.seq_id, *self.beam_slots] if self.phase is Phase.DECODING else [self.seq_id]
+
+    @property
+    def decode_slots(self) -> list[int]:
+        """The slots to which the next decode adds a position."""
+        assert self.seq_id is not None
+        return [self.seq_id]
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether its decode steps may follow one another without a plan."""
+        return False
+
+    def plan_chunk(self, size: int) -> Planned:
+        """The next `size` tokens that are not evaluated: a chunk of the context, or the token drawn last."""
+        start = self.num_computed
+        tokens = self.tokens[start : start + size]
+        assert self.seq_id is not None and tokens, "planned without a slot or without tokens"
+        logits, sampler = self.reads(start, is_last=start + size == len(self.tokens))
+        handle = 0 if self.adapter is None else self.adapter.handle
+        return Planned(self, Entry(self.seq_id, tokens, start, logits, handle), sampler)
+
+    def plan_decode(self) -> list[Planned]:
+        """The entries of a decode step."""
+        return [self.plan_chunk(1)]
+
+    def reads(self, start: int, *, is_last: bool) -> tuple[Logits, SamplerState | None]:
+        """Which logits a chunk needs, and the sampler that draws from them.
+
+        Args:
+            start: position of the chunk's first token.
+            is_last: whether the chunk ends the context.
+        """
+        return Logits.NONE, None
+
+    # Results: `reads_rows`, `read` and `accept` run on the model's thread
+
+    def reads_rows(self, planned: Planned) -> bool:
+        """Whether it reads the rows of an entry's logits, beside the draw."""
+        return False
+
+    def read(self, planned: Planned, rows: torch.Tensor, drawn: Sampled | SampleFault | None) -> Evaluated:
+        """What a step gave one of its entries."""
+        return Evaluated(drawn)
+
+    def accept(self, token_id: int) -> None:
+        """Tell the sampler which token it drew."""
+
+    def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
+        """Book what a step gave one of its entries."""
+        self.num_computed += len(planned.entry.tokens)
+        books.prefilled(len(planned.entry.tokens))
+
+    # Ends
+
+    @property
+    def accountable(self) -> object:
+        """The object that is to blame when a step with this unit fails."""
+        return self
+
+    @property
+    def tags(self) -> tuple[Hashable, ...]:
+        """The tag of its request."""
+        return ()
+
+    @property
+    def num_vain_pauses(self) -> int:
+        """How often in a row it was paused before it got any further."""
+        return 0
+
+    def give_up(self, error: GenbatchError, books: Books) -> None:
+        """End it with an error."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldPrompt(Slotted):
     """A system prompt whose KV stays, so that each request that starts with it evaluates only its own tokens."""
 
-    key: bytes = b""  # whose requests may share it
+    key: bytes = b""  # names the tenant that may share it
     last_used: float = 0.0  # seconds on the event loop's clock
     pinned: bool = False  # configured, not noticed: never dropped to make room
-    begun: bool = False  # its slot has what was evaluated of it before
+    begun: bool = False  # its slot has the beginning that was evaluated before
     num_reused: int = 0  # of its tokens, those that were evaluated before it was held
     noticed_by: "Request | None" = None  # the request for which the rest is evaluated, until that has started
 
@@ -112,124 +242,90 @@ class HeldPrompt(Slotted):
         """Whether all of it is evaluated."""
         return self.seq_id is not None and self.num_computed == len(self.tokens)
 
+    @property
+    def as_held(self) -> "HeldPrompt | None":
+        return self if self.seq_id is not None else None
+
+    def give_up(self, error: GenbatchError, books: Books) -> None:
+        books.drop_held(self)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence(Slotted):
-    """One generation of a request: the request's only one, or one of its `n`."""
+    """A unit of a request: one of its `n` choices, its beam search, or one of its texts."""
 
     request: "Request"
-    output: "Output"
-    sampler: SamplerState
     choice: int = 0
     cache_key: bytes = b""  # keeps tenants' reusable blocks apart
-    scores_prompt: bool = False  # its prompt's log-probs or logits are wanted, so every prompt token is evaluated
+    scores_prompt: bool = False  # every prompt token is evaluated, since its log-probs or states are read
     drawn_before: int = 0  # tokens that it had drawn when it took its slot
     last_token_at: float | None = None  # seconds on the event loop's clock
     ended: bool = False  # no more tokens are booked, though a step under way may still compute one
-    raised: bool = False  # at its last token the caller's function did
     reached: int = 0  # the most positions that it had when it was paused
     num_vain: int = 0  # pauses in a row before which it got no further than before an earlier one
-    pooled: "PooledText | None" = None  # it is a text to be embedded: it draws nothing, and ends with its prompt
-    beams: BeamSearch | None = None  # a search over several continuations instead of one draw after another
-    lookup: PromptLookup | None = None  # once a run was to draft its tokens
-
-
-class PooledText:
-    """One text's states, as they come in.
-
-    Args:
-        place: which of the request's texts it is.
-        pooling: the model's.
-    """
-
-    __slots__ = ("_count", "_pooling", "_sum", "place")
-
-    def __init__(self, place: int, pooling: Pooling) -> None:
-        self.place = place
-        self._pooling = pooling
-        self._sum = torch.zeros(pooling.size)
-        self._count = 0
-
-    def wanted(self, *, is_last: bool) -> Logits:
-        """Which states are wanted of a chunk."""
-        if self._pooling.needs_every_state:
-            return Logits.EVERY_STATE
-        return Logits.LAST_STATE if is_last else Logits.NONE
-
-    def add(self, first: int, states: torch.Tensor) -> None:
-        """Takes a chunk's states, [n, size]; the chunk begins at position `first`."""
-        if not self._pooling.needs_every_state:
-            self._sum = states[-1]
-            self._count = 1
-            return
-        if first == 0:  # also once more, after a pause
-            self._sum, self._count = torch.zeros(self._pooling.size), 0
-        assert first == self._count, f"states from {first} on, after {self._count}"
-        self._sum = self._sum + states.sum(0)
-        self._count += len(states)
 
     @property
-    def is_finite(self) -> bool:
-        """Whether all of it are numbers."""
-        return bool(torch.isfinite(self._sum).all())
-
-    def vector(self, dimensions: int | None) -> torch.Tensor:
-        """The embedding."""
-        return self._pooling.finish(self._sum / self._count, dimensions)
-
-
-@dataclass(slots=True, eq=False)
-class Embedding:
-    """What of a request is its own, where that asks for embeddings.
-
-    Args:
-        wanted: as it was asked for.
-        width: texts of it that wait or run at a time.
-    """
-
-    wanted: EmbedRequest
-    width: int
-    num_tokens: int = 0  # of all texts, once they are tokenized
-    _vectors: list[bytes] = field(default_factory=list)
-    _num_left: int = 0  # texts that have no vector yet
-    _texts: deque[tuple[int, list[int]]] = field(default_factory=deque)  # that do not wait for a slot yet
-    _make: "Callable[[int, list[int], float], Sequence] | None" = None
-
-    def start(self, texts: list[list[int]], make: "Callable[[int, list[int], float], Sequence]") -> None:
-        """Its texts are tokenized.
-
-        Args:
-            make: the sequence of the text in this place, which begins to wait now.
-        """
-        self.num_tokens = sum(map(len, texts))
-        self._vectors = [b""] * len(texts)
-        self._num_left = len(texts)
-        self._texts.extend(enumerate(texts))
-        self._make = make
-
-    def next_text(self, now: float) -> "Sequence | None":
-        """The next text, which begins to wait for a slot; None where there is none left."""
-        if not self._texts:
-            return None
-        assert self._make is not None
-        return self._make(*self._texts.popleft(), now)
-
-    def finish(self, text: PooledText) -> bool:
-        """Books a text's embedding; returns whether it was the last."""
-        vector = text.vector(self.wanted.dimensions)
-        self._vectors[text.place] = vector.numpy().astype("<f4").tobytes()
-        self._num_left -= 1
-        return not self._num_left
+    def temperature(self) -> float:
+        """How it draws, for telemetry."""
+        return 0.0
 
     @property
-    def rounds(self) -> int:
-        """How often as many of its texts as run at a time have to follow one another."""
-        return -(-len(self._vectors) // self.width)
+    def keeps_progress(self) -> bool:
+        """Whether it goes on after a pause with the tokens that it had drawn."""
+        return True
 
-    def result(self) -> Embedded:
-        """The reply, once all are there."""
-        assert not self._num_left, "a text has no embedding yet"
-        return Embedded(vectors=self._vectors, prompt_tokens=self.num_tokens)
+    @property
+    def constraint(self) -> Constraint | None:
+        """The grammar that it follows."""
+        return None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens that its request is charged for."""
+        return self.num_generated
+
+    @property
+    def num_copied_blocks(self) -> int:
+        return 1 if self.choice and self.donor is not None else 0
+
+    @property
+    def accountable(self) -> object:
+        return self.request
+
+    @property
+    def tags(self) -> tuple[Hashable, ...]:
+        return (self.request.tag,)
+
+    @property
+    def num_vain_pauses(self) -> int:
+        return self.num_vain
+
+    def restart(self) -> None:
+        """Forget what a pause does not keep."""
+
+    def conclude(self, reason: FinishReason) -> bool:
+        """Give the request its result; returns whether it was the request's last."""
+        raise NotImplementedError
+
+    def cut(self, reason: FinishReason) -> None:
+        """Give the request what there is of a result, where a part of one is of use."""
+
+    def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
+        num_tokens = len(planned.entry.tokens)
+        self.num_computed += num_tokens
+        if self.phase is Phase.PREFILLING:
+            # The token drawn last before a pause is decoded, not prefilled.
+            decoded = planned.sampler is not None and self.num_generated > 0
+            books.prefilled(num_tokens - decoded)
+
+    def give_up(self, error: GenbatchError, books: Books) -> None:
+        if self.phase is not Phase.FINISHED:
+            books.fail(self.request, error)
+
+
+def slotted(requests: RequestList) -> list[Slotted]:
+    """Requests of a plan as the Batcher's own: a checked plan names none but those that the scheduler was given."""
+    return cast("list[Slotted]", requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,40 +365,40 @@ class TimeLimits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A caller's request from its acceptance to its single reply.
+    """A caller's request from its acceptance to its single reply. Each kind of work has a class of its own.
 
     Args:
-        wanted: the validated message.
-        from_: whom to reply to.
+        from_: the caller, who gets the reply.
         monitor: tells when the caller is gone.
-        on_token: called once per token, must not block; None when only the whole is wanted.
-        on_begin, tag, beam_width, keep: see Generate.
+        client, tenant, payer: who asks and who pays, see Generate and GenerateRequest.
+        width: sequences that wait or run at a time.
+        tag: see Generate.
         request_id: its name in logs and spans.
-        embedding: what it has of its own where it asks for embeddings; `wanted` then says only what books need.
         number: which one it is of those that this Batcher accepted, from 1.
-        grammar: what its answers must match.
-        adapter: the one that it names.
+        adapter: the LoRA adapter that it names.
         limits: what bounds its time.
         accepted_at, started_at, first_token_at: seconds on the event loop's clock.
+        read_job: reads its prompt or texts.
+        begin_waiting: takes the outcome of `read_job` and makes the sequences.
     """
 
-    wanted: GenerateRequest
+    early: ClassVar[str] = "the first step"  # a deadline before this leaves no answer
+    counts_answers: ClassVar[bool] = True  # in the histogram of generated tokens
+
     from_: "From[Any]"
     monitor: Monitor
     client: str
     accepted_at: float
-    on_token: Callable[[Token], None] | None = None
-    on_begin: Callable[[], None] | None = None
+    tenant: str = ""
+    payer: Payer | None = None
+    width: int = 1
     tag: Hashable = None
-    beam_width: int = 1
-    keep: Keep | None = None
-    grammar: Grammar | None = None
-    embedding: Embedding | None = None
     adapter: LoraAdapter | None = None
-    constraints: list[Constraint] = field(default_factory=list)  # one a sequence; empty without a grammar
-    prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized
+    starts_reading: bool = True  # else a grammar is compiled first
+    read_job: ReadJob[Any] | None = None
+    begin_waiting: "Callable[[outcome.Outcome[Any]], None] | None" = None
+    prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized; of embeddings always
     first_message: list[int] = field(default_factory=list)  # see Prompt
-    echo: str = ""  # see Prompt
     limits: TimeLimits = TimeLimits()
     expires_at: float | None = None  # when the next of its limits ends it
     expiry: FinishReason = "deadline"  # how that limit ends it
@@ -312,9 +408,7 @@ class Request:
     first_token_at: float | None = None
     share: TenantShare | None = None  # its tenant's counters, once it is accepted
     cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprob | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    choices: dict[int, Choice] = field(default_factory=dict)
     abandoned: FinishReason | None = None  # why nobody waits any more; acted on at the next tick
     replied: bool = False
 
@@ -322,92 +416,75 @@ class Request:
         patience_s = self.limits.patience_s
         self.expires_at = None if patience_s is None else self.accepted_at + patience_s
 
+    @property
+    def kind(self) -> str:
+        """The kind of work, for telemetry."""
+        raise NotImplementedError
+
+    @property
+    def account(self) -> str:
+        """The account that it is charged to."""
+        return charged_account(self.client, self.tenant)
+
     def begin(self, now: float) -> None:
-        """It has its first slot: the operator's bound on waiting is over, and the one on its answer begins."""
+        """Note that it has its first slot: the bound on waiting is over, and the one on its answer begins."""
         self.started_at = now
         # guard: default deadline, once it has a slot
         if self.limits.deadline_s is None:
             self.expires_at = None
         # guard: limit on an answer's time
-        if self.limits.answer_s is not None and self.embedding is None:
+        if self.limits.answer_s is not None:
             answer_ends = now + self.limits.answer_s
             if self.expires_at is None or answer_ends < self.expires_at:
                 self.expires_at, self.expiry = answer_ends, "length"
 
     @property
-    def account(self) -> str:
-        """Who is charged for it."""
-        return charged_account(self.client, self.wanted.tenant, embeds=self.embedding is not None)
-
-    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of its prompt, or of all its texts."""
-        return len(self.prompt_tokens) if self.embedding is None else self.embedding.num_tokens
-
-    def next_text(self, now: float) -> Sequence | None:
-        """The next of its texts, which begins to wait for a slot; None where there is none left."""
-        if self.embedding is None:
-            return None
-        sequence = self.embedding.next_text(now)
-        if sequence is not None:
-            self.sequences.append(sequence)
-        return sequence
+        return len(self.prompt_tokens)
 
     @property
     def num_generated(self) -> int:
         """Tokens that all of its sequences have drawn."""
         return sum([sequence.num_generated for sequence in self.sequences])
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
-        """Books a sequence's end; returns whether it was the request's last."""
-        if sequence.pooled is not None:
-            assert self.embedding is not None
-            self.sequences.remove(sequence)  # there may be thousands
-            return self.embedding.finish(sequence.pooled)
-        if sequence.beams is not None:
-            self._finish_beams(sequence, sequence.beams.best(), reason)
-            return True
-        self.choices[sequence.choice] = sequence.output.choice(reason, only_shown=self.on_token is not None)
-        return len(self.choices) == len(self.sequences)
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of its answers."""
+        return sum([sequence.completion_tokens for sequence in self.sequences])
 
-    def _finish_beams(self, sequence: Sequence, beams: list[Beam], reason: FinishReason) -> None:
-        for index, beam in enumerate(beams):
-            output = sequence.output.blank()
-            for token_id, logprob in zip(beam.tokens, beam.logprobs, strict=True):
-                output.push(Sampled(token_id, logprob))
-            # A beam that ended by itself says how; the others share the reason for which the search was cut short.
-            self.choices[index] = output.choice(reason)
-            if self.keep is not None:
-                self.keep.set_generation(index, beam.logits)
+    @property
+    def rounds(self) -> int:
+        """How often as many of its sequences as run at a time have to follow one another."""
+        return 1
 
-    def result(self) -> Result:
-        """The reply: the first choice, and all of them when several were asked for."""
-        choices = tuple(self.choices[index] for index in sorted(self.choices))
-        first = choices[0]
-        return Result(
-            text=first.text,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            usage=Usage(
-                prompt_tokens=len(self.prompt_tokens),
-                completion_tokens=sum(len(choice.token_ids) for choice in choices),
-                cached_tokens=self.cached_tokens,
-            ),
-            logprobs=first.logprobs,
-            reasoning=first.reasoning,
-            tool_calls=first.tool_calls,
-            stop_string=first.stop_string,
-            reasoning_tokens=first.reasoning_tokens,
-            prompt_logprobs=self.prompt_logprobs,
-            choices=choices if len(choices) > 1 else (),
-        )
+    @property
+    def has_answer(self) -> bool:
+        """Whether it can be answered if it ends now."""
+        return False
+
+    def next_sequence(self, now: float) -> Sequence | None:
+        """The sequence that begins to wait when another one has ended; None where there is none."""
+        return None
+
+    def cut_error(self, reason: FinishReason) -> GenbatchError | None:
+        """The error of a request that was cut short; None where its caller gets an answer."""
+        if self.has_answer:
+            return None
+        if reason == "cancelled":
+            return Cancelled("cancelled")
+        return DeadlineExceeded(f"the deadline passed before {self.early}")
+
+    def response(self) -> object:
+        """The reply, once all of it is there."""
+        raise NotImplementedError
 
     def reply(self) -> None:
-        """Sends the result to the caller."""
+        """Send the response to the caller."""
         self.replied = True
-        reply(self.from_, self.result() if self.embedding is None else self.embedding.result())
+        reply(self.from_, self.response())
 
     def fail(self, error: Exception) -> None:
-        """Sends the error that ended the request to the caller."""
+        """Send the error that ended the request to the caller."""
         self.replied = True
         reply_error(self.from_, error)

@@ -330,9 +330,9 @@ class Slots:
             chosen += for_it
         return chosen
 
-    def beginning_of(self, sequence: Slotted) -> Beginning:
+    def beginning_of(self, unit: Slotted) -> Beginning:
         """What a waiting sequence would start with if it were admitted now, and what that takes."""
-        assert isinstance(sequence, Sequence)
+        sequence = _sequence(unit)
         kv = self._ctx.kv
         swapped = self._swap.length(sequence.request_id)
         if swapped:
@@ -347,8 +347,9 @@ class Slots:
             finds=not sequence.scores_prompt,
         )
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, unit: Slotted) -> None:
         """Moves a waiting sequence into a slot, with whatever is already evaluated of its beginning."""
+        sequence = _sequence(unit)
         self.pending.remove(sequence)
         seq_id = min(self.seq_pool)
         self.seq_pool.remove(seq_id)
@@ -367,8 +368,8 @@ class Slots:
             assert donor.seq_id is not None
             self._ctx.seq_cp(donor.seq_id, seq_id, 0, num_shared)
             sequence.num_computed = num_shared
-            if isinstance(donor, HeldPrompt):
-                self._held.used(donor)
+            if donor.as_held is not None:
+                self._held.used(donor.as_held)
         if not sequence.scores_prompt:
             sequence.num_computed = self._ctx.attach_prefix(seq_id, sequence.tokens, sequence.cache_key)
         if sequence.num_pauses == 0:
@@ -389,9 +390,8 @@ class Slots:
         owner.num_vain = owner.num_vain + 1 if owner.num_computed <= owner.reached else 0
         owner.reached = max(owner.reached, owner.num_computed)
         swapped = False
-        if owner.beams is not None:
-            owner.beams.restart()
-            owner.num_generated = 0
+        if not owner.keeps_progress:
+            owner.restart()
         elif owner.pinned_donor is None:
             # Else it would come back whole, and there may be room only for what it has beside a prompt held for good.
             swapped = self._swap.out(owner.request_id, owner.seq_id)
@@ -494,6 +494,12 @@ def waiting_key(sequence: LlmRequest) -> tuple[float, int, int]:
     return sequence.waiting_key
 
 
+def _sequence(unit: Slotted) -> Sequence:
+    """A unit that waits or runs: held prompts do neither."""
+    assert isinstance(unit, Sequence)
+    return unit
+
+
 def _account(sequence: Sequence) -> str:
     return sequence.request.account
 
@@ -506,8 +512,8 @@ def _has_had_a_turn(sequence: Sequence) -> bool:
 
 def _evaluated_for(sequence: Sequence) -> int:
     """Tokens of the held prompt that were evaluated for this very request, and are no cache hit of it."""
-    held = sequence.donor
-    if not isinstance(held, HeldPrompt) or held.noticed_by is not sequence.request:
+    held = None if sequence.donor is None else sequence.donor.as_held
+    if held is None or held.noticed_by is not sequence.request:
         return 0
     held.noticed_by = None
     return len(held.tokens) - held.num_reused

@@ -17,87 +17,40 @@ import torch
 import trio
 
 from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
-from genbatch.actors.batcher.events import Decoded, Drawn, Evaluated, Run, RunEnded, StepMessage, Stepped
+from genbatch.actors.batcher.events import Decoded, Drawn, Run, RunEnded, StepMessage, Stepped
+from genbatch.actors.batcher.generation import Generation
 from genbatch.actors.batcher.open_requests import BatchState
-from genbatch.actors.batcher.requests import HeldPrompt, Planned, PooledText, Request, Sequence
+from genbatch.actors.batcher.requests import Evaluated, Planned
 from genbatch.actors.batcher.slots import SwapFault, run_copies, waiting_key
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun
-from genbatch.nif.errors import DeviceFault, NativeError, OutOfBlocks
-from genbatch.nif.runner import Logits
-from genbatch.nif.sampling.draw import token_logprobs
+from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
-from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
-from genbatch.proto.messages import Token, TokenLogprob
+from genbatch.proto.errors import EngineError
 
 
 def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
     """One forward over the entries; changes nothing but the context and the samplers that drew."""
-    samplers = [
-        planned.owner.sampler if isinstance(planned.owner, Sequence) and planned.draws else None for planned in batch
-    ]
-    reads = any(_reads_rows(planned) for planned in batch)
+    samplers = [planned.sampler for planned in batch]
+    reads = any(planned.owner.reads_rows(planned) for planned in batch)
 
     def read(logits: list[torch.Tensor], drawn: list[Sampled | SampleFault | None]) -> list[Evaluated]:
         if not reads:
-            return [Evaluated(draw, []) for draw in drawn]
+            return [Evaluated(draw) for draw in drawn]
         return [
-            Evaluated(draw, _prompt_logprobs(planned, rows), _kept_rows(planned, rows))
-            for planned, rows, draw in zip(batch, logits, drawn, strict=True)
+            planned.owner.read(planned, rows, draw) for planned, rows, draw in zip(batch, logits, drawn, strict=True)
         ]
 
     entries = [planned.entry for planned in batch]
     results = context.step_and_read(entries, samplers, read, with_logits=reads)
-    for planned, sampler, result in zip(batch, samplers, results, strict=True):
-        # The beams of a search share a sampler, and no beam's tokens count for the others.
-        if sampler is not None and isinstance(result.drawn, Sampled) and not _searches(planned):
-            sampler.accept(result.drawn.token_id)
+    for planned, result in zip(batch, results, strict=True):
+        if isinstance(result.drawn, Sampled):
+            planned.owner.accept(result.drawn.token_id)
     return results
-
-
-def _searches(planned: Planned) -> bool:
-    return isinstance(planned.owner, Sequence) and planned.owner.beams is not None
-
-
-def _reads_rows(planned: Planned) -> bool:
-    """Whether more of its logits is wanted than a draw."""
-    owner = planned.owner
-    if not isinstance(owner, Sequence):
-        return False
-    if owner.pooled is not None:
-        return True
-    keep = owner.request.keep
-    return planned.entry.logits is Logits.ALL or (keep is not None and (keep.context or keep.generation))
-
-
-def _prompt_logprobs(planned: Planned, rows: torch.Tensor) -> list[TokenLogprob]:
-    """Log-probs of the prompt tokens that follow this chunk's tokens; rows are the chunk's logits."""
-    owner, entry = planned.owner, planned.entry
-    if entry.logits is not Logits.ALL or not isinstance(owner, Sequence):
-        return []
-    if owner.request.wanted.prompt_logprobs is None:
-        return []  # every token's logits are there to be kept
-    following = owner.tokens[entry.n_past + 1 : min(entry.n_past + len(entry.tokens) + 1, owner.num_prompt_tokens)]
-    scored = token_logprobs(rows[: len(following)], torch.tensor(following), owner.request.wanted.prompt_logprobs)
-    return [
-        TokenLogprob(token_id=token_id, logprob=score.logprob, top=dict(score.top))
-        for token_id, score in zip(following, scored, strict=True)
-    ]
-
-
-def _kept_rows(planned: Planned, rows: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the rows that the caller may want; a runner may write its next step's over them."""
-    owner = planned.owner
-    if isinstance(owner, Sequence) and owner.pooled is not None:
-        return rows.to("cpu", copy=True) if len(rows) else None
-    keep = owner.request.keep if isinstance(owner, Sequence) else None
-    if keep is None or not len(rows) or not (keep.context or keep.generation):
-        return None
-    return rows.to("cpu", copy=True)
 
 
 # Most steps of a run: then a plan is made all the same.
@@ -122,6 +75,7 @@ class RunAhead:
         drafts: RunDrafts | None = None,
     ) -> None:
         self.batch = batch
+        self.sequences = generations(batch)
         self._max_steps = max_steps
         self._tell = tell
         self._drafts = drafts
@@ -147,7 +101,7 @@ class RunAhead:
         run_copies(copies)
         if self._drafts is not None:
             self._drafts.begin()
-        samplers = [planned.owner.sampler for planned in self.batch if isinstance(planned.owner, Sequence)]
+        samplers = [sequence.sampler for sequence in self.sequences]
         run = context.decode_run([planned.entry for planned in self.batch], samplers, max_steps=self._max_steps)
         try:
             return self._decode(run, samplers)
@@ -189,6 +143,11 @@ class RunAhead:
         return Decoded(self, [[draw] for draw in run.step(ahead=ahead)], 0)
 
 
+def generations(batch: list[Planned]) -> list[Generation]:
+    """The owners of a batch that holds decodes only."""
+    return [planned.owner for planned in batch if isinstance(planned.owner, Generation)]
+
+
 def steps_ahead(batch: list[Planned]) -> int:
     """How many steps may follow one another without a plan: until a sequence reaches the most it may generate.
 
@@ -197,11 +156,7 @@ def steps_ahead(batch: list[Planned]) -> int:
     most = MAX_STEPS
     for planned in batch:
         owner = planned.owner
-        if not isinstance(owner, Sequence) or not planned.draws or len(planned.entry.tokens) != 1:
-            return 1
-        if owner.beams is not None or owner.sampler.constraint is not None:
-            return 1  # beams choose together; what a constraint allows may still be being worked out
-        if owner.request.keep is not None and owner.request.keep.generation:
+        if planned.sampler is None or len(planned.entry.tokens) != 1 or not owner.runs_ahead:
             return 1
         most = min(most, owner.max_new_tokens - owner.num_generated)
     return max(1, most)
@@ -286,7 +241,7 @@ class StepFaults:
         if not alone or went_through:
             return alone
         self._lone_faults += 1
-        owners = {id(p.owner.request) if isinstance(p.owner, Sequence) else id(p.owner) for p, _ in alone}
+        owners = {id(planned.owner.accountable) for planned, _ in alone}
         # guard: blame has an end
         if len(owners) > 1 or self._lone_faults >= MAX_LONE_FAULTS:
             error = alone[0][1]
@@ -312,7 +267,7 @@ def _halves(batch: list[Planned]) -> list[list[Planned]]:
 
 
 class StepCommit:
-    """Turns what was evaluated into what callers see; between two steps only.
+    """Books what was evaluated into what callers see; between two steps only. Implements `Books`.
 
     Args:
         state: whose tokens these are, and where they are booked.
@@ -320,148 +275,36 @@ class StepCommit:
 
     def __init__(self, state: BatchState) -> None:
         self._ctx = state.ctx
-        self._requests = state.requests
+        self._slots = state.slots
         self._journal = state.journal
+        self.finish = state.requests.finish
+        self.fail = state.requests.fail
+        self.generated = state.journal.generated
+        self.drop_held = state.slots.drop_held
 
     def book(self, planned: Planned, evaluated: Evaluated) -> None:
-        """Books what a step gave: positions, the token drawn, its text, and the end if it was the last."""
-        owner = planned.owner
-        if owner.seq_id is None:
-            return  # its request has just ended through another of its sequences
-        if isinstance(owner, Sequence) and owner.beams is not None and owner.phase is Phase.DECODING:
-            self._draw_beam(owner, planned.entry.seq_id, evaluated)
-            return
-        owner.num_computed += len(planned.entry.tokens)
-        if not isinstance(owner, Sequence):
-            self._journal.stats.prefilled_tokens += len(planned.entry.tokens)
-            return
-        request = owner.request
-        if owner.phase is Phase.PREFILLING:
-            # The token drawn last before a pause is decoded, not prefilled.
-            decoded = planned.draws and owner.num_generated > 0
-            self._journal.stats.prefilled_tokens += len(planned.entry.tokens) - decoded
-        if owner.pooled is not None:
-            self._embed(owner, owner.pooled, planned.entry.n_past, evaluated)
-            return
-        if evaluated.prompt_logprobs:
-            assert request.prompt_logprobs is not None
-            # A prompt that was paused is scored again: the same numbers take the same places.
-            first = planned.entry.n_past + 1
-            request.prompt_logprobs[first : first + len(evaluated.prompt_logprobs)] = evaluated.prompt_logprobs
-        if request.keep is not None and request.keep.context and evaluated.rows is not None:
-            first = planned.entry.n_past + len(planned.entry.tokens) - len(evaluated.rows)
-            request.keep.add_context(first, evaluated.rows[: max(0, owner.num_prompt_tokens - first)])
-        drawn = evaluated.drawn
-        if owner.beams is not None and drawn is not None:
-            self._draw_beam(owner, planned.entry.seq_id, evaluated)
-        elif isinstance(drawn, SampleFault):
-            self._requests.fail(request, _refusal(request, drawn))
-        elif drawn is not None and request.abandoned is None:
-            if request.keep is not None and request.keep.generation and evaluated.rows is not None:
-                request.keep.add_generation(owner.choice, evaluated.rows[-1])
-            self._accept(owner, drawn)
+        """Book what a step gave one entry."""
+        if planned.owner.seq_id is not None:  # else its request has just ended through another of its sequences
+            planned.owner.book(planned, evaluated, self)
 
-    def _embed(self, sequence: Sequence, text: PooledText, first: int, evaluated: Evaluated) -> None:
-        """Books a text's chunk, which begins at position `first`; with the last one the embedding is there."""
-        if evaluated.rows is not None:
-            text.add(first, evaluated.rows)
-        if sequence.num_computed < len(sequence.tokens) or sequence.request.abandoned is not None:
-            return
-        if not text.is_finite:
-            self._requests.fail(sequence.request, EngineError("the model's states are no finite numbers"))
-        else:
-            self._journal.stats.embedded_texts += 1
-            self._requests.finish(sequence, "stop")
-
-    def book_decodes(self, batch: list[Planned], drawn: Drawn) -> None:
-        """Books one step of a run, in which every sequence decoded a token, or several that were drafted."""
-        for planned, draws in zip(batch, drawn, strict=True):
-            sequence = planned.owner
-            assert isinstance(sequence, Sequence)
+    def book_decodes(self, sequences: list[Generation], drawn: Drawn) -> None:
+        """Book one step of a run, in which every sequence decoded a token, or several that were drafted."""
+        for sequence, draws in zip(sequences, drawn, strict=True):
             for draw in draws:
                 if sequence.ended:
                     break  # computed in vain: its end was found after this step had begun, or in it
                 sequence.num_computed += 1
-                if isinstance(draw, SampleFault):
-                    self._requests.fail(sequence.request, _refusal(sequence.request, draw))
-                elif sequence.request.abandoned is None:
-                    self._accept(sequence, draw)
+                sequence.book_drawn(draw, self)
 
-    def _draw_beam(self, sequence: Sequence, slot: int, evaluated: Evaluated) -> None:
-        """Books one beam's candidates; after the last beam's, the best ones go on, each with its parent's KV."""
-        beams, request, drawn = sequence.beams, sequence.request, evaluated.drawn
-        assert beams is not None and sequence.seq_id is not None
-        if not isinstance(drawn, Sampled):
-            assert drawn is not None, "a beam that draws nothing"
-            self._requests.fail(request, _refusal(request, drawn))
-            return
-        slots = [sequence.seq_id, *sequence.beam_slots]
-        keeps = request.keep is not None and request.keep.generation and evaluated.rows is not None
-        row = evaluated.rows[-1] if keeps and evaluated.rows is not None else None
-        if request.abandoned is not None or not beams.draw(slots.index(slot), drawn.top, row):
-            return
-        self._count_token(sequence, len(beams.running))
-        if beams.advance():
-            self._requests.finish(sequence, "stop" if beams.ended_by_stop else "length")
-            return
-        for source, target in beams.moves:
-            self._ctx.seq_rm(slots[target])
-            self._ctx.seq_cp(slots[source], slots[target])
+    def prefilled(self, num_tokens: int) -> None:
+        self._journal.stats.prefilled_tokens += num_tokens
 
-    def _count_token(self, sequence: Sequence, num_tokens: int = 1) -> None:
-        if sequence.phase is Phase.PREFILLING:
-            sequence.move(Phase.DECODING)
-        elif sequence.beams is not None:
-            sequence.num_computed += 1  # all beams' last tokens are evaluated by now
-        sequence.num_generated += 1
-        self._journal.generated(sequence, num_tokens)
+    def embedded(self) -> None:
+        self._journal.stats.embedded_texts += 1
 
-    def _accept(self, sequence: Sequence, drawn: Sampled) -> None:
-        request = sequence.request
-        if request.wanted.max_tokens == 0:  # its prompt is evaluated, and nothing more was asked for
-            sequence.output.end()
-            self._requests.finish(sequence, "length")
-            return
-        index = sequence.num_generated
-        self._count_token(sequence)
-        sequence.tokens.append(drawn.token_id)
-        try:
-            text = sequence.output.push(drawn)
-        except NativeError as error:  # the model's tokenizer has no text for these tokens
-            self._requests.fail(request, EngineError(str(error)))
-            return
-        if request.on_begin is not None:
-            begun, request.on_begin = request.on_begin, None
-            begun()
-        if request.on_token is not None:
-            apart = sequence.output.apart
-            try:
-                request.on_token(
-                    Token(
-                        text=text,
-                        token_id=drawn.token_id,
-                        index=index,
-                        logprob=drawn.logprob,
-                        choice=sequence.choice,
-                        top=dict(drawn.top),
-                        reasoning=apart.reasoning,
-                        tool_calls=apart.tool_calls,
-                    )
-                )
-            # guard: a caller's function
-            except Exception as error:  # the caller's own function: its fault ends its request only
-                sequence.raised = True
-                self._requests.fail(request, EngineError(f"on_token raised {error!r}"))
-                return
-        if sequence.output.finish_reason is not None:
-            self._requests.finish(sequence, sequence.output.finish_reason)
-
-
-def _refusal(request: Request, fault: SampleFault) -> GenbatchError:
-    """The error of a request whose next token could not be chosen."""
-    if not fault.by_request:
-        return EngineError(fault.reason)
-    return InvalidRequest(request.grammar.field if request.grammar is not None else None, fault.reason)
+    def copy_slot(self, source: int, target: int) -> None:
+        self._ctx.seq_rm(target)
+        self._ctx.seq_cp(source, target)
 
 
 class Stepper:
@@ -589,13 +432,8 @@ class Stepper:
     def _blame(self) -> None:
         """Ends those whose steps failed alone while others' went through."""
         for planned, error in self._faults.verdict():
-            owner = planned.owner
-            if owner.seq_id is None:
-                continue  # its request has just failed through another of its sequences
-            if isinstance(owner, HeldPrompt):
-                self._slots.drop_held(owner)
-            elif isinstance(owner, Sequence):
-                self._requests.fail(owner.request, EngineError(f"the step failed: {error}"))
+            if planned.owner.seq_id is not None:  # else its request has just failed through another of its sequences
+                planned.owner.give_up(EngineError(f"the step failed: {error}"), self._commit)
 
     # Runs
 
@@ -615,8 +453,7 @@ class Stepper:
     def _drafts_of(self, batch: list[Planned]) -> RunDrafts | None:
         if not (self._looks_up and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
             return None
-        sequences = [planned.owner for planned in batch if isinstance(planned.owner, Sequence)]
-        return RunDrafts(sequences, self._costs, max_rows=self._ctx.n_batch)
+        return RunDrafts(generations(batch), self._costs, max_rows=self._ctx.n_batch)
 
     def _decoded(self, decoded: Decoded) -> None:
         """Books a step of a run, while its next step is under way."""
@@ -628,7 +465,7 @@ class Stepper:
             self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
         self._times.took(run_work(run.batch, decoded.num_drafted), now - self._turn_began)
         self._began = self._turn_began = now
-        self._commit.book_decodes(run.batch, drawn)
+        self._commit.book_decodes(run.sequences, drawn)
         if self._requests.overdue():
             run.stop()
         run.booked()

@@ -10,11 +10,12 @@ import msgspec
 import outcome
 import trio
 
-from genbatch.actors.batcher.events import Evaluated, StepMessage, Stepped
+from genbatch.actors.batcher.events import StepMessage, Stepped
+from genbatch.actors.batcher.generation import BeamGeneration, Generation, GenerationRequest
 from genbatch.actors.batcher.journal import Flight, unrecorded
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Planned, Prompt, Request, Sequence
+from genbatch.actors.batcher.requests import Evaluated, Planned, Prompt, Request, Sequence
 from genbatch.actors.batcher.slots import SwapFault
 from genbatch.actors.batcher.stepper import is_out_of_memory
 from genbatch.actors.recording import records
@@ -119,7 +120,7 @@ class FlightRecorder(Flight):
     def now(self) -> float:
         return self._now
 
-    def arrived(self, request: Request, message: Generate) -> None:
+    def arrived(self, request: GenerationRequest, message: Generate) -> None:
         self._write(
             records.Arrived(
                 time=self._now,
@@ -128,7 +129,7 @@ class FlightRecorder(Flight):
                 client=request.client,
                 request_id=request.request_id,
                 beam_width=request.beam_width,
-                scores_prompt=request.keep is not None and request.keep.context,
+                scores_prompt=request.keep.context,
                 adapter="" if request.adapter is None else request.adapter.digest,
             )
         )
@@ -226,9 +227,9 @@ def _draw(planned: Planned, evaluated: Evaluated) -> Draw | None:
         return None
     if isinstance(drawn, SampleFault):
         return Draw(fault=drawn.reason, by_request=drawn.by_request)
-    assert isinstance(owner, Sequence)
-    if owner.beams is not None:
+    if isinstance(owner, BeamGeneration):
         return Draw(drawn.token_id, top=list(drawn.top), logprob=drawn.logprob)
+    assert isinstance(owner, Generation)
     return Draw(drawn.token_id, RAISED if owner.raised else owner.output.finish_reason or "")
 
 

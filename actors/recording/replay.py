@@ -33,14 +33,14 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from genbatch.actors.batcher.arrivals import Arrivals, Encoded
 from genbatch.actors.batcher.batcher import Batcher, Flush
 from genbatch.actors.batcher.draining import DrainOver
-from genbatch.actors.batcher.events import Evaluated
+from genbatch.actors.batcher.generation import Generation, GenerationRequest
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.journal import Flight
 from genbatch.actors.batcher.kept_logits import Keep
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.output import Output, OutputRules
-from genbatch.actors.batcher.requests import Planned, Prompt, Request, Sequence, TimeLimits
+from genbatch.actors.batcher.requests import Evaluated, Planned, Prompt, Request, TimeLimits
 from genbatch.actors.batcher.slots import SwapFault, run_copies
 from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.recording import records
@@ -252,13 +252,12 @@ class RecordedDraw(Sampled):
 class ReplayedArrivals(Arrivals):
     """Lets in what was let in."""
 
-    def _admit(self, wanted: GenerateRequest, client: str, *, embeds: bool) -> TimeLimits:
-        """After a look at how long requests took."""
-        return self._limits(wanted, client)
+    def _admit(self, client: str, account: str, width: int, limits: TimeLimits, *, embeds: bool) -> None:
+        """Admission looks at how long requests took, which a replay does not know."""
 
     def _encode(self, request: Request) -> Request | None:
         """Its tokens come later."""
-        self._num_away += request.wanted.n
+        self._num_away += request.width
         return None
 
 
@@ -314,7 +313,7 @@ class ReplayedIntake(Intake):
         """By its place in the options."""
         return self._system_prompts[int(content)]
 
-    def sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
+    def sequences(self, request: GenerationRequest, max_tokens: int) -> list[Generation]:
         made = super().sequences(request, max_tokens)
         for sequence in made:
             sequence.output = ReplayedOutput(sequence.output)
@@ -506,8 +505,9 @@ class Player:
     def _raises(self, number: int, choice: int) -> bool:
         request = self._batcher.find(number)
         assert request is not None
-        output = request.sequences[choice].output
-        return isinstance(output, ReplayedOutput) and output.raises
+        sequence = request.sequences[choice]
+        assert isinstance(sequence, Generation)
+        return isinstance(sequence.output, ReplayedOutput) and sequence.output.raises
 
     def _encode(self, message: records.EncodedRecord) -> None:
         request = self._batcher.find(message.request)

@@ -14,12 +14,12 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from genbatch.actors.batcher import drafting
+from genbatch.actors.batcher import drafting, generation
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.drafting import DraftCosts, RunDrafts
+from genbatch.actors.batcher.generation import Generation
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
@@ -135,12 +135,16 @@ class Sequences:
         self.drafted = self.steps = 0
         self.sequences = [
             SimpleNamespace(
-                lookup=None, max_new_tokens=left, num_generated=0, tokens=text[:prompt], sampler=self.sampler()
+                lookup=PromptLookup(),
+                max_new_tokens=left,
+                num_generated=0,
+                tokens=text[:prompt],
+                sampler=self.sampler(),
             )
             for text in texts
         ]
         self.times = StepTimeModel()
-        self.drafts = RunDrafts(cast("list[Sequence]", self.sequences), DraftCosts(self.times), max_rows=64)
+        self.drafts = RunDrafts(cast("list[Generation]", self.sequences), DraftCosts(self.times), max_rows=64)
         self.drafts.begin()
 
     @staticmethod
@@ -367,7 +371,7 @@ class Guessing(PromptLookup):
 
 @pytest.fixture
 def _guessing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "PromptLookup", Guessing)
+    monkeypatch.setattr(generation, "PromptLookup", Guessing)
     monkeypatch.setattr(Guessing, "told", [])
 
 

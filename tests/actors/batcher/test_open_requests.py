@@ -15,7 +15,8 @@ def test_open_and_waiting_sequences_are_counted_by_account_and_phase() -> None:
         request = SimpleNamespace(
             account=account,
             monitor=object(),
-            wanted=SimpleNamespace(n=len(phases) if n is None else n, payer=None),
+            width=len(phases) if n is None else n,
+            payer=None,
             sequences=[SimpleNamespace(phase=phase) for phase in phases],
         )
         requests.add(cast(Any, request))

@@ -18,8 +18,6 @@ def waits(account: str, arrival: int, num_pauses: int = 0, width: int = 1) -> Se
         num_pauses=num_pauses,
         width=width,
         request=request,
-        output=None,
-        sampler=None,
     )
 
 

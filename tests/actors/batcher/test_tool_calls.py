@@ -13,9 +13,9 @@ import torch
 import trio
 
 from genbatch import Client, RPCClient, ZeroMQClient, open_batcher
+from genbatch.actors.batcher.generation import GenerationRequest
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Request
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.sampling.grammar import branches
@@ -243,7 +243,7 @@ def follow(
 ) -> Iterator[Choice]:
     """The answer that is written so; none where its grammar does not allow it."""
     intake = Intake(model, BatcherOptions(), 4096)
-    request = Request(wanted=wanted, from_=None, monitor=None, client="", accepted_at=0.0)  # type: ignore[arg-type]
+    request = GenerationRequest(wanted=wanted, from_=None, monitor=None, client="", accepted_at=0.0)  # type: ignore[arg-type]
     request.prompt_tokens = model.tokenizer.encode(prompt)
     request.grammar = grammar = intake.grammar(wanted)
     assert grammar is not None
