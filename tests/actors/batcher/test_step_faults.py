@@ -251,10 +251,10 @@ async def test_what_fails_after_the_forward_leaves_no_trace_and_is_tried_again(
     where: str, tiny_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The halves evaluate the same positions anew: nothing of the step counts before all of it is done."""
-    from genbatch.actors.batcher import stepper
+    from genbatch.actors.batcher import generation
     from genbatch.nif.context import context
 
-    module, name = (context, "choose") if where == "choosing" else (stepper, "token_logprobs")
+    module, name = (context, "choose") if where == "choosing" else (generation, "token_logprobs")
     whole, failures = getattr(module, name), 2
 
     def failing(*arguments: Any) -> Any:
@@ -289,7 +289,7 @@ async def test_what_fails_after_the_forward_leaves_no_trace_and_is_tried_again(
 
 
 def failed_alone(faults: StepFaults, count: int) -> list[Any]:
-    alone: list[Any] = [SimpleNamespace(owner=object()) for _ in range(count)]
+    alone: list[Any] = [SimpleNamespace(owner=SimpleNamespace(accountable=object())) for _ in range(count)]
     for one in alone:
         assert faults.parts([one], RuntimeError("again")) == []
     return alone
