@@ -94,6 +94,7 @@ _HUGE = 10**12
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"sliding_window": -1}, "sliding_window"),
+        ({"unknown_scale": float("inf")}, "unknown_scale"),
         ({"architectures": [5]}, "architectures"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2.0}}, "factor"),
@@ -186,6 +187,7 @@ def rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
         (lambda tensors: tensors.update({f"{_QUERY}.bias": torch.ones(64)}), f"{_QUERY}.bias"),
         (lambda tensors: tensors.update({"model.layers.4.mlp.up_proj.weight": torch.ones(64, 32)}), "layers.4.mlp"),
         (rename("lm_head.weight", "lm_heat.weight"), "lm_heat.weight|lm_head.weight"),
+        (lambda tensors: tensors.pop(f"{_QUERY}.weight"), f"lack {_QUERY}.weight (1 tensors missing)"),
     ],
 )
 def test_a_tensor_that_nobody_would_use_is_refused_by_name(
