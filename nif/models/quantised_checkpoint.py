@@ -17,8 +17,9 @@ configuration calls `modules_to_not_convert` or `ignore` is there as plain numbe
                         rows of gate_up_proj are a gate and an up in turn
 
 n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * (code - zero), computed in float32.
-Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`). What has no such form is widened
-to float32, one matrix at a time: FP8, and groups that take their inputs from everywhere (`desc_act`).
+Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), FP8 in E4M3 stays bytes (`FP8_KINDS`).
+What has no such form is widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from
+everywhere (`desc_act`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +32,7 @@ import torch
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.file_checks import check_counts, one_line, read_object, shown
-from genbatch.nif.models.weight_source import FLOAT_KINDS, GROUP_KINDS, SafetensorsWeights, StoredTensor
+from genbatch.nif.models.weight_source import FLOAT_KINDS, FP8_KINDS, GROUP_KINDS, SafetensorsWeights, StoredTensor
 
 _REMEDY = (
     "take the model as it was before, with quantize int8 or int4, or its GPTQ, AWQ or compressed-tensors form in 4 or "
@@ -547,8 +548,20 @@ class _Plain:
             return _Groups(8, codes, every, zeros, wide).stored(parts.name, inputs)
         if parts.has("weight_zero_point"):
             raise parts.fault("weight_zero_point", "stands beside scales by tiles, or FP8")
+        if weight.dtype == torch.float8_e4m3fn and (block := _fp8_block(inputs, wide)) is not None:
+            which = np.arange(outputs)[:, None] // tall, np.arange(0, inputs, block)[None] // wide
+            made = np.empty((outputs, inputs // block, 4 + block), np.uint8)
+            made[:, :, :4] = scales[which].astype("<f4")[:, :, None].view(np.uint8)
+            made[:, :, 4:] = weight.view(torch.uint8).numpy().reshape(outputs, -1, block)
+            return StoredTensor(parts.name, f"F8_{block}", (outputs, inputs), made.reshape(outputs, -1))
         scale = torch.from_numpy(scales).repeat_interleave(tall, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
         return _floats(parts.name, weight.float().mul_(scale).numpy())
+
+
+def _fp8_block(inputs: int, wide: int) -> int | None:
+    """The longest block of `FP8_KINDS` that rows of `inputs` are cut into, where so many inputs share a scale."""
+    fitting = (size for size in FP8_KINDS.values() if inputs % size == 0 and (wide >= inputs or wide % size == 0))
+    return max(fitting, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,8 @@ def test_weights_are_to_the_bit_what_the_file_says(make: MAKE, form: str) -> Non
         ("naive-quantized", "G8_32"),
         ("gptq-4-32-desc_act", "F32"),
         ("gptq-4-odd-groups", "F32"),
-        ("fp8-block", "F32"),
+        ("fp8-block", "F8_32"),
+        ("fp8-tensor", "F8_128"),
     ],
 )
 def test_codes_stay_codes_where_their_groups_are_whole_blocks(make: MAKE, form: str, kind: str) -> None:
@@ -200,6 +201,9 @@ def test_codes_stay_codes_where_their_groups_are_whole_blocks(make: MAKE, form: 
     if kind[0] == "G":
         bits, inputs = int(kind[1]), int(kind[3:])
         assert tensor.rows.nbytes == tensor.shape[0] * tensor.shape[1] // inputs * (6 + inputs * bits // 8)
+    if kind.startswith("F8"):
+        inputs = int(kind[3:])
+        assert tensor.rows.nbytes == tensor.shape[0] * tensor.shape[1] // inputs * (4 + inputs)
 
 
 @pytest.mark.parametrize("form", ["gptq-4-32-gptq", "awq-0", "packed-4-128", "int-quantized", "fp8-block"])
