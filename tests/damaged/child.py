@@ -5,6 +5,7 @@ wrong. The process has a bound on its memory; its parent bounds its time.
 """
 
 import contextlib
+import os
 import resource
 import shutil
 import sys
@@ -87,16 +88,18 @@ def outcome(case: Case) -> str:
 
 
 def main(good: Good, scratch: Path, first: int, count: int) -> None:
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print of what they load
     transformers_logging.set_verbosity_error()
     generated(good.directory, "auto")
     generated(good.gguf, "torch")
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY, in_use + MEMORY))
     for seed in range(first, first + count):
-        print("begin", seed, flush=True)
+        print("begin", seed, file=report)
         place = scratch / str(seed)
         place.mkdir(parents=True)
-        print("end", seed, outcome(damage(seed, good, place)), flush=True)
+        print("end", seed, outcome(damage(seed, good, place)), file=report)
         shutil.rmtree(place)
 
 
