@@ -65,42 +65,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _key_offsets(
-    table_ptr,
-    start,
-    end_key,
-    block_stride,
-    num_blocks,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-):
-    """Where a tile's keys lie in the pool, [KEYS] int64, and which of them may be read."""
-    positions = start + tl.arange(0, KEYS)
-    if BY_BLOCK:
-        # A block id is loaded once for all its positions; `start` is the first position of a block.
-        WIDE: tl.constexpr = KEYS // BLOCK_SIZE
-        columns = tl.arange(0, WIDE)
-        inside = start + columns * BLOCK_SIZE < end_key
-        blocks = tl.load(table_ptr + start // BLOCK_SIZE + columns, mask=inside, other=-1)
-        known = (blocks >= 0) & (blocks < num_blocks)
-        # A pool outgrows 2**31 elements: widen before multiplying.
-        firsts = blocks.to(tl.int64) * block_stride
-        within = tl.arange(0, BLOCK_SIZE) * HEAD
-        offsets = tl.where(
-            known[:, None], firsts[:, None] + within[None, :], -16
-        )  # what is added stays a multiple of 16
-        offsets = tl.reshape(offsets, [KEYS])
-        readable = (offsets >= 0) & (positions < end_key)
-    else:
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
-        readable = (blocks >= 0) & (blocks < num_blocks)
-        offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
-    return positions, offsets, readable
-
-
-@triton.jit
 def attend_keys(
     query,  # [ROWS, HEAD_PAD]
     query_positions,  # [ROWS], negative where the row is padding
@@ -119,7 +83,6 @@ def attend_keys(
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -130,12 +93,15 @@ def attend_keys(
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     for start in range(first_key, end_key, KEYS):
+        positions = start + tl.arange(0, KEYS)
+        # One id a position, though a block has many: Triton 3.6 pipelines no loads whose addresses were reshaped.
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
         # The planner has refused bad tables; `readable` keeps even one damaged later from reading outside the pool.
-        positions, offsets, readable = _key_offsets(
-            table_ptr, start, end_key, block_stride, num_blocks, KEYS, BLOCK_SIZE, HEAD, BY_BLOCK
-        )
+        readable = (blocks >= 0) & (blocks < num_blocks)
+        # A pool outgrows 2**31 elements: widen before multiplying.
+        offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
         if HEAD % 16 == 0:
-            # What `reshape` makes the compiler forget: rows begin at multiples of 16 elements, so loads are wide.
+            # `block_stride` is a whole number of heads, so rows begin at multiples of 16 elements and loads are wide.
             offsets = tl.multiple_of(offsets, 16)
         key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * scale

@@ -108,7 +108,6 @@ def _chunk_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -173,7 +172,6 @@ def _chunk_attention_kernel(
             BLOCK_SIZE,
             HEAD,
             HEAD_PAD,
-            BY_BLOCK,
             HAS_SOFTCAP,
             HAS_WINDOW,
         )
@@ -201,7 +199,6 @@ def _chunk_attention_kernel(
                 BLOCK_SIZE,
                 HEAD,
                 HEAD_PAD,
-                BY_BLOCK,
                 HAS_SOFTCAP,
                 HAS_WINDOW,
             )
@@ -242,7 +239,6 @@ def _decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -286,7 +282,6 @@ def _decode_attention_kernel(
             BLOCK_SIZE,
             HEAD,
             HEAD_PAD,
-            BY_BLOCK,
             HAS_SOFTCAP,
             HAS_WINDOW,
         )
@@ -469,7 +464,6 @@ def paged_attention(
             "BLOCK_SIZE": block_size,
             "HEAD": head_size,
             "HEAD_PAD": head_pad(head_size),
-            "BY_BLOCK": tile.keys % block_size == 0,
             "HAS_SOFTCAP": bool(softcap),
             "HAS_WINDOW": window is not None,
             "HAS_SINKS": sinks is not None,

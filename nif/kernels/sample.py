@@ -611,8 +611,9 @@ def draw_tokens(logits: torch.Tensor, params: torch.Tensor, out: torch.Tensor | 
     room = {"ROOM": _ROOM, "MARGIN": _MARGIN}
     _survey_kernel[(rows, pieces)](bests, candidates, logits, *shape, PIECE=piece, CHUNK=chunk, num_warps=8)
     _weigh_kernel[(rows, pieces)](masses, counts, bests, logits, params, *shape, **split, PIECE=piece, num_warps=8)
+    # With 8 warps Triton 3.6 spills a register.
     _gather_kernel[(rows, pieces)](
-        near, ids, masses, counts, bests, logits, params, *shape, **split, **room, PIECE=piece, num_warps=8
+        near, ids, masses, counts, bests, logits, params, *shape, **split, **room, PIECE=piece, num_warps=16
     )
     _sample_kernel[(rows,)](
         tokens, bests, candidates, near, ids, masses, counts, logits, params, *shape,

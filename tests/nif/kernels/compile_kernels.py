@@ -3,9 +3,10 @@
     python -m tests.nif.kernels.compile_kernels                       # all kernels for all GPUs: some minutes at first
     python -m tests.nif.kernels.compile_kernels --capabilities 90 --slice
 
-What holds for each: no register is spilled, shared memory is within the GPU's limit, a kernel that streams keys,
-values or weights loads 16 bytes at a time, prefill multiplies with the GPU's own matrix instructions, and a step of
-another size needs no other variant. Triton keeps what it compiled, so a second run takes seconds.
+What holds for each: no register is spilled, shared memory is within the GPU's limit, attention copies keys and values
+ahead of their use, a kernel that streams keys, values or weights loads 16 bytes at a time, prefill multiplies with the
+GPU's own matrix instructions, and a step of another size needs no other variant. Triton keeps what it compiled, so a
+second run takes seconds.
 """
 
 import argparse
@@ -18,10 +19,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
+import triton
 
 from genbatch.nif.kernels.attend_keys import share_size
 from genbatch.nif.kernels.elementwise import add_rms_norm, copy_blocks, rope_and_write, silu_mul, write_kv
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile, pack
+from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import draw_tokens, edit_logits, gather_logprobs, next_tokens
 from genbatch.nif.sampling.device_sampler import row_edits
@@ -42,6 +45,11 @@ STREAMING = (
     "_survey_kernel",
     "_sample_kernel",
 )
+
+
+ATTENTION = ("_decode_attention_kernel", "_chunk_attention_kernel")
+LEAST_COPIES = 12
+"""In the code of attention, ahead of use. A compiler that pipelines the block ids alone leaves 5 to 10."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -134,6 +142,15 @@ def beside_the_model(rows: int = 4) -> None:
     copy_blocks(meta(4, 4096), ints(2, 2, dtype=torch.int64))
 
 
+def adapters(rows: int = 4, rank: int = 24) -> None:
+    """What adapters add to the products of a layer, with a norm before it and without."""
+    hidden, width = meta(rows, 1024), 3072
+    parts = LoraParts(ints(2, dtype=torch.int64), ints(2, dtype=torch.int64), ints(2), rank)
+    owners = ints(rows)
+    lora_delta(NormedRows(hidden, meta(rows, 64, dtype=torch.float32), meta(1024), 1e-6), owners, parts, width)
+    lora_delta(NormedRows(hidden, None, None), owners, parts, 1024)
+
+
 def edits() -> None:
     # Its launcher puts numbers together on the host, so this one has real tensors.
     edit_logits(torch.zeros(1, VOCAB), [row_edits(SamplerState(SamplingParams(seed=0, logit_bias={3: 1.0}), []))])
@@ -145,6 +162,7 @@ SLICE: tuple[Callable[[], None], ...] = (
     lambda: layer(1),
     beside_the_model,
     edits,
+    adapters,
 )
 """What a change is most likely to break, and what a default model runs."""
 
@@ -181,6 +199,8 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
     if kernel.shared > SHARED_MEMORY[capability] * 1024:
         found.append(f"wants {kernel.shared} bytes of shared memory, of {SHARED_MEMORY[capability]} KiB")
     is_narrow = "'query_ptr': '*fp32'" in kernel.variant  # whose dot products are no matrix instructions
+    if kernel.name in ATTENTION and not is_narrow and kernel.copies < LEAST_COPIES:
+        found.append(f"copies {kernel.copies} times ahead of use, not {LEAST_COPIES}: its loop is not pipelined")
     if kernel.name in STREAMING and not kernel.loads_wide and not is_narrow:
         found.append("loads nothing 16 bytes at a time")
     if kernel.name == "_chunk_attention_kernel" and not is_narrow and "'SHARE': 0" in kernel.variant:
@@ -230,11 +250,12 @@ def main() -> int:
         for kernel in compiled:
             print(
                 f"sm_{capability} {kernel.name}: {kernel.shared} bytes shared, {kernel.registers} registers, "
-                f"{kernel.spilled} spilled{', 16-byte loads' if kernel.loads_wide else ''} {kernel.products}".rstrip()
+                f"{kernel.spilled} spilled, {kernel.copies} copies ahead"
+                f"{', 16-byte loads' if kernel.loads_wide else ''} {kernel.products}".rstrip()
             )
             faults += [f"sm_{capability} {kernel.variant}: {fault}" for fault in faults_of(kernel, capability)]
         total += len(compiled)
-    print(f"{total} kernels compiled in {time.monotonic() - started:.0f} s")
+    print(f"Triton {triton.__version__}: {total} kernels compiled in {time.monotonic() - started:.0f} s")
     for fault in faults:
         print(fault)
     return 1 if faults else 0

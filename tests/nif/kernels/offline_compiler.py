@@ -37,6 +37,7 @@ _OPTIONS = ("num_warps", "num_stages")
 
 
 _WIDE_LOAD = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*,\s*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64")
+_ASYNC_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global")
 _MATRIX_PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
 
 
@@ -50,6 +51,7 @@ class Compiled:
     registers: int  # a thread
     spilled: int  # bytes of them
     loads_wide: bool  # whether any load takes 16 bytes
+    copies: int  # asynchronous ones in the code, each of several bytes of every thread
     products: str  # which instruction multiplies matrices, "" where none does
 
 
@@ -101,7 +103,7 @@ def record(capability: int, *, compiles: bool = True) -> Iterator[list[Compiled]
             return
         seen.add(key)
         if not compiles:
-            compiled.append(Compiled(self.__name__, key, 0, 0, 0, False, ""))
+            compiled.append(Compiled(self.__name__, key, 0, 0, 0, False, 0, ""))
             return
         source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -109,7 +111,9 @@ def record(capability: int, *, compiles: bool = True) -> Iterator[list[Compiled]
         ptx = binary.asm["ptx"]
         products = next((name for name, text in _MATRIX_PRODUCTS.items() if text in ptx), "")
         wide = _WIDE_LOAD.search(ptx) is not None
-        compiled.append(Compiled(self.__name__, key, binary.metadata.shared, registers, spilled, wide, products))
+        copies = len(_ASYNC_COPY.findall(ptx))
+        shared = binary.metadata.shared
+        compiled.append(Compiled(self.__name__, key, shared, registers, spilled, wide, copies, products))
 
     JITFunction.run = compile_only
     try:

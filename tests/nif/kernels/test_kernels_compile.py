@@ -24,3 +24,16 @@ def test_kernels_compile_for_a_gpu_without_spilling_and_as_wide_as_we_build_on()
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "kernels compiled" in done.stdout
+
+
+def test_attention_that_the_compiler_does_not_pipeline_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the module's import takes away
+    from tests.nif.kernels.compile_kernels import faults_of
+    from tests.nif.kernels.offline_compiler import Compiled
+
+    # As Triton 3.6 and 3.9 compiled decodes of 32 heads over 8 of 128 elements for 9.0.
+    kind = "_decode_attention_kernel"
+    slow = Compiled(kind, "", shared=22592, registers=255, spilled=152, loads_wide=True, copies=10, products="mma")
+    fast = Compiled(kind, "", shared=73216, registers=168, spilled=0, loads_wide=True, copies=140, products="mma")
+    assert [fault.split()[0] for fault in faults_of(slow, 90)] == ["spills", "copies"]
+    assert faults_of(fast, 90) == []
