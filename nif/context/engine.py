@@ -14,7 +14,7 @@ from genbatch.nif.context.tensor_parallel import TensorParallelRunner, open_rank
 from genbatch.nif.cores import available_cores
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
-from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_gpu_memory, free_host_memory
+from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_host_memory, gpu_memory
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model import describe_model, load_model
@@ -46,7 +46,8 @@ class Engine:
             max_lora_rank=options.max_lora_rank,
             max_memory_percent=options.max_memory_percent,
         )
-        self.adapters = Adapters(model, limits, refusal, self._free_memory)
+        # While a service runs, torch's cache stays as it is: steps are under way.
+        self.adapters = Adapters(model, limits, refusal, partial(self._free_memory, collect=False))
 
     def rename(self, name: str) -> None:
         """Calls the model something else from now on; before the first context."""
@@ -110,13 +111,18 @@ class Engine:
             block_size=options.block_size,
             probe=self._free_memory,
             limits=limits,
+            found=self._found_memory,
         )
 
-    def _free_memory(self) -> int | None:
+    def _free_memory(self, *, collect: bool = True) -> int | None:
         """What the pool and a step may be taken from; ranks have a GPU each, or this host together."""
         if self.model.device.type == "cuda":
-            return self.options.tensor_parallel * free_gpu_memory()
+            return self.options.tensor_parallel * gpu_memory(self.model.device, collect=collect).usable
         return free_host_memory()
+
+    def _found_memory(self) -> str:
+        """Where the memory is, for an error."""
+        return str(gpu_memory(self.model.device, collect=False)) if self.model.device.type == "cuda" else ""
 
     def _step_shape(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int) -> StepShape:
         config = self.model.config

@@ -43,7 +43,9 @@ def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool, i
     if decode or in_order:
         # The block ids, which addresses wait for, take stages too: what is left doubles the keys' and values' buffers.
         return Tile(needed, 32 if wide else 64, 8 if wide else 4, 3 if in_order else 5)
-    return Tile(max(needed, 32 if wide else 64), 32 if wide else 64, 8 if head_size > 64 else 4, 2)
+    if wide:
+        return Tile(max(needed, 32), 32, 4, 2)  # with 8 warps Triton 3.9 keeps to 128 registers, and spills
+    return Tile(max(needed, 64), 64, 8 if head_size > 64 else 4, 2)
 
 
 def share_size(max_positions: int) -> int:

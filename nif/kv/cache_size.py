@@ -1,12 +1,17 @@
 """How many blocks the KV pools get: from free memory, the model's shape and what a step needs besides."""
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from genbatch.nif.errors import OptionError
 from genbatch.nif.runner import LayerGroup
+
+if TYPE_CHECKING:
+    import torch
 
 # (limit, usage, and the key in memory.stat of page cache that is given back on demand), cgroup v2 and v1
 _FILES = (
@@ -35,12 +40,52 @@ def free_host_memory(root: Path = Path("/")) -> int | None:
     return max(0, min([available, *_cgroup_rooms(root)]))
 
 
-def free_gpu_memory(index: int | None = None) -> int:
-    """Bytes free on a CUDA device, the current one by default."""
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """The memory of one GPU in bytes.
+
+    Args:
+        device: its name, "cuda:0".
+        total: all of it.
+        free: what no process has.
+        reserved: what torch has of it, in this process.
+        allocated: what tensors take of that.
+    """
+
+    device: str
+    total: int
+    free: int
+    reserved: int
+    allocated: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes for new tensors: torch fills the gaps between its tensors, too."""
+        return self.free + self.reserved - self.allocated
+
+    def __str__(self) -> str:
+        others = self.total - self.free - self.reserved
+        return (
+            f"{self.device} has {self.total} bytes: {self.free} are free, tensors of this process take "
+            f"{self.allocated}, gaps between them {self.reserved - self.allocated}, everything else {others}"
+        )
+
+
+def gpu_memory(device: "torch.device", *, collect: bool) -> GpuMemory:
+    """The memory of a CUDA device.
+
+    Args:
+        collect: collect garbage first, and have torch give back the segments that hold no tensor; it waits for the
+            device. Loading a model leaves gigabytes of such segments, and a stopped Batcher leaves its whole pool.
+    """
     import torch  # here, so that the host's memory can be asked for without it
 
-    free, _ = torch.cuda.mem_get_info(index)
-    return int(free)
+    if collect:
+        gc.collect()
+        torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return GpuMemory(str(device), int(total), int(free), int(reserved), int(allocated))
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
@@ -222,12 +267,14 @@ def cache_size(
     block_size: int,
     probe: Callable[[], int | None],
     limits: CacheLimits,
+    found: Callable[[], str] = str,
 ) -> CacheSize:
     """Sizes the pool of every layer group.
 
     Args:
         bytes_per_block: per group.
         probe: bytes of free memory, with the model loaded and nothing else; None when unknown.
+        found: where those bytes are, for an error.
 
     Raises:
         OptionError: not even a sequence of one block fits, or nothing at all bounds the pool.
@@ -262,7 +309,9 @@ def cache_size(
     least = sized(1).footprint.total
     if least > budget:
         raise OptionError(
-            limited_by, f"a sequence of one block takes {least} bytes with its step, {budget} of {free} may be used"
+            limited_by,
+            f"a sequence of one block takes {least} bytes with its step, {budget} of {free} may be used"
+            + (f"; {found()}" if found() else ""),
         )
     # The whole blocks that fit, by bisection: the footprint grows with each.
     fits, too_many = 1, max(2, budget // max(1, min(bytes_per_block)) + 1)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from genbatch.nif.kv.cache_size import free_host_memory
+from genbatch.nif.kv.cache_size import free_host_memory, gpu_memory
 
 _KIB = 1024
 
@@ -52,3 +53,58 @@ def test_a_group_over_its_limit_leaves_nothing(root: Path) -> None:
 
 def test_a_system_that_does_not_say_is_unknown(tmp_path: Path) -> None:
     assert free_host_memory(tmp_path) is None
+
+
+class Cuda:
+    """torch.cuda's memory: segments without a tensor, and tensors that only the garbage collector frees."""
+
+    def __init__(self, total: int, others: int, reserved: int, allocated: int, in_cycles: int) -> None:
+        self.total, self.others, self.reserved, self.allocated = total, others, reserved, allocated
+        self.in_cycles = in_cycles
+
+    def collect(self) -> int:
+        self.allocated -= self.in_cycles
+        self.in_cycles = 0
+        return 0
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated + 10  # the gaps in segments that still hold a tensor
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.total - self.others - self.reserved, self.total
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.allocated
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    """A GPU of 24,000 after an 8B was loaded and its projections were merged, beside a Batcher that was stopped."""
+    made = Cuda(total=24_000, others=500, reserved=23_400, allocated=15_900 + 2_000, in_cycles=2_000)
+    for name in ("empty_cache", "mem_get_info", "memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+    monkeypatch.setattr("genbatch.nif.kv.cache_size.gc.collect", made.collect)
+    return made
+
+
+def test_h08_what_torch_caches_on_a_gpu_is_free_for_the_pool(cuda: Cuda) -> None:
+    found = gpu_memory(torch.device("cuda", 0), collect=True)
+    assert found.usable == 24_000 - 500 - 15_900
+    assert found.allocated == 15_900
+
+
+def test_a_running_service_keeps_its_cache_and_counts_it_as_free(cuda: Cuda) -> None:
+    found = gpu_memory(torch.device("cuda", 0), collect=False)
+    assert (cuda.reserved, cuda.in_cycles) == (23_400, 2_000)
+    assert found.usable == 24_000 - 500 - 17_900
+
+
+def test_h08_an_error_says_where_the_memory_of_a_gpu_is(cuda: Cuda) -> None:
+    words = str(gpu_memory(torch.device("cuda", 1), collect=True))
+    assert words == (
+        "cuda:1 has 24000 bytes: 7590 are free, tensors of this process take 15900, gaps between them 10, "
+        "everything else 500"
+    )
