@@ -11,8 +11,9 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
@@ -25,10 +26,11 @@ from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswe
 from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls, OpenCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, InvalidRequest, Unavailable
-from genbatch.proto.messages import Result, Token
+from genbatch.proto.messages import Choice, Result, Token
 
 logger = logging.getLogger(__name__)
 
+Part = TypeVar("Part", Result, Choice)
 CountTokens = Callable[[str, str], Awaitable[int]]
 
 
@@ -358,11 +360,15 @@ def _put(put: Callable[[int, Token], None], first_choice: int, token: Token) -> 
 
 
 def _finished(result: Result) -> Result:
-    """`result`, if its text is what was asked for.
+    """The result that the client gets. An answer that a drain has cut ends as one that its length has cut.
 
     Raises:
-        Unavailable, DeadlineExceeded, EngineError: the service ended it early.
+        Unavailable: the service ended the request before its first token.
+        DeadlineExceeded, EngineError: the service ended the request early.
     """
+    if result.usage.completion_tokens:
+        choices = tuple(map(_cut, result.choices))
+        result = msgspec.structs.replace(_cut(result), choices=choices)
     reasons = {result.finish_reason, *(choice.finish_reason for choice in result.choices)}
     if "cancelled" in reasons:
         raise Unavailable("the service ended the request before it was done")
@@ -371,6 +377,11 @@ def _finished(result: Result) -> Result:
     if "error" in reasons:
         raise EngineError("the service failed at this request")
     return result
+
+
+def _cut(part: Part) -> Part:
+    """A result or a choice with a finish reason that every API has a shape for."""
+    return msgspec.structs.replace(part, finish_reason="length") if part.finish_reason == "cancelled" else part
 
 
 async def cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:

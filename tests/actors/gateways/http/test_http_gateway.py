@@ -497,7 +497,7 @@ async def test_counters_have_an_address_of_their_own_without_a_token(
 
 @pytest.mark.parametrize(
     ("reason", "error"),
-    [("deadline", DeadlineExceeded), ("cancelled", Unavailable), ("error", EngineError)],
+    [("deadline", DeadlineExceeded), ("error", EngineError)],
 )
 def test_an_answer_that_the_service_cut_short_is_an_error(reason: Any, error: type[GenbatchError]) -> None:
     """OpenAI's clients know "stop" and "length": a 200 with another reason would be taken for a whole answer."""
@@ -508,6 +508,18 @@ def test_an_answer_that_the_service_cut_short_is_an_error(reason: Any, error: ty
     with pytest.raises(error):
         generating._finished(result)
     assert generating._finished(msgspec.structs.replace(result, choices=(whole, whole)))
+
+
+def test_an_answer_that_a_drain_cut_has_its_text_and_ends_as_its_length_does() -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=1)
+    whole = Choice(text="a", token_ids=[1], finish_reason="stop")
+    cut = Choice(text="a", token_ids=[1], finish_reason="cancelled")
+    result = Result(text="a", token_ids=[1], finish_reason="cancelled", usage=usage, choices=(cut, whole))
+    finished = generating._finished(result)
+    assert (finished.text, finished.finish_reason) == ("a", "length")
+    assert [choice.finish_reason for choice in finished.choices] == ["length", "stop"]
+    with pytest.raises(Unavailable):  # nothing of it is there
+        generating._finished(msgspec.structs.replace(result, usage=Usage(prompt_tokens=1, completion_tokens=0)))
 
 
 @pytest.mark.trio
