@@ -30,7 +30,7 @@ from genbatch.proto.messages import Choice, Result, Token
 
 logger = logging.getLogger(__name__)
 
-Part = TypeVar("Part", Result, Choice)
+Ended = TypeVar("Ended", Result, Choice)
 CountTokens = Callable[[str, str], Awaitable[int]]
 
 
@@ -379,8 +379,8 @@ def _finished(result: Result) -> Result:
     return result
 
 
-def _cut(part: Part) -> Part:
-    """A result or a choice with a finish reason that every API has a shape for."""
+def _cut(part: Ended) -> Ended:
+    """Return a result or a choice with a finish reason that every API has a shape for."""
     return msgspec.structs.replace(part, finish_reason="length") if part.finish_reason == "cancelled" else part
 
 
