@@ -30,7 +30,7 @@ from genbatch.proto.messages import Choice, Result, Token
 
 logger = logging.getLogger(__name__)
 
-Ended = TypeVar("Ended", Result, Choice)
+AnswerPart = TypeVar("AnswerPart", Result, Choice)
 CountTokens = Callable[[str, str], Awaitable[int]]
 
 
@@ -379,7 +379,7 @@ def _finished(result: Result) -> Result:
     return result
 
 
-def _cut(part: Ended) -> Ended:
+def _cut(part: AnswerPart) -> AnswerPart:
     """Return a result or a choice with a finish reason that every API has a shape for."""
     return msgspec.structs.replace(part, finish_reason="length") if part.finish_reason == "cancelled" else part
 
