@@ -99,6 +99,7 @@ class GenerateParams(TypedDict, total=False):
     tool_choice: ToolChoice | Mapping[str, str]
     parallel_tool_calls: bool
     reasoning: bool
+    max_thinking_tokens: int | None
     chat_template_kwargs: Mapping[str, object] | None
     continue_final_message: bool
     keep_stop: bool

@@ -151,6 +151,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             tool's name is exactly one call of it.
         parallel_tool_calls: whether an answer may have several calls.
         reasoning: tell thinking apart from the text, for templates whose models think before they answer.
+        max_thinking_tokens: most tokens of thinking, >= 0; then the thinking is ended, and the answer follows. None is
+            no limit. It takes effect for templates that write thinking between <think> and </think>.
         chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
         continue_final_message: go on with the last message instead of a new one.
         keep_stop: leave the stop string that ended the output in the text.
@@ -189,6 +191,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: bool = False
+    max_thinking_tokens: int | None = None
     # Their types are the template's.
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False

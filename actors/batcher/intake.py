@@ -27,7 +27,8 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import Constraint, SamplerState
+from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_format, is_json
 from genbatch.nif.text.response_template import HARMONY, TemplateReader
 from genbatch.nif.text.templates import ChatTemplateError, NothingToContinue, TemplateEnded
@@ -69,6 +70,7 @@ SAMPLING_PARAMETERS = (
         "regex",
         "tools",
         "reasoning",
+        "max_thinking_tokens",
         "keep_stop",
     ),
 )
@@ -350,8 +352,26 @@ class Intake:
         calls = bool(wanted.tools) and wanted.tool_choice != "none"
         if not self._tells_thinking(wanted, calls=calls) or THINK_OPEN in (wanted.grammar or wanted.regex or ""):
             return False
+        return self._marks_thinking()
+
+    def _marks_thinking(self) -> bool:
+        """Whether the model writes its thinking between our marks."""
         template = self._tokenizer.response_template
         return template is None or all(mark in json.dumps(template) for mark in (THINK_OPEN, THINK_CLOSE))
+
+    def _constraint(self, wanted: GenerateRequest, prompt: list[int], inner: Constraint | None) -> Constraint | None:
+        """What one answer keeps to: its grammar, and the budget of its thinking."""
+        budget = wanted.max_thinking_tokens
+        if budget is None or not (self._tokenizer.thinks and self._marks_thinking()):
+            return inner
+        marks = ThinkingMarks(
+            opens=THINK_OPEN,
+            closes=THINK_CLOSE,
+            ending=self._tokenizer.encode(f"\n{THINK_CLOSE}\n\n", add_special_tokens=False),
+            decode=partial(self._tokenizer.decode, skip_special_tokens=False),
+        )
+        num_words = -(-self._model.vocab_size // 32)
+        return ThinkingBudget(marks, budget, num_words, thinks=self._opens_thinking(prompt), inner=inner)
 
     def _opens_thinking(self, prompt_tokens: list[int]) -> bool:
         """Whether the prompt has opened the thinking that the answer goes on with."""
@@ -509,7 +529,9 @@ class Intake:
                 make = partial(BeamGeneration, search=search, width=request.beam_width)
             else:
                 own = request.constraints[choice] if request.constraints else None
-                sampler = SamplerState(params, request.prompt_tokens, own)
+                sampler = SamplerState(
+                    params, request.prompt_tokens, self._constraint(wanted, request.prompt_tokens, own)
+                )
             sequence = make(
                 request_id=request_id,
                 arrival=request_id,

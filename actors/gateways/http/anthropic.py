@@ -40,9 +40,10 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model thinks: not with "disabled"."""
+    """Whether the model thinks: not with "disabled"; and how many tokens at most."""
 
     type: str
+    budget_tokens: int | None = None
 
 
 class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +97,8 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
         shape, shape_name = fields.output_config.format, "output_config.format"
     if shape is not None:
         params["response_format"] = msgspec.structs.asdict(shape)
+    if fields.thinking is not None and fields.thinking.type == "enabled" and fields.thinking.budget_tokens is not None:
+        params["max_thinking_tokens"] = fields.thinking.budget_tokens
     last = params["messages"][-1] if params["messages"] else {}
     if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
         params["continue_final_message"] = True  # an answer that the caller has begun
@@ -120,7 +123,9 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
         num_top=None,
         ids_for_text=False,
         echo=False,
-        names=names | {"stop": "stop_sequences", "response_format": shape_name},
+        names=names
+        | {"stop": "stop_sequences", "response_format": shape_name}
+        | {"max_thinking_tokens": "thinking.budget_tokens"},
         body=body,
     )
 

@@ -41,7 +41,7 @@ HINTS = frozenset(
         *("*.cache_control", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         *("context_management", "reasoning_effort", "verbosity", "prediction", "reasoning", "thinking", "speed"),
         *("output_config.effort", "output_config.task_budget", "reasoning.effort", "reasoning.summary"),
-        *("reasoning.generate_summary", "text.verbosity", "thinking.budget_tokens", "thinking.display"),
+        *("reasoning.generate_summary", "text.verbosity", "thinking.display"),
         *("options.num_ctx", "options.num_batch", "options.num_gpu", "options.main_gpu", "options.num_thread"),
         *("options.use_mmap", "options.use_mlock", "options.numa", "options.num_keep", "options.repeat_last_n"),
         *("options.penalize_newline", "options.low_vram", "options.f16_kv", "truncate", "shift"),

@@ -100,6 +100,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     separate_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -248,6 +249,9 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
         raise InvalidRequest("add_generation_prompt", rule)
     if fields.include_reasoning is not False and fields.separate_reasoning is not False:
         params["reasoning"] = True
+    if fields.thinking_token_budget is not None:
+        params["max_thinking_tokens"] = fields.thinking_token_budget
+        names["max_thinking_tokens"] = "thinking_token_budget"
     return params
 
 

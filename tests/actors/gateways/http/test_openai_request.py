@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genbatch.actors.gateways.addresses import HTTPAddress, parse_http_address
+from genbatch.actors.gateways.http.anthropic import read_message
 from genbatch.actors.gateways.http.bodies import renamed
 from genbatch.actors.gateways.http.fields import ACCEPTED, HINTS, NEUTRAL, REFUSED, Fields
 from genbatch.actors.gateways.http.openai_request import MAX_PROMPTS, read_chat, read_completion
@@ -181,3 +182,13 @@ def test_a_flag_of_others_says_nothing_when_it_is_off_and_is_refused_when_it_is_
             with pytest.raises(InvalidRequest) as caught:
                 read_chat({"messages": [USER], name: True})
             assert caught.value.field == name
+
+
+def test_thinking_budgets_have_the_names_of_their_apis() -> None:
+    chat = read_chat({"messages": [{"role": "user", "content": "x"}], "thinking_token_budget": 7})
+    assert chat.params[0]["max_thinking_tokens"] == 7
+    assert chat.names["max_thinking_tokens"] == "thinking_token_budget"
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    message = read_message(body | {"thinking": {"type": "enabled", "budget_tokens": 7}})
+    assert message.params[0]["max_thinking_tokens"] == 7
+    assert "max_thinking_tokens" not in read_message(body | {"thinking": {"type": "adaptive"}}).params[0]

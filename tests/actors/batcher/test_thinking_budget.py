@@ -1,0 +1,121 @@
+"""A budget ends the thinking after so many tokens; a random model never does so by itself."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from genbatch.clients.in_process import open_batcher
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import Message, ResponseFormat
+from tests.tool_models import TEMPLATE, tool_model
+
+USER = Message(role="user", content="Well?")
+OPENED = TEMPLATE.replace("assistant\n{%", "assistant\n<think>\n{%") + "{# </think> #}"
+UNOPENED = TEMPLATE + "{# <think></think> #}"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose prompt opens the thinking."""
+    assert "<think>" in OPENED
+    return tool_model(tiny_model_dir("llama"), tmp_path_factory.mktemp("thinking") / "model", OPENED)
+
+
+def running(model: Path) -> Any:
+    return open_batcher(str(model), n_ctx=2048, n_parallel=4)
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("budget", [0, 1, 7, 30])
+async def test_thinking_ends_at_its_budget_and_the_answer_follows(budget: int, model: Path) -> None:
+    asked: Any = {"messages": [USER], "reasoning": True, "seed": 3, "temperature": 1.0}
+    async with running(model) as batcher:
+        free = await batcher.generate(**asked, max_tokens=80)
+        assert free.text == "" and free.reasoning_tokens == 80, "the model does not stop thinking by itself"
+        result = await batcher.generate(**asked, max_tokens=80, max_thinking_tokens=budget)
+        assert result.token_ids[:budget] == free.token_ids[:budget]
+        ending = result.reasoning_tokens - budget
+        assert result.text and (budget == 0 or 0 <= ending <= 16)
+        assert result.usage.completion_tokens == len(result.token_ids) == 80
+        plain = await batcher.generate(
+            messages=[USER], seed=3, temperature=1.0, max_tokens=80, max_thinking_tokens=budget
+        )
+        assert plain.token_ids == result.token_ids
+        assert plain.text.partition("</think>")[2].lstrip() == result.text
+
+
+@pytest.mark.trio
+async def test_each_answer_of_a_batch_keeps_to_its_own_budget(model: Path) -> None:
+    budgets = (None, 0, 3, 20)
+    alone, together = {}, {}
+    async with running(model) as batcher:
+
+        async def ask(budget: int | None, results: dict[int | None, Any]) -> None:
+            results[budget] = await batcher.generate(
+                messages=[USER], max_tokens=40, n=2, temperature=1.0, seed=1, reasoning=True, max_thinking_tokens=budget
+            )
+
+        for budget in budgets:
+            await ask(budget, alone)
+        async with trio.open_nursery() as nursery:
+            for budget in budgets:
+                nursery.start_soon(ask, budget, together)
+    for budget in budgets:
+        assert [choice.token_ids for choice in together[budget].choices] == [
+            choice.token_ids for choice in alone[budget].choices
+        ]
+    assert alone[3].choices[0].token_ids != alone[3].choices[1].token_ids
+    assert all(bool(choice.text) is (budget is not None) for budget in budgets for choice in alone[budget].choices)
+
+
+@pytest.mark.trio
+async def test_an_answer_in_a_format_follows_the_thinking_that_a_budget_ended(model: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    shape = ResponseFormat(type="json_schema", schema=schema)
+    async with running(model) as batcher:
+        asked: Any = {"messages": [USER], "reasoning": True, "response_format": shape, "max_tokens": 60}
+        async with batcher.stream(**asked, max_thinking_tokens=5) as stream:
+            tokens = [token async for token in stream]
+        assert json.loads("".join(token.text for token in tokens)) == {"a": 1}
+        assert stream.result.reasoning_tokens > 5 and stream.result.finish_reason == "stop"
+
+
+@pytest.mark.trio
+async def test_an_answer_that_does_not_think_has_no_use_for_a_budget(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", UNOPENED)
+    async with running(model) as batcher:
+        free = await batcher.generate(messages=[USER], max_tokens=20)
+        assert not free.text.startswith("<think>")
+        limited = await batcher.generate(messages=[USER], max_tokens=20, max_thinking_tokens=2)
+        assert limited.token_ids == free.token_ids
+        asked: Any = {"messages": [USER], "reasoning": True, "regex": "<think>hm, so</think>\n*Yes\\."}
+        held = await batcher.generate(**asked, max_tokens=40, max_thinking_tokens=1)
+        assert (held.reasoning, held.text) == ("hm, so", "Yes."), "the caller's expression holds the thinking"
+
+
+@pytest.mark.trio
+async def test_thinking_that_the_model_opened_itself_is_counted_from_its_mark(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", UNOPENED)
+    asked: Any = {"messages": [USER], "reasoning": True, "regex": "<think>[^<]*</think>\n*Yes\\."}
+    async with running(model) as batcher:
+        result = await batcher.generate(**asked, max_tokens=60, max_thinking_tokens=9)
+        assert result.reasoning and result.text == "Yes."
+        mark = len(await batcher.tokenize("<think>", add_special_tokens=False))
+        assert result.reasoning_tokens <= mark + 9 + 16
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(("asked", "field"), [({"prompt": "x"}, "max_thinking_tokens"), ({"messages": [USER]}, None)])
+async def test_a_budget_is_a_count_and_goes_with_messages(asked: Any, field: str | None, model: Path) -> None:
+    async with running(model) as batcher:
+        with pytest.raises(InvalidRequest) as caught:
+            await batcher.generate(**asked, max_thinking_tokens=-1 if field is None else 5)
+        assert caught.value.field == "max_thinking_tokens"
