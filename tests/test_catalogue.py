@@ -1,10 +1,12 @@
-"""The table of faults in tests/README.md names tests that exist, and a fault has one."""
+"""Documents keep their measure: the table of faults names tests that exist, ADRs and lines have a length."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 HEADING = "## Faults\n"
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
@@ -33,3 +35,45 @@ def test_every_fault_has_a_test() -> None:
     rows = [line for line in section().splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     assert [row.split("|")[1].strip() for row in rows if not NAMED.search(row)] == []
+
+
+def documents() -> Iterator[Path]:
+    """What people write: not the results that a benchmark writes, and nothing that was installed."""
+    for folder in ("", "ADRs", "actors", "clients", "docs", "examples", "nif", "proto", "tests"):
+        pattern = "**/*.md" if folder else "*.md"
+        yield from (path for path in (ROOT / folder).glob(pattern) if "results" not in path.parts)
+
+
+def lines_of_prose(text: str) -> Iterator[tuple[int, str]]:
+    """The lines outside of tables and code, numbered from 1."""
+    is_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code and not line.startswith("|"):
+            yield number, line
+
+
+def test_an_adr_has_at_most_80_lines() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "ADRs").glob("*.md")}
+    assert len(lengths) > 40
+    assert {name: length for name, length in lengths.items() if length > 80} == {}
+
+
+def test_a_line_of_prose_has_at_most_120_characters() -> None:
+    paths = list(documents())
+    assert {ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "ADRs" / "0048-tests-that-let-code-move.md"} <= {
+        *paths
+    }
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in paths
+        for number, line in lines_of_prose(path.read_text())
+        if len(line) > 120 and " " in line.strip()
+    ]
+    assert long == []
+
+
+def test_tables_and_code_may_be_wider() -> None:
+    text = "a\n```\n" + "b " * 90 + "\n```\n| " + "c " * 90 + "\nd"
+    assert list(lines_of_prose(text)) == [(1, "a"), (6, "d")]
