@@ -16,6 +16,7 @@ Messages are handled while a step runs, so the Batcher always answers; only it t
 only between two steps or on the worker.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -100,11 +101,11 @@ class Batcher(BatcherParts):
             case TokenizeRequest() | DetokenizeRequest():
                 self._texts.answer(request, from_)
                 return NOREPLY
-            case SaveSession() | LoadSession():
-                self._flight.close("a session was saved or loaded, and its KV is not in the record")
-                self.sessions.ask(request, from_)
-                self.stepper.hurry()
-                self._tick_when_idle()
+            case SaveSession():
+                self._touch_session(partial(self.sessions.save, request, from_))
+                return NOREPLY
+            case LoadSession():
+                self._touch_session(partial(self.sessions.load, request, from_))
                 return NOREPLY
             case DrainRequest(timeout_s=timeout_s):
                 self._flight.draining(timeout_s)
@@ -230,8 +231,8 @@ class Batcher(BatcherParts):
     def _give_way(self, inflight: frozenset[int]) -> list[LlmRequest]:
         """Pauses sequences of clients with more than their share of the slots; returns them."""
         gave_way: list[LlmRequest] = [*self.planner.giving_way(inflight)]
-        for owner in gave_way:
-            self.slots.pause(owner)
+        for unit in slotted(gave_way):
+            self.slots.pause(unit)
         return gave_way
 
     def _carry_out(self, plan: SchedulerOutput, gave_way: list[LlmRequest], *, can_be_stuck: bool) -> bool:
@@ -243,8 +244,8 @@ class Batcher(BatcherParts):
         Args:
             gave_way: who was paused before the plan.
         """
-        for owner in plan.paused_requests:
-            self.slots.pause(owner)
+        for unit in slotted(plan.paused_requests):
+            self.slots.pause(unit)
         for unit in slotted(plan.never_fitting):
             unit.give_up(PromptTooLong("the KV cache cannot hold this request"), self.commit)
         groups = self.planner.start(plan)
@@ -269,6 +270,12 @@ class Batcher(BatcherParts):
     def _sitting_out(self) -> frozenset[int]:
         """The ids of those that keep their place and are not planned."""
         return self.grammars.sitting_out()
+
+    def _touch_session(self, ask: Callable[[], None]) -> None:
+        self._flight.close("a session was saved or loaded, and its KV is not in the record")
+        ask()
+        self.stepper.hurry()
+        self._tick_when_idle()
 
     def _serve_session(self) -> None:
         """In place of a step, since it needs the context for itself."""

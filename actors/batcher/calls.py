@@ -77,12 +77,12 @@ class TextCalls:
 
         # A call that was given up by its turn costs nobody the time.
         def begin() -> ChatPrompt | None:
-            return intake.start_prompt(wanted) if from_.alive else None
+            return intake.start_tokenize(wanted) if from_.alive else None
 
         def finish(prompt: ChatPrompt | None) -> TokenIds | None:
             return TokenIds(token_ids=intake.tokenize(wanted, prompt)) if from_.alive else None
 
-        return ReadJob(begin, finish, intake.size(wanted))
+        return ReadJob(begin, finish, intake.tokenize_size(wanted))
 
     def _text(self, wanted: DetokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
         intake = self._intake
@@ -147,41 +147,38 @@ class SessionCalls:
         self._reader = reader
         self._send = send
         self._reading: list[From[Any]] = []
-        self._calls: deque[tuple[LoadSession | SessionRead, From[Any]]] = deque()
+        self._calls: deque[tuple[Callable[[], tuple[Work, End]], From[Any]]] = deque()
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def ask(self, message: SaveSession | LoadSession, from_: "From[Any]") -> None:
-        """Takes a call; it is answered once `next` has come to it."""
+    def save(self, message: SaveSession, from_: "From[Any]") -> None:
+        """Take a call; it is answered once its conversation is tokenized and `next` has come to it."""
+        intake, wanted, send = self._intake, message.request, self._send
         try:
-            if isinstance(message, SaveSession):
-                self._intake.check_tokenize(message.request)
+            intake.check_tokenize(wanted)
         except GenbatchError as error:
             reply_error(from_, error)
             return
-        if isinstance(message, LoadSession):
-            self._calls.append((message, from_))
-            return
         self._reading.append(from_)
-        send, intake, wanted = self._send, self._intake, message.request
-        start, tokenize = partial(intake.start_prompt, wanted), partial(intake.tokenize, wanted)
-        reading = ReadJob(start, tokenize, intake.size(wanted), message.tenant)
-        self._reader.submit(reading, lambda tokens: send(SessionRead(message, from_, tokens)))
+        begin, tokenize = partial(intake.start_tokenize, wanted), partial(intake.tokenize, wanted)
+        job = ReadJob(begin, tokenize, intake.tokenize_size(wanted), message.tenant)
+        self._reader.submit(job, lambda tokens: send(SessionRead(message, from_, tokens)))
+
+    def load(self, message: LoadSession, from_: "From[Any]") -> None:
+        """Take a call; it is answered once `next` has come to it."""
+        self._calls.append((partial(self._loading, message), from_))
 
     def read(self, message: SessionRead) -> None:
-        """Goes on with a call whose conversation was tokenized."""
+        """Go on with a call whose conversation was tokenized."""
         self._reading.remove(message.from_)
-        self._calls.append((message, message.from_))
+        self._calls.append((partial(self._saving, message.message, message.tokens), message.from_))
 
     def next(self) -> tuple[Work, End]:
         """The next call's work, and what is to be done with its outcome."""
-        message, from_ = self._calls.popleft()
+        prepare, from_ = self._calls.popleft()
         try:
-            if isinstance(message, SessionRead):
-                work, end = self._saving(message.message, message.tokens)
-            else:
-                work, end = self._loading(message)
+            work, end = prepare()
         except Exception as error:  # a conversation that cannot be read, or no sequence to hold it
             failed = outcome.Error(error)
             return lambda: None, lambda _: _reply(from_, failed, SESSION_FAULT)

@@ -302,8 +302,7 @@ class EmbedIntake:
 
 def _field(wanted: EmbedRequest, place: int) -> str:
     """The path of a text."""
-    alone = isinstance(wanted.input, str) or isinstance(wanted.input[0], int)
-    return "input" if alone else f"input[{place}]"
+    return "input" if wanted.texts[0] == wanted.input else f"input[{place}]"
 
 
 def _sizes(shorter: frozenset[int]) -> str:

@@ -200,39 +200,49 @@ class Intake:
         validate_detokenize(wanted)
         self._check_tokens(wanted.token_ids)
 
-    def size(self, wanted: GenerateRequest | TokenizeRequest) -> int:
+    def size(self, wanted: GenerateRequest) -> int:
         """How much there is to tokenize, in characters."""
-        if isinstance(wanted, GenerateRequest) and wanted.token_ids is not None:
+        if wanted.token_ids is not None:
             return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
-        if wanted.messages is None:
-            return len(wanted.prompt or "")
-        size = num_characters((wanted.messages, wanted.tools, wanted.chat_template_kwargs))
-        if isinstance(wanted, GenerateRequest) and wanted.messages:
+        size = self.tokenize_size(wanted)
+        if wanted.messages:
             first = wanted.messages[0]
             if (first.role, first.content) not in self._prefixes:
                 size += PREFIX_RENDERINGS * len(first.content)
         return size
 
-    def start_prompt(self, wanted: GenerateRequest | TokenizeRequest) -> ChatPrompt | None:
-        """Begins to render a conversation; None where there is none. Safe to run on another thread.
+    def tokenize_size(self, wanted: GenerateRequest | TokenizeRequest) -> int:
+        """The characters of a text or of a conversation."""
+        if wanted.messages is None:
+            return len(wanted.prompt or "")
+        return num_characters((wanted.messages, wanted.tools, wanted.chat_template_kwargs))
+
+    def start_prompt(self, wanted: GenerateRequest) -> ChatPrompt | None:
+        """Begin to render a request's conversation; None where there is none. Safe to run on another thread.
 
         Raises:
             InvalidRequest: the model has no chat template, or that cannot be compiled.
         """
-        if wanted.messages is None or (isinstance(wanted, GenerateRequest) and wanted.token_ids is not None):
+        if wanted.token_ids is not None:
             return None
-        tools, goes_on, first = wanted.tools, False, None
-        if isinstance(wanted, GenerateRequest):
-            tools, goes_on = (wanted.tools if wanted.tool_choice != "none" else []), wanted.continue_final_message
-            first = self._first_key(wanted) if wanted.prompt_logprobs is None else None
-        turns = [self._turn(message) for message in wanted.messages]
+        tools = wanted.tools if wanted.tool_choice != "none" else []
+        first = self._first_key(wanted) if wanted.prompt_logprobs is None else None
+        with_others = first is not None and first not in self._prefixes
+        return self._start(wanted, tools, goes_on=wanted.continue_final_message, with_others=with_others)
+
+    def start_tokenize(self, wanted: TokenizeRequest) -> ChatPrompt | None:
+        """Begin to render a conversation that is only tokenized; as `start_prompt`."""
+        return self._start(wanted, wanted.tools, goes_on=False, with_others=False)
+
+    def _start(
+        self, wanted: GenerateRequest | TokenizeRequest, tools: ListOf[Tool], *, goes_on: bool, with_others: bool
+    ) -> ChatPrompt | None:
+        if wanted.messages is None:
+            return None
+        turns, offered = [self._turn(message) for message in wanted.messages], [_offer(tool) for tool in tools]
         with _named_refusals():
             return self._tokenizer.start_prompt(
-                turns,
-                [_offer(tool) for tool in tools],
-                wanted.chat_template_kwargs,
-                goes_on=goes_on,
-                with_others=first is not None and first not in self._prefixes,
+                turns, offered, wanted.chat_template_kwargs, goes_on=goes_on, with_others=with_others
             )
 
     def read(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:

@@ -381,12 +381,14 @@ class Slots:
                 sequence.request.cached_tokens = sequence.num_computed - _evaluated_for(sequence)
             self._journal.admitted(sequence)
 
-    def pause(self, owner: LlmRequest) -> None:
+    def pause(self, unit: Slotted) -> None:
         """Takes a sequence's blocks; it waits in its old turn and evaluates all its tokens again."""
-        if isinstance(owner, HeldPrompt):
-            self.drop_held(owner)
+        held = unit.as_held
+        if held is not None:
+            self.drop_held(held)
             return
-        assert isinstance(owner, Sequence) and owner.seq_id is not None
+        owner = _sequence(unit)
+        assert owner.seq_id is not None
         owner.num_vain = owner.num_vain + 1 if owner.num_computed <= owner.reached else 0
         owner.reached = max(owner.reached, owner.num_computed)
         swapped = False
