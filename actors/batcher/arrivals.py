@@ -19,6 +19,7 @@ from typing import Any
 
 import outcome
 
+from genbatch.actors.batcher import resume
 from genbatch.actors.batcher.embeddings import QUEUE_SHARE, EmbeddingRequest
 from genbatch.actors.batcher.generation import GenerationRequest
 from genbatch.actors.batcher.grammars import Compiled, Grammars
@@ -160,14 +161,18 @@ class Arrivals:
         grammar = intake.grammar(wanted)
         account = charged_account(message.client, wanted.tenant)
         limits = self._limits(wanted.deadline_s, message.client)
-        self._admit(message.client, account, wanted.n, limits, embeds=False)
+        if message.drawn:  # another engine had let it in
+            limits = resume.time_limits(limits, message.drawn)
+        else:
+            self._admit(message.client, account, wanted.n, limits, embeds=False)
         request = GenerationRequest(
             **self._common(message, from_, limits),
             wanted=wanted,
             width=wanted.n,
             payer=wanted.payer,
             on_token=message.on_token,
-            on_begin=message.on_begin,
+            shows=message.shows,
+            drawn=message.drawn,
             tag=message.tag,
             beam_width=message.beam_width,
             keep=message.keep or Keep(),
@@ -179,6 +184,8 @@ class Arrivals:
         request.begin_waiting = partial(self._begin_generation, request)
         self._add(request)
         self._flight.arrived(request, message)
+        if message.drawn:
+            self._flight.close("a request goes on that another engine began, whose tokens are not in the record")
         if grammar is not None:
             request.starts_reading = False
             self._with_grammars[request.number] = request
@@ -188,6 +195,7 @@ class Arrivals:
     def _begin_generation(self, request: GenerationRequest, prompt: "outcome.Outcome[Prompt]") -> None:
         self._flight.encoded(request, prompt)
         self._intake.start(request, prompt.unwrap())
+        resume.restore(request)
         if request.constraints:
             self._grammars.watch(request.sequences)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import trio
 
+from genbatch.actors.batcher import resume
 from genbatch.actors.batcher.arrivals import Encoded
 from genbatch.actors.batcher.calls import AdapterReady, SessionEnded, SessionRead, UnloadOver
 from genbatch.actors.batcher.draining import DrainOver
@@ -181,6 +182,7 @@ class Batcher(BatcherParts):
         self.sharing.share(request, context_is_free=not self._stepping)
         for sequence in request.sequences:
             self.slots.enqueue(sequence)
+        resume.end_complete(request, self.requests)
         self._wake()
 
     def _wake(self) -> None:

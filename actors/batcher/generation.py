@@ -7,6 +7,7 @@ import torch
 
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.kept_logits import Keep
+from genbatch.actors.batcher.messages import DrawnTokens
 from genbatch.actors.batcher.output import Output
 from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request, Sequence
 from genbatch.actors.scheduling.request import Phase
@@ -27,13 +28,14 @@ class GenerationRequest(Request):
     Args:
         wanted: the validated message.
         on_token: called once per token, must not block; None when only the whole is wanted.
-        on_begin, keep, beam_width: see Generate.
+        shows, drawn, keep, beam_width: see Generate.
         grammar: the grammar that its answers must match.
     """
 
     wanted: GenerateRequest
     on_token: Callable[[Token], None] | None = None
-    on_begin: Callable[[], None] | None = None
+    shows: bool = True
+    drawn: tuple[DrawnTokens, ...] = ()
     beam_width: int = 1
     keep: Keep = field(default_factory=Keep)
     grammar: Grammar | None = None
@@ -92,6 +94,11 @@ class Generation(Sequence):
     sampler: SamplerState
     lookup: PromptLookup = field(default_factory=lambda: PromptLookup())
     raised: bool = False  # the caller's function raised at the last token
+    num_shown: int = 0  # of its tokens, those that an engine which died has sent
+
+    @property
+    def final_reason(self) -> FinishReason | None:
+        return self.output.finish_reason
 
     @property
     def temperature(self) -> float:
@@ -115,7 +122,8 @@ class Generation(Sequence):
 
     def choices(self, reason: FinishReason) -> dict[int, Choice]:
         """The answers that it gives when it ends for this reason, by choice."""
-        return {self.choice: self.output.choice(reason, only_shown=self.request.on_token is not None)}
+        only_shown = self.request.on_token is not None and self.request.shows
+        return {self.choice: self.output.choice(reason, only_shown=only_shown)}
 
     def reads(self, start: int, *, is_last: bool) -> tuple[Logits, SamplerState | None]:
         if self.scores_prompt and start < self.num_prompt_tokens - 1:
@@ -192,10 +200,8 @@ class Generation(Sequence):
         except NativeError as error:  # the model's tokenizer has no text for these tokens
             books.fail(request, EngineError(str(error)))
             return
-        if request.on_begin is not None:
-            begun, request.on_begin = request.on_begin, None
-            begun()
-        if request.on_token is not None and not self._show(request.on_token, drawn, text, index, books):
+        is_new = index >= self.num_shown
+        if request.on_token is not None and is_new and not self._show(request.on_token, drawn, text, index, books):
             return
         if self.output.finish_reason is not None:
             books.finish(self, self.output.finish_reason)

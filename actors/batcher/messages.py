@@ -41,6 +41,20 @@ def charged_account(client: str, tenant: str, *, embeds: bool = False) -> str:
     return f"{account} (embeddings)" if embeds and account else account
 
 
+class DrawnTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The tokens that a choice has drawn, from its first on.
+
+    Args:
+        token_ids: the tokens.
+        logprobs: of each its log-prob and those of the likeliest; empty where the request asks for none.
+        call_ids: the ids of the tool calls that were shown.
+    """
+
+    token_ids: list[int]
+    logprobs: list[tuple[float, dict[int, float]]] = []
+    call_ids: list[str] = []
+
+
 @dataclass(frozen=True, slots=True)
 class Generate:
     """A call that is answered with the Result, once all of it is generated.
@@ -49,12 +63,14 @@ class Generate:
         request: what to generate.
         on_token: called on the event loop with each token as it comes; must not block. The result's texts are then
             what it was given, joined: a deadline adds nothing that was held back.
-        on_begin: called once, with nothing, when the first token is there.
+        shows: whether the caller shows its tokens; else they are recorded, and the result is as without `on_token`.
         client: the account that it is charged to; "" is the program that runs the Batcher.
         request_id: its name in logs and spans; "" lets the Batcher choose one.
         tag: what Interrupt and Iterate name the request by; None for one that nobody names.
         beam_width: above 1, a beam search over so many continuations, which become the result's choices.
         keep: where to put logits; None keeps none.
+        drawn: what each choice has drawn on engines that died: it goes on after that. Empty for a new request. Only an
+            engine's link sets it.
     """
 
     request: GenerateRequest
@@ -64,7 +80,8 @@ class Generate:
     tag: Hashable = None
     beam_width: int = 1
     keep: "Keep | None" = None
-    on_begin: Callable[[], None] | None = None
+    shows: bool = field(default=True, kw_only=True)
+    drawn: tuple[DrawnTokens, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

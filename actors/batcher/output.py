@@ -119,6 +119,11 @@ class Output:
         self.text_parts.append(piece)
         return piece
 
+    def keep_call_ids(self, call_ids: ListOf[str]) -> None:
+        """Gives the first calls the ids that their readers have been shown."""
+        for call, call_id in zip(self._calls, call_ids, strict=False):
+            call[0] = call_id
+
     def end(self) -> None:
         """Ends an output that has no token: all of its text is the echo."""
         self.text_parts.append(self._rules.echo)

@@ -265,6 +265,16 @@ class Sequence(Slotted):
     num_vain: int = 0  # pauses in a row before which it got no further than before an earlier one
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has been evaluated before: until it was paused, or by an engine that died."""
+        return self.num_pauses > 0 or self.num_generated > 0
+
+    @property
+    def final_reason(self) -> FinishReason | None:
+        """Why it is complete; None while it is not."""
+        return None
+
+    @property
     def temperature(self) -> float:
         """How it draws, for telemetry."""
         return 0.0

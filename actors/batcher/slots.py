@@ -378,7 +378,8 @@ class Slots:
             self._journal.stats.shared_tokens += num_shared
             self._journal.stats.reused_tokens += sequence.num_computed - num_shared
             if sequence.choice == 0:
-                sequence.request.cached_tokens = sequence.num_computed - _evaluated_for(sequence)
+                cached = min(sequence.num_computed, sequence.num_prompt_tokens)
+                sequence.request.cached_tokens = cached - _evaluated_for(sequence)
             self._journal.admitted(sequence)
 
     def pause(self, unit: Slotted) -> None:
@@ -441,16 +442,16 @@ class Slots:
         return within + beyond
 
     def _in_turn(self) -> list[Sequence]:
-        """Who waits, paused ones first: they have paid for their prompt, and their callers have begun to read."""
+        """Who waits, those first that have begun: they have paid for their prompt, and their callers read."""
         # guard: clients take turns
         if self._fair is None or len(self.pending) < 2:
             return self.pending
-        paused = [sequence for sequence in self.pending if sequence.num_pauses]
-        fresh = [sequence for sequence in self.pending if not sequence.num_pauses]
+        begun = [sequence for sequence in self.pending if sequence.has_begun]
+        fresh = [sequence for sequence in self.pending if not sequence.has_begun]
         at_work: Counter[str] = Counter()
-        for sequence in (*self.sequences.values(), *paused):
+        for sequence in (*self.sequences.values(), *begun):
             at_work[_account(sequence)] += sequence.num_generated
-        return paused + self._fair.in_turn(fresh, _account, _charge, at_work)
+        return begun + self._fair.in_turn(fresh, _account, _charge, at_work)
 
     def _holding(self) -> tuple[Counter[str], int]:
         """The slots that each client holds, and an equal share of them for every client with work."""
@@ -474,8 +475,13 @@ class Slots:
         sharer: Slotted = sequence
         while sharer.donor is not None:
             donor, num_shared = sharer.donor, sharer.num_shared
-            # Whoever starts has not to wait for it, so what has a slot is ready. A sliding window may have moved on.
-            if donor.seq_id is not None and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared:
+            # The choice in between may have ended with an engine that died: then the donor need not be ready. A sliding
+            # window may have moved on.
+            if (
+                donor.seq_id is not None
+                and sharer.donor_ready
+                and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared
+            ):
                 return donor, num_shared
             sharer = donor  # the choice whose prompt it would share is gone; what that one shared may still be there
         return None, 0

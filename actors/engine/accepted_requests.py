@@ -8,17 +8,19 @@
 
 Knows neither sockets, clocks nor event loops: whoever drives it says what happened and does what it returns.
 
-    WAITING --due--> SENT --first token--> BEGUN --final--> gone
-       ^               |                     |
-       +-- the engine died, a first time ----+   (a stream with delivered tokens ends instead: engine_lost)
+    WAITING --due--> SENT --next token--> BEGUN --final--> gone
+       ^               |                    |
+       +---------- the engine died ---------+
 
-A request is replayed on a new engine if nothing of it was delivered, its deadline remains and it is its first replay.
-Replayed ones are suspects: any of them may be what the engine died of. So they are sent one at a time, the next when
-the last has given a token or ended; an engine that dies again has but one to blame, and that one is poison.
+A request outlives its engine: its tokens are kept here, and the next engine goes on after the last of them.
+Requests that had an engine which died are suspects: any of them may be the cause. Suspects are sent one at a time, the
+next when the last has given a new token or ended. A suspect whose engine dies before that is poison: it ends with
+engine_lost. So does a request that has had MAX_DEATHS engines, and one with delivered tokens when its deadline passes.
 """
 
 import enum
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from genbatch.actors.batcher.messages import DrawnTokens
 from genbatch.actors.engine.engine_wire import LinkError, TokenRow
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, Unavailable
 from genbatch.proto.messages import EmbedRequest, GenerateRequest, Token
@@ -37,6 +40,8 @@ MAX_POISONS = 256
 DEADLINE_GRACE_S = 1.0
 # What a refused caller is told while the engine is down: about a small model's load time.
 RETRY_MS = 2000
+# Engines that a request may have had when they died. One that gets on each time has not been shown to be the cause.
+MAX_DEATHS = 4
 
 
 # What of both is asked here: a deadline, and what makes two of them the same.
@@ -51,6 +56,38 @@ class Stage(enum.Enum):
     BEGUN = "begun"  # it has
 
 
+class TokenRecord:
+    """What a choice has drawn, kept until its request has ended.
+
+    Args:
+        scored: whether the request asks for log-probs.
+    """
+
+    __slots__ = ("_call_ids", "_logprobs", "_scored", "_token_ids")
+
+    def __init__(self, *, scored: bool) -> None:
+        self._scored = scored
+        self._token_ids = array("I")
+        self._logprobs: list[tuple[float, dict[int, float]]] = []
+        self._call_ids: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, row: TokenRow) -> None:
+        """Keeps the next token."""
+        if self._scored:
+            if row.logprob is None:
+                raise LinkError(f"request {row.id}: a token without a log-prob")
+            self._logprobs.append((row.logprob, row.top))
+        self._token_ids.append(row.token_id)
+        self._call_ids += [piece.id for piece in row.tool_calls if piece.id is not None]
+
+    def drawn(self) -> DrawnTokens:
+        """All of it, for the next engine."""
+        return DrawnTokens(self._token_ids.tolist(), self._logprobs, self._call_ids)
+
+
 @dataclass(slots=True, eq=False)
 class AcceptedRequest:
     """One accepted request.
@@ -62,6 +99,7 @@ class AcceptedRequest:
         expires_at: when its deadline passes; None is never.
         is_streamed: whether its tokens are delivered as they come.
         wait_s: seconds that it may wait for an engine each time it waits, where it has no deadline; None is for ever.
+        seed: what every engine draws by, where the request names no seed.
     """
 
     id: int
@@ -70,15 +108,35 @@ class AcceptedRequest:
     expires_at: float | None
     is_streamed: bool
     wait_s: float | None = None
+    seed: int = 0
     give_up_at: float | None = None  # if it still waits then
     phase: Stage = Stage.WAITING
     deaths: int = 0  # of engines that had it
-    next_index: dict[int, int] = field(default_factory=dict)  # by choice
+    records: dict[int, TokenRecord] = field(default_factory=dict)  # by choice
 
     @property
     def num_delivered(self) -> int:
         """Tokens that its caller has."""
-        return sum(self.next_index.values()) if self.is_streamed else 0
+        return sum(map(len, self.records.values())) if self.is_streamed else 0
+
+    def record_of(self, choice: int) -> TokenRecord:
+        """What a choice has drawn."""
+        record = self.records.get(choice)
+        if record is None:
+            scored = isinstance(self.request, GenerateRequest) and self.request.logprobs is not None
+            record = self.records[choice] = TokenRecord(scored=scored)
+        return record
+
+    def drawn(self) -> tuple[DrawnTokens, ...]:
+        """What its choices have drawn; nothing where no engine has had it."""
+        if not self.deaths:
+            return ()
+        return tuple(self.record_of(choice).drawn() for choice in range(self.request.n))
+
+    def too_late(self, reason: str) -> GenbatchError:
+        """The error of a request whose time is over while no engine has it."""
+        delivered = self.num_delivered
+        return EngineLost(reason, delivered) if delivered else DeadlineExceeded(reason)
 
     def wait(self, now: float) -> None:
         """From now on it waits for an engine."""
@@ -203,12 +261,14 @@ class AcceptedRequests:
             entry = entries.get(row.id)
             if entry is None:
                 continue  # its caller left, and the engine does not know yet
-            expected = entry.next_index.get(row.choice, 0)
+            record = entry.record_of(row.choice)
             # guard: no gap in a stream
-            if row.index != expected or entry.phase is Stage.WAITING:
-                raise LinkError(f"request {row.id}: token {row.index} where {expected} was next")
-            entry.next_index[row.choice] = expected + 1
+            if row.index != len(record) or entry.phase is Stage.WAITING:
+                raise LinkError(f"request {row.id}: token {row.index} where {len(record)} was next")
+            record.add(row)
             entry.phase = Stage.BEGUN
+            if not entry.is_streamed:
+                continue
             token = Token(
                 text=row.text,
                 token_id=row.token_id,
@@ -221,12 +281,6 @@ class AcceptedRequests:
             )
             delivered.append((entry, token))
         return delivered
-
-    def begun(self, epoch: int, request_id: int) -> None:
-        """The engine has generated a first token."""
-        entry = self._open(epoch, request_id)
-        if entry is not None:
-            entry.phase = Stage.BEGUN
 
     def final(self, epoch: int, request_id: int) -> AcceptedRequest | None:
         """The entry that ends now; None where it has ended already, or an engine that is gone says so."""
@@ -250,7 +304,6 @@ class AcceptedRequests:
                 ended.append((entry, error))
                 continue
             entry.wait(now)
-            entry.next_index.clear()
             self._suspects[entry.id] = entry
             self.counts["replayed"] += 1
         self.counts["lost"] += len(ended)
@@ -277,19 +330,17 @@ class AcceptedRequests:
 
     def _verdict(self, entry: AcceptedRequest, now: float, *, alone: bool) -> GenbatchError | None:
         """How an entry that a dead engine had ends; None if it is replayed."""
-        # guard: replay only once
-        if entry.deaths > 1:
-            if alone or entry.phase is Stage.SENT:
+        # guard: a cause of two deaths ends
+        is_cause = entry.deaths > 1 and entry.phase is Stage.SENT
+        if is_cause or entry.deaths >= MAX_DEATHS:
+            if alone or is_cause:
                 self._poisons[_fingerprint(entry.request)] = now + POISON_S
                 while len(self._poisons) > MAX_POISONS:
                     self._poisons.popitem(last=False)
-            return EngineLost("the engine died twice while it worked on this request", entry.num_delivered)
-        # guard: replay only what was not delivered
-        if entry.num_delivered:
-            return EngineLost("the engine died in mid stream", entry.num_delivered)
+            return EngineLost(f"{entry.deaths} engines died while they worked on this request", entry.num_delivered)
         # guard: replay only within the deadline
         if entry.expires_at is not None and now >= entry.expires_at:
-            return DeadlineExceeded("the deadline passed, and the engine died")
+            return entry.too_late("the deadline passed, and the engine died")
         return None
 
     def _check_poison(self, request: Wanted, now: float) -> None:

@@ -9,7 +9,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -34,7 +33,6 @@ from genbatch.actors.engine.engine_wire import (
     Answer,
     Ask,
     Beat,
-    Began,
     Cancel,
     Final,
     FinalEmbedded,
@@ -152,11 +150,12 @@ class EngineSession:
     async def _generate(self, submit: Submit) -> Final:
         call = Generate(
             submit.request,
-            self._sender(submit.id) if submit.streams else None,
+            self._sender(submit.id) if submit.streams else self._recorder(submit.id),
             submit.client,
             request_id=submit.request_id,
             beam_width=submit.beam_width,
-            on_begin=None if submit.streams else partial(self._post, Began(submit.id)),
+            shows=submit.streams,
+            drawn=submit.drawn,
         )
         return Final(submit.id, await self._batcher.call(call, timeout=None))
 
@@ -176,21 +175,31 @@ class EngineSession:
         return Answer(ask.id, engine_wire.encode(answer))
 
     def _sender(self, id: int) -> Callable[[Token], None]:
-        rows = self._rows
-
         def stream(token: Token) -> None:
             row = (id, token.choice, token.index, token.token_id, token.text, token.logprob)
             if token.reasoning or token.tool_calls:
-                rows.append((*row, token.top, token.reasoning, token.tool_calls))
+                self._add((*row, token.top, token.reasoning, token.tool_calls))
             else:
-                rows.append((*row, token.top) if token.top else row)
-            num_rows = len(rows)
-            if num_rows == 1:
-                self._news.set()
-            elif num_rows > MAX_BACKLOG:
-                self._give_up()
+                self._add((*row, token.top) if token.top else row)
 
         return stream
+
+    def _recorder(self, id: int) -> Callable[[Token], None]:
+        """Sends what the next engine would need."""
+
+        def record(token: Token) -> None:
+            row = (id, token.choice, token.index, token.token_id, "", token.logprob)
+            self._add((*row, token.top) if token.top else row)
+
+        return record
+
+    def _add(self, row: tuple[Any, ...]) -> None:
+        self._rows.append(row)
+        num_rows = len(self._rows)
+        if num_rows == 1:
+            self._news.set()
+        elif num_rows > MAX_BACKLOG:
+            self._give_up()
 
     # Sending
 

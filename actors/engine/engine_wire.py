@@ -1,7 +1,7 @@
 """What a gateway process and an engine process say to each other: frames over a socketpair, each a list of messages.
 
     ToEngine:  Submit, SubmitEmbed, Cancel, Ask     one frame for each turn of the gateway's event loop
-    ToGateway: Tokens, Began, Final, FinalEmbedded, FinalError, Answer, Beat, Serving    one a step of the engine
+    ToGateway: Tokens, Final, FinalEmbedded, FinalError, Answer, Beat, Serving    one a step of the engine
 
 Every type is checked when a frame is decoded. Numbers in place of names keep a step's message small: structs travel
 as arrays, told apart by their first element. The end of the stream is the other process's end.
@@ -10,12 +10,12 @@ as arrays, told apart by their first element. The end of the stream is the other
 import socket
 import struct
 import typing
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Embedded
+from genbatch.actors.batcher.messages import DrawnTokens, Embedded
 from genbatch.proto.errors import ErrorInfo
 from genbatch.proto.messages import (
     EmbedRequest,
@@ -38,7 +38,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         id: the gateway's number for it, used once.
         request: what to generate; `deadline_s` is what remains of it.
         client, request_id, beam_width: see Generate.
-        streams: whether every token is to be sent, and not just the news of the first.
+        streams: whether tokens are to be sent with their text: somebody reads them.
+        drawn: see Generate.
     """
 
     id: int
@@ -47,6 +48,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     request_id: str
     beam_width: int
     streams: bool
+    drawn: tuple[DrawnTokens, ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
@@ -78,12 +80,12 @@ class SubmitEmbed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A Token of the request with this id."""
+    """A Token of the request with this id; without its text where nobody reads that."""
 
     id: int
     choice: int
     index: int
-    token_id: int
+    token_id: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     text: str
     logprob: float | None
     top: dict[int, float] = {}
@@ -95,12 +97,6 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """The tokens of a step, of all sequences together."""
 
     rows: list[TokenRow]
-
-
-class Began(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """The first token of a request that does not stream."""
-
-    id: int
 
 
 class Final(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
@@ -144,7 +140,7 @@ class Serving(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 ToEngine = Submit | SubmitEmbed | Cancel | Ask
-ToGateway = Tokens | Began | Final | FinalEmbedded | FinalError | Answer | Beat | Serving
+ToGateway = Tokens | Final | FinalEmbedded | FinalError | Answer | Beat | Serving
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

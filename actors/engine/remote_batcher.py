@@ -10,6 +10,7 @@ engine all else. A health check is answered even while the engine is not: then w
 """
 
 import logging
+import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,12 +23,11 @@ import trio
 from genbatch.actors.batcher.draining import Draining, DrainOver
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Wanted
+from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Stage, Wanted
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.engine_wire import (
     Answer,
     Beat,
-    Began,
     Cancel,
     Final,
     FinalEmbedded,
@@ -68,7 +68,7 @@ from genbatch.proto.messages import (
     StatsRequest,
 )
 from genbatch.proto.methods import method_of
-from genbatch.proto.validation import validate_embed, validate_request
+from genbatch.proto.validation import MAX_SEED, validate_embed, validate_request
 
 logger = logging.getLogger(__name__)
 
@@ -337,6 +337,7 @@ class RemoteBatcher(GenServer):
         # guard: default deadline, at the link
         wait_s = (self.options.default_deadline_s or None) if message.client else None
         entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed, wait_s=wait_s)
+        entry.seed = secrets.randbelow(MAX_SEED + 1)
         entry.caller = WaitingCaller(from_, self.monitor(from_), message)
         self._callers[entry.caller.monitor] = entry
         self._send_due()
@@ -351,6 +352,8 @@ class RemoteBatcher(GenServer):
             if entry.expires_at is not None:
                 # At the edge the engine is to say it, with whatever it has.
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, entry.expires_at - now))
+            if isinstance(request, GenerateRequest) and request.seed is None:
+                request = msgspec.structs.replace(request, seed=entry.seed)
             self._connection.post(_submission(entry, request))
 
     def _leave(self, monitor: Monitor) -> None:
@@ -429,8 +432,6 @@ class RemoteBatcher(GenServer):
                 self._watch.beat(health)
             case Serving(models):
                 self._models = models
-            case Began(id):
-                self.accepted.begun(epoch, id)
             case Final(id, result) | FinalEmbedded(id, result):
                 self._final(epoch, id, result)
             case FinalError(id, error):
@@ -458,7 +459,7 @@ class RemoteBatcher(GenServer):
             reason = "the deadline passed before the engine had answered"
             if entry.wait_s is not None:
                 reason = f"no engine was there for {entry.wait_s:g} s, and no request waits longer for one"
-            self._end(entry, DeadlineExceeded(reason))
+            self._end(entry, entry.too_late(reason) if entry.phase is Stage.WAITING else DeadlineExceeded(reason))
         if not len(self.accepted):
             self.accepted.check_integrity()
         # guard: hung engine
@@ -529,7 +530,9 @@ def _submission(entry: AcceptedRequest, request: Wanted) -> Submit | SubmitEmbed
         assert isinstance(request, EmbedRequest)
         return SubmitEmbed(entry.id, request, message.client, message.request_id)
     assert isinstance(request, GenerateRequest)
-    return Submit(entry.id, request, message.client, message.request_id, message.beam_width, entry.is_streamed)
+    return Submit(
+        entry.id, request, message.client, message.request_id, message.beam_width, entry.is_streamed, entry.drawn()
+    )
 
 
 class EngineConnections:

@@ -7,8 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from genbatch.actors.batcher.messages import DrawnTokens
 from genbatch.actors.engine.accepted_requests import (
     DEADLINE_GRACE_S,
+    MAX_DEATHS,
     MAX_POISONS,
     POISON_S,
     AcceptedRequest,
@@ -17,7 +19,7 @@ from genbatch.actors.engine.accepted_requests import (
 )
 from genbatch.actors.engine.engine_wire import LinkError, TokenRow
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, Unavailable
-from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.messages import GenerateRequest, ToolCallDelta
 
 
 def ask(prompt: str = "go", **params: Any) -> GenerateRequest:
@@ -96,20 +98,74 @@ def test_messages_of_an_engine_that_is_gone_are_dropped() -> None:
     assert accepted.counts["stale"] == 4
 
 
-def test_an_engines_death_ends_what_was_delivered_in_part_and_replays_the_rest() -> None:
+def test_an_engines_death_ends_nothing_and_the_next_one_goes_on_after_the_tokens_of_each() -> None:
     accepted = AcceptedRequests(8)
-    streamed, silent, whole = (accepted.accept(ask(p), 0.0, is_streamed=p != "w") for p in "dsw")
+    streamed, silent, whole = (accepted.accept(ask(p, n=2), 0.0, is_streamed=p != "w") for p in "dsw")
+    epoch = up(accepted)
+    assert [entry.drawn() for entry in accepted.due()] == [(), (), ()]
+    late = accepted.accept(ask("late"), 0.0)  # not sent yet
+    rows = [row(streamed, 0), row(streamed, 1), row(whole, 0, choice=1)]
+    assert len(accepted.tokens(epoch, rows)) == 2, "a caller that wants the whole gets no tokens"
+    assert accepted.lose(1.0) == []
+    assert late.drawn() == ()
+    nothing = DrawnTokens([])
+    assert streamed.drawn() == (DrawnTokens([100, 101]), nothing)
+    assert silent.drawn() == (nothing, nothing)
+    assert whole.drawn() == (nothing, DrawnTokens([100]))
+    epoch = up(accepted)
+    sent = []
+    while due := accepted.due():
+        sent += due
+        for entry in due:
+            with pytest.raises(LinkError):
+                accepted.tokens(epoch, [row(entry, 2, choice=1)])
+            accepted.tokens(epoch, [row(entry, 1 if entry is whole else 0, choice=1)])
+    assert set(sent) == {streamed, silent, whole, late}
+    assert streamed.drawn() == (DrawnTokens([100, 101]), DrawnTokens([100]))
+
+
+def test_log_probs_and_the_ids_of_calls_are_kept_with_the_tokens() -> None:
+    accepted = AcceptedRequests(8)
+    entry = accepted.accept(ask(logprobs=1), 0.0, is_streamed=True)
     epoch = up(accepted)
     accepted.due()
-    late = accepted.accept(ask("late"), 0.0)  # not sent yet
-    accepted.tokens(epoch, [row(streamed, 0), row(streamed, 1)])
-    accepted.begun(epoch, whole.id)
-    [(ended, error)] = accepted.lose(1.0)
-    assert ended is streamed
-    assert isinstance(error, EngineLost) and error.tokens_delivered == 2
-    up(accepted)
-    assert late.deaths == 0
-    assert silent in accepted and whole in accepted and whole.phase is Stage.WAITING
+    calls = (
+        ToolCallDelta(index=0, id="a", name="f"),
+        ToolCallDelta(index=0, arguments="{}"),
+        ToolCallDelta(index=1, id="b"),
+    )
+    accepted.tokens(epoch, [TokenRow(entry.id, 0, 0, 7, "x", -0.5, {7: -0.5}, "", calls)])
+    accepted.lose(1.0)
+    assert entry.drawn() == (DrawnTokens([7], [(-0.5, {7: -0.5})], ["a", "b"]),)
+    epoch = up(accepted)
+    accepted.due()
+    with pytest.raises(LinkError):
+        accepted.tokens(epoch, [row(entry, 1)])  # without its log-prob the next engine could not go on
+
+
+def test_a_stream_that_gets_on_with_each_engine_outlives_several_and_not_any_number() -> None:
+    accepted = AcceptedRequests(8)
+    entry = accepted.accept(ask(), 0.0, is_streamed=True)
+    for index in range(MAX_DEATHS):
+        epoch = up(accepted)
+        assert accepted.due() == [entry]
+        accepted.tokens(epoch, [row(entry, index)])
+        ended = accepted.lose(1.0)
+        assert bool(ended) is (index == MAX_DEATHS - 1)
+    [(_, error)] = ended
+    assert isinstance(error, EngineLost) and error.tokens_delivered == MAX_DEATHS
+
+
+def test_a_stream_whose_time_passes_without_an_engine_says_how_much_was_delivered() -> None:
+    accepted = AcceptedRequests(8)
+    entry = accepted.accept(ask(deadline_s=5.0), 0.0, is_streamed=True)
+    accepted.tokens(up(accepted), [])
+    accepted.due()
+    accepted.tokens(accepted.epoch, [row(entry, 0)])
+    assert accepted.lose(1.0) == []
+    assert accepted.expired(5.0) == [entry]
+    error = entry.too_late("late")
+    assert isinstance(error, EngineLost) and error.tokens_delivered == 1
 
 
 def test_a_deadline_that_passed_is_not_replayed_and_one_that_remains_is() -> None:
@@ -152,13 +208,13 @@ def test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live(
     begun, first, poison, last = (accepted.accept(ask(p), 0.0) for p in "abpc")
     epoch = up(accepted)
     accepted.due()
-    accepted.begun(epoch, begun.id)
+    accepted.tokens(epoch, [row(begun, 0)])
     assert accepted.lose(1.0) == []
     epoch = up(accepted)
     fresh = accepted.accept(ask("fresh"), 1.0)
     assert accepted.due() == [fresh, last]
     assert accepted.due() == []
-    accepted.begun(epoch, last.id)
+    accepted.tokens(epoch, [row(last, 0)])
     assert accepted.due() == [poison]
     accepted.final(epoch, last.id)
     assert errors(accepted.lose(2.0)) == {poison.id: EngineLost}
@@ -189,7 +245,7 @@ def test_poison_is_refused_for_a_while_and_nothing_else_is() -> None:
     accepted.check_integrity()
 
 
-def test_a_request_that_began_and_dies_again_in_company_ends_without_being_blocked() -> None:
+def test_a_request_that_gets_on_and_loses_its_engine_to_another_one_goes_on() -> None:
     accepted = AcceptedRequests(8)
     poison, entry = accepted.accept(ask("p"), 0.0), accepted.accept(ask("a"), 0.0)
     up(accepted)
@@ -197,12 +253,14 @@ def test_a_request_that_began_and_dies_again_in_company_ends_without_being_block
     accepted.lose(1.0)
     epoch = up(accepted)
     assert accepted.due() == [entry]
-    accepted.begun(epoch, entry.id)
+    accepted.tokens(epoch, [row(entry, 0)])
     assert accepted.due() == [poison]
-    assert errors(accepted.lose(2.0)) == {entry.id: EngineLost, poison.id: EngineLost}
+    assert errors(accepted.lose(2.0)) == {poison.id: EngineLost}
     accepted.accept(ask("a"), 3.0)
     with pytest.raises(EngineLost):
         accepted.accept(ask("p"), 3.0)
+    up(accepted)
+    assert entry in accepted.due() and entry.drawn() == (DrawnTokens([100]),)
 
 
 def test_only_so_many_kinds_of_poison_are_remembered() -> None:
@@ -227,6 +285,7 @@ class AnyEngine(RuleBasedStateMachine):
         self.now = 0.0
         self.open: dict[int, AcceptedRequest] = {}
         self.sent: dict[int, dict[int, int]] = {}  # by the engine that is there: next index by choice
+        self.drawn: dict[int, dict[int, int]] = {}  # the same, of engines that have died, too
         self.seen: dict[int, list[tuple[int, int]]] = {}  # tokens that callers have
         self.streamed: set[int] = set()
 
@@ -237,15 +296,16 @@ class AnyEngine(RuleBasedStateMachine):
     def send(self) -> None:
         for entry in self.accepted.due():
             assert entry.id in self.open and entry.id not in self.sent
-            assert not entry.is_streamed or not self.seen[entry.id], "replayed after tokens were delivered"
-            self.sent[entry.id] = {}
+            kept = {choice: len(one.token_ids) for choice, one in enumerate(entry.drawn()) if one.token_ids}
+            assert kept == self.drawn.setdefault(entry.id, {}), "the next engine goes on elsewhere"
+            self.sent[entry.id] = self.drawn[entry.id]
 
     @rule(
         streamed=st.booleans(), deadline_s=st.none() | st.floats(0.1, 5), prompt=st.text("abc", min_size=1, max_size=2)
     )
     def arrive(self, streamed: bool, deadline_s: float | None, prompt: str) -> None:
         try:
-            entry = self.accepted.accept(ask(prompt, deadline_s=deadline_s), self.now, is_streamed=streamed)
+            entry = self.accepted.accept(ask(prompt, n=2, deadline_s=deadline_s), self.now, is_streamed=streamed)
         except (Unavailable, EngineLost):
             return
         self.open[entry.id] = entry
@@ -275,7 +335,7 @@ class AnyEngine(RuleBasedStateMachine):
         index = self.sent[request_id].get(choice, 0)
         token = TokenRow(request_id, choice, index, 7, "x", None)
         delivered = self.accepted.tokens(self.accepted.epoch - stale, [token])
-        assert bool(delivered) is not stale
+        assert bool(delivered) is (not stale and request_id in self.streamed)
         if not stale:
             self.sent[request_id][choice] = index + 1
             self.seen[request_id] += [(choice, index)]
@@ -313,12 +373,11 @@ class AnyEngine(RuleBasedStateMachine):
         assert {entry.id for entry in self.accepted} == set(self.open)
         suspects = [entry for entry in self.accepted if entry.deaths and entry.phase is Stage.SENT]
         assert len(suspects) <= 1
-        assert all(entry.deaths <= 1 for entry in self.accepted), "replayed more than once"
-        for request_id, tokens in self.seen.items():
+        assert all(entry.deaths < MAX_DEATHS for entry in self.accepted), "replayed without end"
+        for tokens in self.seen.values():
             for choice in (0, 1):
                 indices = [index for of, index in tokens if of == choice]
-                if request_id in self.streamed:  # one that does not stream may be generated again, from its start
-                    assert indices == list(range(len(indices)))
+                assert indices == list(range(len(indices)))
 
 
 TestAnyEngine = AnyEngine.TestCase

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from genbatch.actors.batcher.messages import Embed, Embedded, Generate
+from genbatch.actors.batcher.messages import DrawnTokens, Embed, Embedded, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import Join
@@ -29,7 +29,6 @@ from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineError,
-    EngineLost,
     GenbatchError,
     InvalidRequest,
     Unavailable,
@@ -72,8 +71,6 @@ class Work:
     given: list[Token] = field(default_factory=list)
 
     def emit(self, text: str, choice: int = 0) -> None:
-        if self.message.on_begin is not None and not self.indices:
-            self.message.on_begin()
         index = self.indices.get(choice, 0)
         self.indices[choice] = index + 1
         token = Token(
@@ -261,6 +258,7 @@ async def test_a_stream_crosses_token_by_token_and_ends_with_its_result(bench: B
     bench.ask("go", streams=True, n=2, temperature=0.5, seed=2**64 - 1)
     [work] = await bench.working("go")
     assert work.message.request == GenerateRequest(prompt="go", n=2, temperature=0.5, seed=2**64 - 1)
+    assert work.message.drawn == ()
     assert (work.message.client, work.message.request_id) == ("c", "r1")
     for text, choice in (("a", 0), ("b", 1), ("c", 0)):
         work.emit(text, choice)
@@ -297,7 +295,7 @@ async def test_every_field_of_a_token_crosses(bench: Bench, mock_clock: MockCloc
 
 
 @pytest.mark.trio
-async def test_a_request_that_does_not_stream_sends_no_tokens(bench: Bench, mock_clock: MockClock) -> None:
+async def test_a_caller_that_wants_the_whole_gets_no_tokens(bench: Bench, mock_clock: MockClock) -> None:
     await bench.engine_comes()
     bench.ask("go")
     [work] = await bench.working("go")
@@ -353,8 +351,8 @@ async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, moc
 
 
 def test_every_field_of_a_generate_call_is_sent_or_is_known_to_stay() -> None:
-    sent = {"request", "client", "request_id", "beam_width"}
-    stays = {"on_token", "on_begin", "tag", "keep"}  # become `streams`; for programs that run the Batcher themselves
+    sent = {"request", "client", "request_id", "beam_width", "drawn"}
+    stays = {"on_token", "shows", "tag", "keep"}  # become `streams`; for programs that run the Batcher themselves
     assert {field.name for field in fields(Generate)} == sent | stays
 
 
@@ -431,6 +429,7 @@ async def test_embeddings_cross_and_are_asked_again_of_a_new_engine(bench: Bench
 async def test_finals_and_replays_follow_an_engines_death(bench: Bench, mock_clock: MockClock) -> None:
     await bench.engine_comes()
     bench.ask("streamed", streams=True)
+    await bench.working("streamed")  # of those that have begun the last is sent first
     bench.ask("whole")
     bench.ask("done")
     streamed, whole, done = await bench.working("streamed", "whole", "done")
@@ -440,20 +439,28 @@ async def test_finals_and_replays_follow_an_engines_death(bench: Bench, mock_clo
     done.finish()
     await bench.end_of("done")
     await until(lambda: len(bench.tokens["streamed"]) == 2)
+    seed = streamed.message.request.seed
     await bench.engine_dies()
-    lost = await bench.end_of("streamed")
-    assert isinstance(lost, EngineLost) and lost.tokens_delivered == 2
     bench.ask("meanwhile")
-    assert "whole" not in bench.ends
+    assert bench.ends.keys() == {"done"}
     await bench.engine_comes()
     [again, meanwhile] = await bench.working("whole", "meanwhile")
-    again.finish("again")
-    meanwhile.finish()
-    assert (await bench.end_of("whole")).text == "again"
-    assert (await bench.end_of("meanwhile")).text == "all"
-    assert bench.ends["done"].text == "all"
+    assert again.message.drawn == (DrawnTokens([0]),) and not again.message.shows
+    assert meanwhile.message.drawn == ()
+    again.indices[0] = 1
+    again.emit("b")  # it has begun, and the next one is sent
+    [goes_on] = await bench.working("streamed")
+    assert goes_on.message.drawn == (DrawnTokens([0, 1]),) and goes_on.message.shows
+    assert goes_on.message.request.seed == seed is not None, "a replay draws by the same seed"
+    goes_on.indices[0] = 2
+    goes_on.emit("c")
+    for work in (goes_on, again, meanwhile):
+        work.finish()
+    for prompt in ("streamed", "whole", "meanwhile"):
+        assert (await bench.end_of(prompt)).text == "all"
+    assert [(token.index, token.text) for token in bench.tokens["streamed"]] == [(0, "a"), (1, "b"), (2, "c")]
     stats = await bench.ref.call(StatsRequest())
-    assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
+    assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (1, 2, 0)
 
 
 @pytest.mark.trio
@@ -790,5 +797,5 @@ async def test_stats_without_an_engine_are_the_links_own(bench: Bench, mock_cloc
     await bench.engine_dies()
     stats = await bench.ref.call(StatsRequest())
     assert (stats["engine"], stats["model"], stats["engine_restarts"]) == ("down", "m", 0)
-    assert (stats["requests_open"], stats["requests_replayed"], stats["requests_lost"]) == (1, 1, 1)
+    assert (stats["requests_open"], stats["requests_replayed"], stats["requests_lost"]) == (2, 2, 0)
     assert "steps" not in stats
