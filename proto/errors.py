@@ -83,7 +83,7 @@ class EngineError(GenbatchError):
 
 
 class EngineLost(GenbatchError):
-    """The engine died, and this request is not repeated: a part of it was delivered, or it may be the cause.
+    """The engine died, and this request does not go on: it may be the cause, or its deadline has passed.
 
     `tokens_delivered` tells how many tokens, of all choices together, were sent before.
     """

@@ -52,7 +52,9 @@ def _push_again(sequence: Generation, drawn: DrawnTokens) -> None:
             delivered = sum(len(one.token_ids) for one in sequence.request.drawn)
             raise EngineLost("the engine died, and the next one ends the answer before its last token", delivered)
         logprob, top = drawn.logprobs[index] if drawn.logprobs else (None, {})
+        # guard: a sampler counts the tokens of a dead engine
         sampler.accept(token_id)
+        # guard: text follows that of a dead engine
         output.push(Sampled(token_id, logprob, tuple(top.items())))
     output.keep_call_ids(drawn.call_ids)
     sequence.tokens += token_ids

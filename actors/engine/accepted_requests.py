@@ -330,8 +330,8 @@ class AcceptedRequests:
 
     def _verdict(self, entry: AcceptedRequest, now: float, *, alone: bool) -> GenbatchError | None:
         """How an entry that a dead engine had ends; None if it is replayed."""
-        # guard: a cause of two deaths ends
         is_cause = entry.deaths > 1 and entry.phase is Stage.SENT
+        # guard: replay no cause of two deaths
         if is_cause or entry.deaths >= MAX_DEATHS:
             if alone or is_cause:
                 self._poisons[_fingerprint(entry.request)] = now + POISON_S

@@ -13,9 +13,7 @@ from tests.mutations.mutation import (
 )
 
 OLD_EPOCH = ("actors/engine/test_accepted_requests.py::test_messages_of_an_engine_that_is_gone_are_dropped",)
-REPLAY = (
-    "actors/engine/test_accepted_requests.py::test_an_engines_death_ends_what_was_delivered_in_part_and_replays_the_rest",
-)
+RESUMED = ("actors/batcher/test_resume.py::test_the_rest_is_that_of_a_stream_that_no_death_met",)
 SUSPECTS = (
     "actors/engine/test_accepted_requests.py::test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live",
 )
@@ -63,16 +61,22 @@ ENGINE_GUARDS = (
         "an engine that is gone ends a request that is replayed",
     ),
     Mutation(
-        "replay only once",
+        "replay no cause of two deaths",
         never,
         (*SUSPECTS, *POISON),
         "a deadly request kills one engine after another",
     ),
     Mutation(
-        "replay only what was not delivered",
-        never,
-        REPLAY,
-        "a client gets the beginning twice",
+        "a sampler counts the tokens of a dead engine",
+        dropped,
+        RESUMED,
+        "a stream goes on with other draws after its engine's death",
+    ),
+    Mutation(
+        "text follows that of a dead engine",
+        dropped,
+        RESUMED,
+        "a stop string that began before the death is not seen",
     ),
     Mutation(
         "replay only within the deadline",

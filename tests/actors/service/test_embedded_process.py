@@ -53,6 +53,27 @@ async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
 
 
 @pytest.mark.trio
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
+async def test_a_programs_stream_goes_on_after_its_engine_process_was_killed(
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = str(tiny_model_dir("llama"))
+    async with open_batcher(model, dtype="float32", n_gpu_layers=0, n_ctx=512, engine="process") as batcher:
+        whole = await batcher.generate([5, 6, 8], max_tokens=240, ignore_eos=True)
+        seen: list[int] = []
+        async with batcher.stream([5, 6, 8], max_tokens=240, ignore_eos=True) as stream:
+            async for token in stream:
+                assert token.index == len(seen)
+                seen.append(token.token_id)
+                if len(seen) == 3:
+                    [child] = child_processes()
+                    os.kill(child, signal.SIGKILL)
+        assert seen == stream.result.token_ids == whole.token_ids
+        assert (await batcher.stats())["engine_restarts"] == 1
+
+
+@pytest.mark.trio
 async def test_a_scheduler_object_stays_in_its_process() -> None:
     with pytest.raises(OptionError, match="scheduler"):
         async with open_batcher("some", engine="process", scheduler=object()):
