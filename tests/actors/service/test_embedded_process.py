@@ -1,6 +1,7 @@
 """A program that keeps its model in a process of its own, and its gateways with itself."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
