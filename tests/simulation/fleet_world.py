@@ -143,6 +143,7 @@ class FleetWorld:
     """
 
     gateways_die = True
+    deaths_to_lose = 1  # nothing keeps the tokens that a replica has sent
     is_draining = False
 
     def __init__(self, seed: int, model: Model, rule: ScaleRule | None = None, num_gateways: int = 1) -> None:

@@ -34,6 +34,7 @@ class Call:
     """One request or question and what came of it."""
 
     asked_at: float
+    deaths_before: int = 0  # of what it may be lost by
     stream: bool = False
     tokens: dict[int, list[Token]] = field(default_factory=lambda: defaultdict(list))  # by choice
     end: Any = None  # plain data or error
@@ -52,6 +53,7 @@ class Service(Protocol):
     spread_s: float
     is_draining: bool
     gateways_die: bool
+    deaths_to_lose: int  # so many of them may end a request
 
     @property
     def default_deadline_s(self) -> float:
@@ -134,7 +136,7 @@ class SimClient:
         rng = self.rng
         await trio.sleep(rng.random() * self.world.spread_s)
         asked = self.world.draw_request(rng)
-        call = Call(trio.current_time(), stream=rng.random() < 0.6)
+        call = Call(trio.current_time(), self.world.num_deaths, stream=rng.random() < 0.6)
         options = PLAIN_STREAM
         if call.stream and rng.random() < 0.5:
             options = StreamOptions(credit=rng.choice((1, 2, 64)), coalesce=rng.random() < 0.5)
@@ -249,7 +251,11 @@ class SimClient:
         allowed = set(REFUSALS)
         if asked.does_harm:
             allowed |= {"engine_error"}
-        if self.world.num_deaths:
+        # One death is no reason to end: only a request that two may be due to, or one that is out of time.
+        is_late = asked.wanted.deadline_s is not None and (
+            trio.current_time() - call.asked_at >= asked.wanted.deadline_s
+        )
+        if self.world.num_deaths - call.deaths_before >= (1 if is_late else self.world.deaths_to_lose):
             allowed |= {"engine_lost"}
         if stalled or self.world.is_draining or trio.current_time() - call.asked_at >= 10.0:
             allowed |= {"cancelled"}

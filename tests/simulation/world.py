@@ -54,6 +54,7 @@ class World:
     """
 
     gateways_die = False
+    deaths_to_lose = 2
 
     def __init__(self, seed: int, model: Model, life: int | None = None) -> None:
         self.seed = seed
