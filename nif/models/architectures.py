@@ -85,6 +85,13 @@ class ExpertNames:
         stacked: names of the gates, the ups and the downs of all experts. A source has one of the three forms.
         transposed: whether `whole` is [experts, inputs, outputs], gates and ups taking turns.
         layers: the layers that have experts; None: all.
+        shared: names of gates, ups and downs of the expert that every token takes.
+        shared_intermediate: inner size of that one; 0: there is none.
+        shared_gate: name of the row whose sigmoid is its weight; None: it weighs 1.
+        sigmoid: whether an expert's weight is the sigmoid of its score, and not its share of all.
+        correction: name of what is added to the weights while experts are chosen.
+        scale: of the weights of those chosen.
+        groups: groups of experts, and how many of them a token's experts come from.
     """
 
     count: int
@@ -101,6 +108,13 @@ class ExpertNames:
     stacked: tuple[str, str, str] = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
     transposed: bool = False
     layers: frozenset[int] | None = None
+    shared: tuple[str, str, str] = ("", "", "")
+    shared_intermediate: int = 0
+    shared_gate: str | None = None
+    sigmoid: bool = False
+    correction: str | None = None
+    scale: float = 1.0
+    groups: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +376,90 @@ def _qwen3_moe(config: Any) -> Architecture:
     return replace(_qwen3(config), experts=experts if config.num_experts else None)
 
 
+def _parts_of(name: str) -> tuple[str, str, str]:
+    return f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
+
+
+def _qwen2_moe(config: Any) -> Architecture:
+    mixed = _qwen3_moe(config)
+    experts = mixed.experts and replace(
+        mixed.experts,
+        shared=_parts_of("mlp.shared_expert"),
+        shared_intermediate=config.shared_expert_intermediate_size,
+        shared_gate="mlp.shared_expert_gate",
+    )
+    return replace(mixed, qk_norm=NONE, experts=experts)
+
+
+def _olmoe(config: Any) -> Architecture:
+    if config.clip_qkv is not None:
+        raise ValueError(f"clip_qkv is {config.clip_qkv}; queries and keys are not clipped here")
+    experts = ExpertNames(
+        config.num_experts, config.num_experts_per_tok, config.intermediate_size, normalised=config.norm_topk_prob
+    )
+    return replace(_llama(config), qk_norm=WHOLE, experts=experts)
+
+
+def _glm4_moe(config: Any) -> Architecture:
+    experts = ExpertNames(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        layers=frozenset(range(config.first_k_dense_replace, config.num_hidden_layers)),
+        shared=_parts_of("mlp.shared_experts"),
+        shared_intermediate=config.n_shared_experts * config.moe_intermediate_size,
+        sigmoid=True,
+        correction="mlp.gate.e_score_correction_bias",
+        scale=config.routed_scaling_factor,
+        groups=(config.n_group, config.topk_group),
+    )
+    kind = SHARED if config.use_qk_norm else NONE
+    return replace(_llama(config), qk_norm=kind, partial_rotary=True, experts=experts)
+
+
+def _ernie(config: Any) -> Architecture:
+    return replace(_llama(config), interleaved=True)
+
+
+def _ernie_moe(config: Any) -> Architecture:
+    mixed = range(config.moe_layer_start_index, min(config.moe_layer_end_index + 1, config.num_hidden_layers))
+    experts = ExpertNames(
+        config.moe_num_experts,
+        config.moe_k,
+        config.moe_intermediate_size,
+        layers=frozenset(layer for layer in mixed if (layer + 1) % config.moe_layer_interval == 0),
+        shared=_parts_of("mlp.shared_experts"),
+        shared_intermediate=config.moe_num_shared_experts * config.moe_intermediate_size,
+        correction="mlp.gate.moe_statics.e_score_correction_bias",
+    )
+    names = Tensors(in_files=(("mlp.gate.moe_statics", "mlp.moe_statics"),))
+    return replace(_ernie(config), experts=experts, tensors=names)
+
+
+def _full_layers(config: Any) -> frozenset[int]:
+    return frozenset(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
+
+
+def _exaone4(config: Any) -> Architecture:
+    unrotated = frozenset[int]() if config.sliding_window is None else _full_layers(config)
+    return replace(_olmo2(config), qk_norm=SHARED, no_rope=unrotated)
+
+
+def _cohere2(config: Any) -> Architecture:
+    return Architecture(
+        config.layer_norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(mlp_norm="input_layernorm"),
+        layer_norm=True,
+        parallel=True,
+        interleaved=True,
+        no_rope=_full_layers(config),
+        logit_divisor=1 / config.logit_scale,
+    )
+
+
 def _mixtral(config: Any) -> Architecture:
     experts = ExpertNames(
         config.num_local_experts,
@@ -433,6 +531,17 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
     "GptOssForCausalLM": _gpt_oss,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "OlmoeForCausalLM": _olmoe,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "Ernie4_5ForCausalLM": _ernie,
+    "Ernie4_5_MoeForCausalLM": _ernie_moe,
+    "Olmo3ForCausalLM": _olmo2,
+    "MinistralForCausalLM": _llama,
+    "Ministral3ForCausalLM": _llama,
+    "SeedOssForCausalLM": _llama,
+    "Exaone4ForCausalLM": _exaone4,
+    "Cohere2ForCausalLM": _cohere2,
     "Lfm2ForCausalLM": _lfm2,
 }
 """By the name of transformers' class, what makes the architecture of a configuration."""
@@ -492,7 +601,7 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
 def max_position(name: str, config: PreTrainedConfig) -> int:
     """How many positions one sequence may have.
 
-    Rotary embeddings that are rescaled once a sequence is long would change the other sequences of the same
+    Rotary embeddings or queries that are rescaled once a sequence is long would change the other sequences of the same
     forward and contradict the keys already cached, so such a model ends where the rescaling would begin.
 
     Raises:
@@ -504,7 +613,7 @@ def max_position(name: str, config: PreTrainedConfig) -> int:
     rope: Any = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     for kind in kinds:
-        if kind.get("rope_type") in ("dynamic", "longrope"):
+        if kind.get("rope_type") in ("dynamic", "longrope") or kind.get("llama_4_scaling_beta"):
             original = kind.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
             limit = min(limit, original or limit)

@@ -6,19 +6,32 @@
 #include "genbatch.h"
 #include "tiles.h"
 
-/* Marks the `chosen` largest scores, of equals the lowest id; the ids come out ascending. */
-static void choose_largest(const experts *x, const float *scores, int32_t *ids)
+#define MAX_EXPERT_GROUPS 64
+#define LEAST_TOTAL 1e-20f
+
+/* What decides whether an expert is chosen. `closed`: a bit for each group that none comes from. */
+static float rank_of(const experts *x, const float *scores, uint64_t closed, int32_t i)
 {
-    for (int n = 0; n < x->chosen; n++) {
+    if (closed >> (i / ((x->count - x->shared) / x->groups)) & 1) return -INFINITY;
+    return scores[i] + (x->correction ? x->correction[i] : 0.0f);
+}
+
+/* Marks the experts that rank highest, of equals the lowest id; the ids come out ascending. */
+static void choose_largest(const experts *x, const float *scores, uint64_t closed, int32_t *ids)
+{
+    const int chosen = x->chosen - x->shared;
+    for (int n = 0; n < chosen; n++) {
         int32_t best = -1;
-        for (int32_t i = 0; i < x->count; i++) {
+        float highest = 0;
+        for (int32_t i = 0; i < x->count - x->shared; i++) {
             bool taken = false;
             for (int j = 0; j < n; j++) taken |= ids[j] == i;
-            if (!taken && (best < 0 || scores[i] > scores[best])) best = i;
+            const float rank = rank_of(x, scores, closed, i);
+            if (!taken && (best < 0 || rank > highest)) best = i, highest = rank;
         }
         ids[n] = best;
     }
-    for (int n = 1; n < x->chosen; n++) {
+    for (int n = 1; n < chosen; n++) {
         const int32_t id = ids[n];
         int at = n;
         for (; at > 0 && ids[at - 1] > id; at--) ids[at] = ids[at - 1];
@@ -26,19 +39,62 @@ static void choose_largest(const experts *x, const float *scores, int32_t *ids)
     }
 }
 
+/* The groups that are not among the best, by the sum of their two highest ranks. */
+static uint64_t closed_groups(const experts *x, const float *scores)
+{
+    if (x->best_groups >= x->groups) return 0;
+    const int32_t size = (x->count - x->shared) / x->groups;
+    float sums[MAX_EXPERT_GROUPS];
+    for (int32_t g = 0; g < x->groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int32_t i = g * size; i < (g + 1) * size; i++) {
+            const float rank = rank_of(x, scores, 0, i);
+            second = rank > first ? first : rank > second ? rank : second;
+            first = rank > first ? rank : first;
+        }
+        sums[g] = first + second;
+    }
+    uint64_t closed = (x->groups == 64 ? 0 : (uint64_t)1 << x->groups) - 1;
+    for (int32_t n = 0; n < x->best_groups; n++) {
+        int32_t best = -1;
+        for (int32_t g = 0; g < x->groups; g++)
+            if (closed >> g & 1 && (best < 0 || sums[g] > sums[best])) best = g;
+        closed &= ~((uint64_t)1 << best);
+    }
+    return closed;
+}
+
+static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* Scores become weights: each one's sigmoid, or its share of all. */
+static void weigh(const experts *x, float *scores, int32_t count)
+{
+    float largest = scores[0], total = 0;
+    if (x->sigmoid) {
+        for (int32_t i = 0; i < count; i++) scores[i] = sigmoid(scores[i]);
+        return;
+    }
+    for (int32_t i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
+    for (int32_t i = 0; i < count; i++) total += scores[i] = expf(scores[i] - largest);
+    if (!x->normalised || x->correction)
+        for (int32_t i = 0; i < count; i++) scores[i] /= total;
+}
+
 void experts_choose(const experts *x, const choice *c, int64_t token)
 {
-    const float *scores = c->scores + token * x->count;
+    float *scores = c->scores + token * x->count, *weights = c->weights + token * x->chosen, total = 0;
     int32_t *ids = c->ids + token * x->chosen;
-    float *weights = c->weights + token * x->chosen, largest = scores[0], total = 0;
-    choose_largest(x, scores, ids);
-    for (int i = 1; i < x->count; i++) largest = scores[i] > largest ? scores[i] : largest;
-    for (int n = 0; n < x->chosen; n++) weights[n] = expf(scores[ids[n]] - largest);
-    if (x->normalised)
-        for (int n = 0; n < x->chosen; n++) total += weights[n];
-    else
-        for (int i = 0; i < x->count; i++) total += expf(scores[i] - largest);
-    for (int n = 0; n < x->chosen; n++) weights[n] /= total;
+    const int32_t count = x->count - x->shared, chosen = x->chosen - x->shared;
+    const float shared = x->gated ? sigmoid(scores[count]) : 1.0f;
+    if (!x->sigmoid && !x->correction) choose_largest(x, scores, 0, ids); /* scores: shares may round to equals */
+    weigh(x, scores, count);
+    if (x->sigmoid || x->correction) choose_largest(x, scores, closed_groups(x, scores), ids);
+    for (int n = 0; n < chosen; n++) total += weights[n] = scores[ids[n]];
+    for (int n = 0; n < chosen; n++) {
+        if (x->normalised) weights[n] /= total > LEAST_TOTAL ? total : LEAST_TOTAL;
+        weights[n] *= x->scale;
+    }
+    for (int n = 0; n < x->shared; n++) ids[chosen + n] = count + n, weights[chosen + n] = shared;
 }
 
 static void add_panels(choice *c, int32_t expert, int64_t most)

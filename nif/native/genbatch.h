@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 10 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 11 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -92,12 +92,18 @@ typedef struct {
     const float *bias; /* or NULL */
 } norm;
 
-/* An MLP of which each token takes `chosen` parts. */
+/* An MLP of which each token takes `chosen` parts. The last `shared` of them are taken by every token. */
 typedef struct {
-    linear router; /* a score per expert */
+    linear router; /* a score per expert that is chosen, then one for those that are shared, if `gated` */
     const linear *gate_up, *down; /* [count] */
     int32_t count, chosen;
     int32_t normalised; /* whether the weights of those chosen sum to 1; else they are shares of all experts' */
+    int32_t shared;
+    int32_t gated; /* whether the shared ones weigh the sigmoid of their score; else 1 */
+    int32_t sigmoid; /* whether a score's weight is its sigmoid, and not its share */
+    int32_t groups, best_groups; /* experts come from the best groups alone; 1 and 1: from all */
+    const float *correction; /* [count - shared], added to weights where experts are chosen; or NULL */
+    float scale; /* of the chosen ones' weights */
     int32_t pad;
 } experts;
 

@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -124,6 +124,13 @@ class Experts(Structure):
         ("count", c_int32),
         ("chosen", c_int32),
         ("normalised", c_int32),
+        ("shared", c_int32),
+        ("gated", c_int32),
+        ("sigmoid", c_int32),
+        ("groups", c_int32),
+        ("best_groups", c_int32),
+        ("correction", c_void_p),
+        ("scale", c_float),
         ("pad", c_int32),
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from genbatch.nif.cores import available_cores
@@ -25,7 +26,7 @@ from genbatch.nif.models.architectures import (
     head_dim_of,
     kv_heads_of,
 )
-from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource
+from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource, bytes_per_row
 from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.library import (
     ALL_POSITIONS,
@@ -120,6 +121,9 @@ QUANTIZE = ("none", "int8", "int4")
 """The values of the option `quantize` here."""
 
 _HEAD_DIM_STEP = 16
+MAX_EXPERT_GROUPS = 64
+# Kinds that gguf knows the blocks of.
+STORED_NAMES = frozenset(kind.name for kind in GGMLQuantizationType)
 _I8_GROUP = 64  # inputs that share a scale
 _I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale brings two thirds of int8's loss back
 
@@ -149,6 +153,12 @@ def check_supported(model: "Model") -> Architecture:
         )
     if config.hidden_size % 2 or config.intermediate_size % 2:
         raise NativeUnavailable("hidden and intermediate sizes must be even")
+    experts = architecture.experts
+    if experts is not None and experts.shared_intermediate % experts.intermediate:
+        sizes = f"{experts.shared_intermediate} in parts of {experts.intermediate}"
+        raise NativeUnavailable(f"a shared expert of {sizes}, the others' size")
+    if experts is not None and (experts.groups[0] > MAX_EXPERT_GROUPS or experts.count % experts.groups[0]):
+        raise NativeUnavailable(f"{experts.count} experts in {experts.groups[0]} groups")
     if len(model.groups) > MAX_GROUPS:
         raise NativeUnavailable(f"{len(model.groups)} layer groups; the kernels take {MAX_GROUPS}")
     kinds = rope_kinds(config)
@@ -391,20 +401,48 @@ class _Loader:
         elif f"{start}{experts.stacked[0]}.weight" in names:
             make = self._stacked_expert
         parts = [make(start, experts, i, kind) for i in range(experts.count)]
-        gate_up = (Linear * experts.count)(*(part[0] for part in parts))
-        down = (Linear * experts.count)(*(part[1] for part in parts))
-        router = f"{start}{experts.router}"
+        parts += self._shared_experts(start, experts, kind)
+        gate_up = (Linear * len(parts))(*(part[0] for part in parts))
+        down = (Linear * len(parts))(*(part[1] for part in parts))
+        routers = [f"{start}{name}" for name in (experts.router, experts.shared_gate) if name is not None]
+        correction = None
+        if experts.correction is not None:
+            correction = self._packer.put_floats(self.tensor(start + experts.correction).whole().flatten())
         struct = Experts(
             # In float32 whatever the rest is: which experts a token takes must not depend on rounding.
-            router=self._pack([self.tensor(f"{router}.weight")], [self._bias(router)], kind=WEIGHT_F32),
+            router=self._pack(
+                [self.tensor(f"{name}.weight") for name in routers], list(map(self._bias, routers)), kind=WEIGHT_F32
+            ),
             gate_up=gate_up,
             down=down,
-            count=experts.count,
-            chosen=experts.chosen,
+            count=len(parts),
+            chosen=experts.chosen + len(parts) - experts.count,
             normalised=experts.normalised,
+            shared=len(parts) - experts.count,
+            gated=experts.shared_gate is not None,
+            sigmoid=experts.sigmoid,
+            groups=experts.groups[0],
+            best_groups=experts.groups[1],
+            correction=correction,
+            scale=experts.scale,
         )
         self._held += [gate_up, down, struct]
         return ctypes.pointer(struct)
+
+    def _shared_experts(self, start: str, experts: ExpertNames, kind: int) -> list[tuple[Linear, Linear]]:
+        """The expert that every token takes, cut into parts of the others' size: their sum is the whole."""
+        size = experts.intermediate
+        count = experts.shared_intermediate // size
+        if not count:
+            return []
+        gate, up, down = (self.tensor(f"{start}{name}.weight") for name in experts.shared)
+        made = []
+        for part in range(count):
+            rows = np.arange(part * size, (part + 1) * size)
+            halves = [_rows(gate, rows), _rows(up, rows)]
+            columns = _columns(down, part * size, size)
+            made.append((self._pack(halves, [None, None], interleaved=True), self._pack([columns], [None], kind=kind)))
+        return made
 
     def _single_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         inner = (experts.intermediate, self._config.hidden_size)
@@ -501,6 +539,14 @@ def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:
     """The rows `order` of a matrix."""
     in_file = order if tensor.row_order is None else tensor.row_order[order]
     return replace(tensor, shape=(len(order), *tensor.shape[1:]), row_order=in_file)
+
+
+def _columns(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
+    """`count` columns of a matrix: of its own bytes where they are whole blocks."""
+    start, size = (bytes_per_row(tensor.kind, n) if tensor.kind in STORED_NAMES else None for n in (first, count))
+    if start is None or size is None:
+        return _stored(tensor.whole()[:, first : first + count])
+    return replace(tensor, shape=(tensor.shape[0], count), rows=tensor.rows[:, start : start + size])
 
 
 def _halves(tensor: StoredTensor) -> list[StoredTensor]:

@@ -5,6 +5,14 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -13,6 +21,8 @@ from transformers import (
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GPTNeoXConfig,
@@ -25,6 +35,10 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -33,14 +47,22 @@ from transformers import (
     NemotronForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StableLmConfig,
@@ -230,6 +252,85 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             block_ffn_dim_multiplier=1.5,
         ),
     ),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        lambda: Qwen2MoeConfig(
+            **_sizes(64, 96, 4, 2, 16),
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=96,
+            num_experts=5,
+            num_experts_per_tok=2,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "olmoe": (
+        OlmoeForCausalLM,
+        lambda: OlmoeConfig(**_sizes(64, 32, 4, 2, 16), num_experts=5, num_experts_per_tok=2),
+    ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        lambda: Glm4MoeConfig(
+            **_sizes(64, 96, 4, 2, 32),
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            first_k_dense_replace=1,
+            use_qk_norm=True,
+            attention_bias=True,
+        ),
+    ),
+    "ernie": (Ernie4_5ForCausalLM, lambda: Ernie4_5Config(**_sizes(64, 96, 4, 2, 16))),
+    "ernie_moe": (
+        Ernie4_5_MoeForCausalLM,
+        lambda: Ernie4_5_MoeConfig(
+            **_sizes(64, 96, 4, 2, 16),
+            moe_intermediate_size=32,
+            moe_num_experts=6,
+            moe_k=2,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=2,
+        ),
+    ),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        lambda: Olmo3Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED),
+    ),
+    "ministral": (
+        MinistralForCausalLM,
+        lambda: MinistralConfig(**_sizes(64, 96, 4, 2, 32), sliding_window=WINDOW, layer_types=_MIXED),
+    ),
+    # Queries are scaled from position 128 on; more are not served.
+    "ministral3": (
+        Ministral3ForCausalLM,
+        lambda: Ministral3Config(
+            **_sizes(64, 96, 4, 2, 32),
+            sliding_window=None,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+    ),
+    "seed_oss": (
+        SeedOssForCausalLM,
+        lambda: SeedOssConfig(**_sizes(64, 96, 4, 2, 32), attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    ),
+    "exaone4": (
+        Exaone4ForCausalLM,
+        lambda: Exaone4Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED),
+    ),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        lambda: Cohere2Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED, logit_scale=0.25),
+    ),
 }
 """Per name a model's class and what makes its configuration."""
 
@@ -255,6 +356,9 @@ def random_model(name: str, **changes: Any) -> Any:
         elif "norm" in key:
             low = -0.5 if name in _WEIGHTS_BEYOND_ONE else 0.5
             parameter.uniform_(low, low + 1.0)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.2)
     return model
 
 

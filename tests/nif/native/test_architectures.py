@@ -20,6 +20,8 @@ from genbatch.nif.runner import RaggedBatch
 NAMES = [
     "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "starcoder2",
     "nemotron", "stablelm", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss", "lfm2",
+    "qwen2_moe", "olmoe", "glm4_moe", "ernie", "ernie_moe", "olmo3", "ministral", "ministral3",
+    "seed_oss", "exaone4", "cohere2",
 ]  # fmt: skip
 MODES = ("float32", "bfloat16", "int8")
 # Median error of a row of logits: a near tie between two experts may send one row another way.
@@ -169,7 +171,21 @@ def test_fewer_bits_are_near_and_the_same_in_every_company(
         assert float(((logits - want).norm(dim=1) / want.norm(dim=1)).median()) < TOLERANCE[mode]
 
 
-@pytest.mark.parametrize("name", ["stablelm", "gpt_neox", "nemotron", "mixtral", "qwen3_moe", "gpt_oss"])
+FROM_FILES = [
+    "stablelm",
+    "gpt_neox",
+    "nemotron",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen2_moe",
+    "olmoe",
+    "glm4_moe",
+    "ernie_moe",
+]
+
+
+@pytest.mark.parametrize("name", FROM_FILES)
 def test_files_give_the_weights_that_the_module_has(
     models: ModuleType, tiny_models: ModuleType, described: Callable[[str, str], Any], tmp_path: Path, name: str
 ) -> None:
