@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import count
 from threading import Lock
@@ -55,24 +55,16 @@ from genbatch.proto.validation import (
 )
 
 MAX_SEED = 2**64
-# How tokens are drawn where neither a request nor the model's files say it.
-GREEDY: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-# What changes or adds to the draws, which a beam search does not make.
+# The sampling parameters of a request, and how tokens are drawn where neither a request nor the model's files say it.
+SAMPLING_DEFAULTS: dict[str, Any] = {
+    each.name: each.default
+    for each in fields(SamplingParams)
+    if each.name in GenerateRequest.__struct_fields__ and each.name != "seed"
+}
+# These change or add to the draws, which a beam search does not make.
 SAMPLING_PARAMETERS = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *(
-        "logit_bias",
-        "min_tokens",
-        "stop",
-        "n",
-        "response_format",
-        "grammar",
-        "regex",
-        "tools",
-        "reasoning",
-        "max_thinking_tokens",
-        "keep_stop",
-    ),
+    *(name for name in SAMPLING_DEFAULTS if name != "logprobs"),
+    *("stop", "n", "response_format", "grammar", "regex", "tools", "reasoning", "max_thinking_tokens", "keep_stop"),
 )
 # First messages whose tokens are remembered.
 MAX_PREFIXES = 64
@@ -176,7 +168,7 @@ class Intake:
             raise InvalidRequest("max_tokens", "must be at least 1: a beam search is for what follows the prompt")
         plain = GenerateRequest()
         for name in SAMPLING_PARAMETERS:
-            if getattr(wanted, name) not in (getattr(plain, name), GREEDY.get(name)):
+            if getattr(wanted, name) not in (getattr(plain, name), SAMPLING_DEFAULTS.get(name)):
                 raise InvalidRequest(name, "a beam search ranks by the model's own log-probabilities")
 
     def _check_tokens(self, token_ids: ListOf[int]) -> None:
@@ -577,22 +569,13 @@ class Intake:
         wanted = request.wanted
         # A beam search draws nothing: it ranks by the model's own log-probabilities.
         own = {} if request.beam_width > 1 else self._model.sampling
-        given = {name: value for name in GREEDY if (value := getattr(wanted, name)) is not None}
-        drawn = GREEDY | {**own, **given}
-        return SamplingParams(
-            temperature=float(drawn["temperature"]),
-            top_k=int(drawn["top_k"]),
-            top_p=float(drawn["top_p"]),
-            min_p=float(drawn["min_p"]),
-            repetition_penalty=float(drawn["repetition_penalty"]),
-            presence_penalty=wanted.presence_penalty,
-            frequency_penalty=wanted.frequency_penalty,
-            logit_bias=wanted.logit_bias,
-            seed=seed,
-            logprobs=wanted.logprobs,
-            min_tokens=wanted.min_tokens,
-            suppress=stop_ids,
-        )
+        drawn = {}
+        for name, default in SAMPLING_DEFAULTS.items():
+            value = getattr(wanted, name)
+            if value is None:
+                value = own.get(name, default)
+            drawn[name] = value if default is None else type(default)(value)
+        return SamplingParams(seed=seed, suppress=stop_ids, **drawn)
 
 
 @contextmanager
