@@ -8,6 +8,7 @@ import torch
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.kept_logits import Keep
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
@@ -24,13 +25,24 @@ OracleOf = Callable[[str], Any]
 class Bench:
     """A running Batcher and what tests look at inside it."""
 
-    def __init__(self, actor: Batcher, ref: ActorRef) -> None:
+    def __init__(self, actor: Batcher, ref: ActorRef, runner: Any = None, usual: dict[str, Any] | None = None) -> None:
         self.actor = actor
         self.ref = ref
+        self.runner = runner
+        self._usual = {"max_tokens": 8} if usual is None else usual
 
-    async def generate(self, on_token: Callable[[Token], None] | None = None, **params: Any) -> Result:
-        request = GenerateRequest(**{"max_tokens": 8, **params})
-        result = await self.ref.call(Generate(request, on_token), timeout=None)
+    async def generate(
+        self,
+        on_token: Callable[[Token], None] | None = None,
+        *,
+        client: str = "",
+        beam_width: int = 1,
+        keep: Keep | None = None,
+        **params: Any,
+    ) -> Result:
+        request = GenerateRequest(**{**self._usual, **params})
+        message = Generate(request, on_token, client, beam_width=beam_width, keep=keep)
+        result = await self.ref.call(message, timeout=None)
         assert isinstance(result, Result)
         return result
 
@@ -47,15 +59,31 @@ class Bench:
 
 @asynccontextmanager
 async def batcher(
-    model: Model, *, n_ctx: int = 512, new_runner: Callable[[Model], Runner] = TorchRunner, **options: Any
+    model: Model,
+    *,
+    n_ctx: int | None = 512,
+    num_blocks: list[int] | None = None,
+    new_runner: Callable[[Model], Runner] = TorchRunner,
+    usual: dict[str, Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Bench]:
+    """A Batcher until the body ends; then every slot and block must be back.
+
+    Args:
+        num_blocks: of the pool, in the place of `n_ctx`.
+        usual: what requests of `generate` have unless it is given otherwise.
+        options: of the Batcher, in the place of those below.
+    """
     chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, **options})
+    runners: list[Runner] = []
 
     def open_context() -> Context:
+        runners.append(new_runner(model))
         return Context(
             model,
-            new_runner(model),
-            n_ctx=n_ctx,
+            runners[-1],
+            n_ctx=n_ctx if num_blocks is None else None,
+            num_blocks=num_blocks,
             n_parallel=chosen.n_parallel,
             n_held=chosen.max_held_prompts,
             block_size=4,
@@ -65,10 +93,10 @@ async def batcher(
     async with trio.open_nursery() as nursery:
         actor = Batcher(open_context, chosen)
         ref = await start(nursery, actor, name="batcher")
-        bench = Bench(actor, ref)
+        bench = Bench(actor, ref, runners[-1], usual)
         yield bench
         bench.assert_idle()
-        await ref.stop()
+        await ref.stop("shutdown", timeout=None)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

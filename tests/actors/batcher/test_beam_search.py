@@ -11,16 +11,14 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import Generate
-from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
-from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
-from genbatch.proto.messages import GenerateRequest, Result
+from genbatch.proto.messages import Result
+from tests.actors.batcher.bench import batcher as open_batcher
+from tests.actors.batcher.bench import prompt_of
 from tests.waiting import a_moment
 
 TinyModel = Callable[[str], Model]
@@ -53,31 +51,13 @@ def reference(oracle: Any, prompt: list[int], beams: int, max_tokens: int, **opt
 async def batcher(
     model: Model, *, n_ctx: int = 1024, runner: Callable[[Model], Any] = TorchRunner, **options: Any
 ) -> AsyncIterator[tuple[Batcher, Callable[..., Any]]]:
-    chosen = BatcherOptions(**{"n_parallel": 12, "batch_timeout": 1.0, "max_batch_tokens": 64, **options})
-
-    def open_context() -> Context:
-        return Context(model, runner(model), n_ctx=n_ctx, n_parallel=chosen.n_parallel, n_held=4, block_size=4)
-
-    async with trio.open_nursery() as nursery:
-        actor = Batcher(open_context, chosen)
-        ref = await start(nursery, actor)
+    options = {"n_parallel": 12, "max_batch_tokens": 64, **options}
+    async with open_batcher(model, n_ctx=n_ctx, new_runner=runner, usual={"max_tokens": 12}, **options) as bench:
 
         async def generate(prompt: list[int], beam_width: int = 1, keep: Keep | None = None, **params: Any) -> Result:
-            request = GenerateRequest(token_ids=prompt, **{"max_tokens": 12, **params})
-            message = Generate(request, beam_width=beam_width, keep=keep)
-            result: Result = await ref.call(message, timeout=None)
-            return result
+            return await bench.generate(token_ids=prompt, beam_width=beam_width, keep=keep, **params)
 
-        yield actor, generate
-        assert actor.slots.seq_pool == set(range(chosen.n_parallel))
-        actor.ctx.kv.check_integrity()
-        assert actor.ctx.kv.counts().used == 0
-        await ref.stop()
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 320, (length,), generator=generator).tolist()
+        yield bench.actor, generate
 
 
 def outputs(result: Result) -> list[list[int]]:

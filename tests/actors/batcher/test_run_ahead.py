@@ -16,7 +16,7 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault, RunAhead
-from genbatch.actors.runtime.actor import ActorRef, start
+from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.scheduling.plan import PromptBudget
 from genbatch.actors.scheduling.request import RequestList, split_by_phase
@@ -26,6 +26,8 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
+from tests.actors.batcher.bench import Bench, prompt_of
+from tests.actors.batcher.bench import batcher as open_batcher
 from tests.nif.launching_runner import LaunchingTorchRunner
 from tests.waiting import a_moment
 
@@ -51,43 +53,13 @@ class TracedRunner(TorchRunner):
         return super().forward(batch)
 
 
-class Bench:
-    """A running Batcher and what tests look at inside it."""
-
-    def __init__(self, actor: Batcher, ref: ActorRef, runner: Any) -> None:
-        self.actor = actor
-        self.ref = ref
-        self.runner = runner
-
-    async def generate(self, on_token: Callable[[Token], None] | None = None, **params: Any) -> Result:
-        request = GenerateRequest(**{"max_tokens": 12, "ignore_eos": True, **params})
-        result = await self.ref.call(Generate(request, on_token), timeout=None)
-        assert isinstance(result, Result)
-        return result
-
-
 @asynccontextmanager
 async def batcher(model: Model, *, n_ctx: int = 512, overlapped: bool = False, **options: Any) -> AsyncIterator[Bench]:
-    chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, **options})
-    runner = LaunchingTorchRunner(model) if overlapped else TracedRunner(model)
-    async with trio.open_nursery() as nursery:
-        actor = Batcher(
-            lambda: Context(model, runner, n_ctx=n_ctx, n_parallel=chosen.n_parallel, n_held=4, block_size=4), chosen
-        )
-        ref = await start(nursery, actor, name="batcher")
-        runner.forwards = 0  # the Batcher has rehearsed
-        yield Bench(actor, ref, runner)
-        assert actor.slots.seq_pool == set(range(chosen.n_parallel))
-        actor.ctx.kv.check_integrity()
-        for held in list(actor.held):
-            actor.slots.drop_held(held)
-        assert actor.ctx.kv.counts().used == 0
-        await ref.stop()
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    tokens: list[int] = torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return tokens
+    new_runner: Callable[[Model], Any] = LaunchingTorchRunner if overlapped else TracedRunner
+    usual = {"max_tokens": 12, "ignore_eos": True}
+    async with open_batcher(model, n_ctx=n_ctx, new_runner=new_runner, usual=usual, **options) as bench:
+        bench.runner.forwards = 0  # the Batcher has rehearsed
+        yield bench
 
 
 async def gather(bench: Bench, requests: list[dict[str, Any]]) -> tuple[list[Result], list[list[Token]]]:

@@ -15,18 +15,15 @@ import torch
 import trio
 import trio.testing
 
-from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.grammars import MAX_REST_S, Grammars
-from genbatch.actors.batcher.messages import Generate
-from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.runtime.actor import ActorRef, start
-from genbatch.nif.context import Context
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.grammar import GrammarConstraint
 from genbatch.proto.errors import InvalidRequest, QueueFull
-from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token
+from genbatch.proto.messages import ResponseFormat, Result, Token
+from tests.actors.batcher.bench import Bench
+from tests.actors.batcher.bench import batcher as open_batcher
 
 TinyModel = Callable[[str], Model]
 
@@ -75,44 +72,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-class Bench:
-    def __init__(self, actor: Batcher, ref: ActorRef) -> None:
-        self.actor = actor
-        self.ref = ref
-
-    async def generate(self, on_token: Callable[[Token], None] | None = None, **params: Any) -> Result:
-        client, beam_width = params.pop("client", ""), params.pop("beam_width", 1)
-        request = GenerateRequest(**{"prompt": "The capital of France", "max_tokens": 200, **params})
-        message = Generate(request, on_token, client, beam_width=beam_width)
-        result = await self.ref.call(message, timeout=None)
-        assert isinstance(result, Result)
-        return result
-
-
 @asynccontextmanager
 async def batcher(model: Model, *, num_blocks: int = 256, **changed: Any) -> AsyncIterator[Bench]:
-    chosen = BatcherOptions(**{"n_parallel": 4, "batch_timeout": 0.0, "max_batch_tokens": 64, **changed})
-
     options = EngineOptions(model_path=model.name, n_gpu_layers=0)
-
-    def open_context() -> Context:
-        return Context(
-            model,
-            choose_runner(model, options)(4),
-            num_blocks=[num_blocks],
-            n_parallel=chosen.n_parallel,
-            n_held=4,
-            block_size=4,
-            n_batch=64,
-        )
-
-    async with trio.open_nursery() as nursery:
-        actor = Batcher(open_context, chosen)
-        ref = await start(nursery, actor, name="batcher")
-        yield Bench(actor, ref)
-        assert actor.slots.seq_pool == set(range(chosen.n_parallel))
-        actor.ctx.kv.check_integrity()
-        await ref.stop("shutdown", timeout=None)
+    async with open_batcher(
+        model,
+        num_blocks=[num_blocks],
+        new_runner=lambda model: choose_runner(model, options)(4),
+        usual={"prompt": "The capital of France", "max_tokens": 200},
+        **{"batch_timeout": 0.0, "max_batch_tokens": 64, **changed},
+    ) as bench:
+        yield bench
 
 
 def schema_format(schema: object) -> ResponseFormat:
