@@ -48,7 +48,7 @@ class NormedRows:
 
 @triton.jit
 def _shrink_kernel(
-    h_ptr,  # [R, RANKS_PAD] float32
+    h_ptr,  # [R, ranks_pad] float32
     x_ptr,  # [R, K] with stride
     sums_ptr,  # [R, PARTS] float32 or None
     norm_ptr,  # [K] or None
@@ -57,10 +57,10 @@ def _shrink_kernel(
     ranks_ptr,
     x_stride,
     eps,
+    ranks_pad,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
     RANKS: tl.constexpr,
     KS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -92,18 +92,18 @@ def _shrink_kernel(
                 other=0.0,
             )
             acc += tl.sum(a * x.to(tl.float32)[None, :], 1)
-        tl.store(h_ptr + row * RANKS_PAD + ranks, acc, mask=there)
+        tl.store(h_ptr + row * ranks_pad + ranks, acc, mask=there)
 
 
 @triton.jit
 def _expand_kernel(
     out_ptr,  # [R, N] float32
-    h_ptr,  # [R, RANKS_PAD] float32
+    h_ptr,  # [R, ranks_pad] float32
     owners_ptr,
     b_ptr,
     ranks_ptr,
+    ranks_pad,
     N: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -116,10 +116,10 @@ def _expand_kernel(
     if owner >= 0:
         count = tl.load(ranks_ptr + owner)
         matrix = tl.load(b_ptr + owner).to(tl.pointer_type(tl.float32))
-        for start in range(0, RANKS_PAD, RANKS):
+        for start in range(0, ranks_pad, RANKS):
             ranks = start + tl.arange(0, RANKS)
             there = ranks < count
-            h = tl.load(h_ptr + row * RANKS_PAD + ranks, mask=there, other=0.0)
+            h = tl.load(h_ptr + row * ranks_pad + ranks, mask=there, other=0.0)
             b = tl.load(
                 matrix + outputs.to(tl.int64)[:, None] * count + ranks[None, :],
                 mask=used[:, None] & there[None, :],
@@ -153,10 +153,10 @@ def lora_delta(x: NormedRows, owners: torch.Tensor, parts: LoraParts, width: int
         parts.ranks,
         x.hidden.stride(0),
         x.eps,
+        ranks_pad,
         K=inputs,
         PARTS=sums,
         PARTS_PAD=triton.next_power_of_2(sums),
-        RANKS_PAD=ranks_pad,
         RANKS=_RANKS,
         KS=_INPUTS,
         HAS_NORM=x.norm is not None,
@@ -168,8 +168,8 @@ def lora_delta(x: NormedRows, owners: torch.Tensor, parts: LoraParts, width: int
         owners,
         parts.b,
         parts.ranks,
+        ranks_pad,
         N=width,
-        RANKS_PAD=ranks_pad,
         RANKS=_RANKS,
         OUTPUTS=_OUTPUTS,
         num_warps=4,

@@ -60,7 +60,7 @@ RowEdits = tuple[np.ndarray, np.ndarray, np.ndarray]
 _EDIT_CHUNK = 128  # edits a program makes
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit(do_not_specialize=["num_edits", "vocab_size"])
 def _edit_kernel(
     logits_ptr,  # [R, vocab_size] float32, changed
     starts_ptr,  # [R + 1] int64, where each row's edits begin
@@ -111,6 +111,7 @@ def edit_logits(logits: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor
 
 
 _LOGPROB_CHUNK = 4096  # vocabulary entries read at a time
+_LOGPROB_TOKENS = 32  # as many as a request may ask for are one variant of the kernel
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_tokens"])
@@ -166,7 +167,7 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         vocab_size,
         num_tokens,
         logits.stride(0),
-        TOKENS_PAD=triton.next_power_of_2(num_tokens),
+        TOKENS_PAD=max(_LOGPROB_TOKENS, triton.next_power_of_2(num_tokens)),
         CHUNK=min(_LOGPROB_CHUNK, triton.next_power_of_2(vocab_size)),
         num_warps=8,
     )

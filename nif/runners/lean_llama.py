@@ -261,6 +261,19 @@ class LeanLlama:
             self._many_rows(step, plans, out)
         return out
 
+    def empty_lora(self, num_rows: int) -> LoraRows:
+        """Rows with an adapter on every projection of every layer that adds nothing, to warm up with."""
+        device, layer = self._embedding.device, self._layers[0]
+        weights = {QKV: layer.qkv, OUT: layer.attention_out, GATE_UP: layer.gate_up, DOWN: layer.mlp_out}
+        pairs = {
+            place: _Pair(
+                torch.zeros((1, weight.num_inputs), device=device), torch.zeros((weight.num_outputs, 1), device=device)
+            )
+            for place, weight in weights.items()
+        }
+        everywhere = {(index, place): pair for index in range(len(self._layers)) for place, pair in pairs.items()}
+        return LoraRows([everywhere], torch.zeros(num_rows, dtype=torch.int32), device)
+
     def _few_rows(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
         """Through our own products."""
         batch = step.batch

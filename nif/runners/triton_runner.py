@@ -20,6 +20,7 @@ from genbatch.nif.runners.block_transfer import BlockTransfer
 from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, empty_step, packed_size
 from genbatch.nif.runners.lean_llama import DeviceLora, LeanLlama, LeanStep, LoraRows, plan_groups, why_not_lean
 from genbatch.nif.runners.torch_runner import LoraHooks
+from genbatch.nif.runners.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
@@ -161,6 +162,8 @@ class TritonRunner:
         # Each sequence that decodes has a block of its own to write to; graphs pad beyond that.
         captured_rows = self._graph_options.max_batch_size if self._graph_options else 0
         self._drawn = torch.zeros(max(min(num_blocks), captured_rows), dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            self._warm_up()
         if self._graph_options is not None:
             self._logits = torch.empty((captured_rows, self.vocab_size), dtype=torch.float32, device=device)
             self._graphs = DecodeGraphs(
@@ -255,13 +258,36 @@ class TritonRunner:
         if isinstance(self._lora, LoraHooks):
             self._lora.close()
 
-    def _decode(self, step: DecodeStep) -> torch.Tensor:
+    def _warm_up(self) -> None:
+        """Runs every kind of step once; see `WarmUp`."""
+        assert self._limits is not None
+        lean = self._lean
+
+        def lora(num_rows: int, adapted: bool) -> LoraRows | None:
+            return lean.empty_lora(num_rows) if lean is not None and adapted else None
+
+        def evaluate(batch: RaggedBatch, adapted: bool) -> object:
+            if lean is None:
+                return self._run(batch, False)
+            return lean.forward(LeanStep(batch, self._pools, False, lora(len(batch.input_ids), adapted)))
+
+        WarmUp(
+            limits=self._limits,
+            device=self._model.device,
+            decode=lambda step, adapted: self._decode(step, lora(len(step.draws), adapted)),
+            evaluate=evaluate,
+            storages=self._storages,
+            most_rows=len(self._drawn),
+            adapts=lean is not None,
+        ).run()
+
+    def _decode(self, step: DecodeStep, lora: LoraRows | None = None) -> torch.Tensor:
         """One decode step on the device; returns its logits and leaves its tokens there for the next step."""
         rows = len(step.draws)
         if self._lean is not None:
             # All graphs and the steps between them have one buffer: the draws are behind the logits in the same stream.
             out = None if self._logits is None or rows > len(self._logits) else self._logits[:rows]
-            lora = self._lean_lora(step.batch)
+            lora = lora or self._lean_lora(step.batch)
             logits = self._lean.forward(LeanStep(step.batch, self._pools, True, lora, self._drawn, out))
         else:
             ids = next_tokens(step.batch.input_ids, self._drawn)

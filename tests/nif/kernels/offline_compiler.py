@@ -8,7 +8,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,34 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1])
 
 
+def variant_of(
+    kernel: JITFunction, args: Sequence[object], kwargs: dict[str, object]
+) -> tuple[str, dict[str, object], dict[str, str], dict[str, object], dict[tuple[int], object]]:
+    """What a launch is compiled for: a key of all of it, options, types, constants, and what divides by 16."""
+    options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    bound = kernel.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = bound.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int) and value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = 1
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    key = f"{kernel.__name__} {signature} {constants} {attributes} {options}"
+    return key, options, signature, constants, attributes
+
+
 @contextlib.contextmanager
 def record(capability: int, *, compiles: bool = True) -> Iterator[list[Compiled]]:
     """While open, every kernel launch is compiled (once per variant) and appended instead of run.
@@ -79,26 +107,7 @@ def record(capability: int, *, compiles: bool = True) -> Iterator[list[Compiled]
     launch = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
-        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        signature, constants, attributes = {}, {}, {}
-        for index, parameter in enumerate(self.params):
-            value = bound.arguments[parameter.name]
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + _TYPES[value.dtype]
-                attributes[(index,)] = [["tt.divisibility", 16]]
-            elif isinstance(value, int) and value == 1 and not parameter.do_not_specialize:
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = 1
-            else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
-                    attributes[(index,)] = [["tt.divisibility", 16]]
-        key = f"{self.__name__} {signature} {constants} {attributes} {options}"
+        key, options, signature, constants, attributes = variant_of(self, args, kwargs)
         if key in seen:
             return
         seen.add(key)

@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_map
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from tests.nif.kernels.offline_compiler import variant_of
+
 CUDA = torch.device("cuda", 0)
 _GRANULE = 512  # bytes, as torch's allocator rounds
 _HOST = -1
@@ -46,6 +48,10 @@ _WRITTEN = {
     "_silu_mul_kernel": {"out_ptr"},
     "_copy_blocks_kernel": {"pool_ptr"},
     "_next_tokens_kernel": {"out_ptr"},
+    "_edit_kernel": {"logits_ptr"},
+    "_gather_logprobs_kernel": {"out_ptr"},
+    "_shrink_kernel": {"h_ptr"},
+    "_expand_kernel": {"out_ptr"},
     "_survey_kernel": {"bests_ptr", "tokens_ptr"},
     "_weigh_kernel": {"masses_ptr", "counts_ptr"},
     "_gather_kernel": {"near_ptr", "ids_ptr"},
@@ -184,6 +190,7 @@ class FakeGpu:
         self.current = self.default
         self.streams = weakref.WeakSet([self.default])
         self.operations: list[Operation] = []
+        self.variants: set[str] = set()  # of kernels, where Triton does not interpret
         self.allocated = self.peak = 0
         self._num_processors = num_processors
         self._free: dict[object, list[Memory]] = {}
@@ -388,6 +395,8 @@ def _launcher(gpu: FakeGpu) -> Callable[..., None]:
                 if use is not None:
                     uses.append(use)
                 arguments.append((parameter, tuple(value.shape), value.nbytes, parameter in written))
+        if isinstance(kernel, JITFunction):
+            gpu.variants.add(variant_of(kernel, args, kwargs)[0])
         gpu.run(name, uses, tuple(arguments))
 
     return run

@@ -1,6 +1,10 @@
 """The runners' own code over a GPU that knows who waits for whom: no two uses of the same memory without an order."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +183,18 @@ def test_h14_a_captured_step_of_28_layers_is_less_than_200_launches_and_reads_ea
     assert weights + held < one.nbytes < 1.5 * (weights + held)
     assert one.total == len(operations)
     assert one.graph_s < one.eager_s
+
+
+@pytest.mark.parametrize("way", ["graphs", "eager"])
+def test_h14_no_kernel_is_compiled_once_a_service_is_ready(way: str) -> None:
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(  # in this process Triton interprets
+        [sys.executable, "-m", "tests.nif.runners.late_variants", way],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root / ".ns")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == ""

@@ -1,0 +1,123 @@
+"""WarmUp: compiles every kernel variant that a request may need, before the first request comes.
+
+Triton compiles a kernel at its first launch with other constants, and cuBLAS allocates at its first product; each takes
+up to a second, in which every caller would wait. So steps of padding are run: they have slot -1, so they write nothing
+to the pool.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from genbatch.nif.engine_options import GraphKey
+from genbatch.nif.kernels.elementwise import copy_blocks
+from genbatch.nif.kernels.sample import edit_logits, gather_logprobs
+from genbatch.nif.runner import BatchLimits, RaggedBatch
+from genbatch.nif.runners.launches import DecodeStep, empty_step
+
+log = logging.getLogger("genbatch")
+
+_ROWS = (1, 17, 33, 65)
+"""One number of rows for each tile of our own products, and one for the library's."""
+_FEW = 2  # rows of logits that are changed and read
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What is run before the first request.
+
+    Args:
+        limits: of the pool and the model.
+        device: where the kernels run.
+        decode: a decode step on the device, and whether its rows have adapters.
+        evaluate: a step with a prompt on the device.
+        storages: per layer group [num_blocks, elements of a block].
+        most_rows: of a decode step.
+        adapts: whether `decode` and `evaluate` know rows with adapters.
+    """
+
+    limits: BatchLimits
+    device: torch.device
+    decode: Callable[[DecodeStep, bool], object]
+    evaluate: Callable[[RaggedBatch, bool], object]
+    storages: Sequence[torch.Tensor]
+    most_rows: int
+    adapts: bool
+
+    def run(self) -> None:
+        """Runs everything once; kernels that Triton finds in its cache take milliseconds."""
+        started = time.monotonic()
+        for name, work in self._works():
+            begun = time.monotonic()
+            work()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            log.debug("warmed %s in %.1f s", name, time.monotonic() - begun)
+        log.info("kernels are ready after %.1f s", time.monotonic() - started)
+
+    def _works(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        for adapted in (False, True) if self.adapts else (False,):
+            beside = " with adapters" if adapted else ""
+            for rows in sorted({min(rows, self.most_rows) for rows in _ROWS}):
+                yield f"decodes of {rows} rows{beside}", partial(self._decode, rows, adapted)
+            for tokens in sorted({min(1 + rows, self.limits.max_position) for rows in _ROWS}):
+                yield f"a prompt of {tokens} tokens{beside}", partial(self._evaluate, tokens, adapted)
+        yield "penalties and log-probabilities", self._edit
+        yield "copies of blocks", self._copy
+
+    def _decode(self, rows: int, adapted: bool) -> None:
+        step = empty_step(GraphKey(rows, self.limits.max_position), len(self.storages), self.limits.block_size)
+        batch = self._on_device(step.batch)
+        self.evaluate(batch, adapted)  # a decode that the host waits for: its tokens are all given
+        self.decode(DecodeStep(batch, step.draws.to(self.device)), adapted)
+
+    def _evaluate(self, tokens: int, adapted: bool) -> None:
+        positions = torch.arange(tokens)
+        width = -(-tokens // self.limits.block_size)
+        batch = RaggedBatch(
+            input_ids=torch.zeros(tokens, dtype=torch.int64),
+            positions=positions,
+            query_starts=torch.tensor([0, tokens], dtype=torch.int32),
+            kv_lens=torch.tensor([tokens], dtype=torch.int32),
+            slots=(torch.full((tokens,), -1),) * len(self.storages),
+            block_tables=(torch.zeros((1, width), dtype=torch.int32),) * len(self.storages),
+            logit_rows=positions[-1:],
+            max_query_len=tokens,
+            max_kv_len=tokens,
+        )
+        self.evaluate(self._on_device(batch), adapted)
+
+    def _edit(self) -> None:
+        logits = torch.zeros((_FEW, self.limits.vocab_size), dtype=torch.float32, device=self.device)
+        one = np.ones(1, np.float32)
+        edit_logits(logits, [(np.zeros(1, np.int64), one, one)] * _FEW)
+        gather_logprobs(logits, torch.zeros((_FEW, 1), dtype=torch.int64, device=self.device))
+
+    def _copy(self) -> None:
+        nowhere = torch.full((1, 2), -1, dtype=torch.int64, device=self.device)
+        for storage in self.storages:
+            copy_blocks(storage, nowhere)
+
+    def _on_device(self, batch: RaggedBatch) -> RaggedBatch:
+        def there(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            return tuple(tensor.to(self.device) for tensor in tensors)
+
+        input_ids, positions, query_starts, kv_lens, logit_rows = there(
+            (batch.input_ids, batch.positions, batch.query_starts, batch.kv_lens, batch.logit_rows)
+        )
+        return RaggedBatch(
+            input_ids=input_ids,
+            positions=positions,
+            query_starts=query_starts,
+            kv_lens=kv_lens,
+            slots=there(batch.slots),
+            block_tables=there(batch.block_tables),
+            logit_rows=logit_rows,
+            max_query_len=batch.max_query_len,
+            max_kv_len=batch.max_kv_len,
+        )
