@@ -243,6 +243,11 @@ _HEADS = re.compile(
 _NEXTN = re.compile(r"(?:.*\.)?(?:layers|h|blk)\.(\d+)\..*")
 
 
+def left_out(name: str) -> bool:
+    """Whether a tensor is of a part that is no part of the text decoder."""
+    return _LEFT_OUT.fullmatch(name) is not None
+
+
 def check_all_used(
     source: str, config: Any, weights: WeightSource, used: Collection[str], *, is_encoder: bool = False
 ) -> None:
@@ -259,16 +264,16 @@ def check_all_used(
     """
     layers = getattr(config, "num_hidden_layers", None)
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
-    left_out = set()
+    others = set()
     for name in sorted(set(weights.names()) - set(used)):
         if _SUPERFLUOUS.fullmatch(name) or (is_encoder and _HEADS.fullmatch(name)):
             continue
-        if _LEFT_OUT.fullmatch(name):
-            left_out.add(name.removeprefix("model.").partition(".")[0])
+        if left_out(name):
+            others.add(name.removeprefix("model.").partition(".")[0])
             continue
         layer = _NEXTN.fullmatch(name)
         if layer and isinstance(layers, int) and isinstance(extra, int) and layers <= int(layer[1]) < layers + extra:
-            left_out.add("NextN layers")
+            others.add("NextN layers")
             continue
         if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in used and _is_zero(weights, name):
             continue  # GPTQ's tools write one for every linear
@@ -278,8 +283,8 @@ def check_all_used(
             f"its weights have {name}, for which the configuration has no place: number of layers, experts, or the "
             "tensor's name is wrong",
         )
-    if left_out:
-        log.info("%s: left out, since only the text decoder is served: %s", source, ", ".join(sorted(left_out)))
+    if others:
+        log.info("%s: left out, since only the text decoder is served: %s", source, ", ".join(sorted(others)))
 
 
 def check_complete(

@@ -43,6 +43,7 @@ from genbatch.nif.models.file_checks import (
     check_finite,
     check_numbers,
     check_size,
+    left_out,
     one_line,
     read_object,
     token_ids,
@@ -52,7 +53,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import ModelSource, Progress, no_progress, quiet_transformers, resolve_model
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
-from genbatch.nif.models.weight_source import SafetensorsWeights, WeightSource
+from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource
 from genbatch.nif.pooling import CLS, Pooling, directory_pooling, gguf_pooling, plain_pooling
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.runners.convolution import page_convolutions
@@ -237,6 +238,11 @@ class _Directory:
         self.quantisation = quantisation_of(source, config, directory)
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the weights are read here; transformers would ask for other packages
+        self._whole = config
+        self.is_part = _has_text_model(config)
+        if self.is_part:
+            self.config = config = config.get_text_config(decoder=True)
+            config.tie_word_embeddings = "lm_head.weight" not in self.weights().names()
         self.is_encoder = is_encoder(config)
         if self.is_encoder and self.quantisation is not None:
             kind = f"quantised by {self.quantisation.method}"
@@ -262,7 +268,9 @@ class _Directory:
     @cached_property
     def _weights(self) -> WeightSource:
         files = SafetensorsWeights(self._source, self.directory)
-        return files if self.quantisation is None else QuantisedWeights(self._source, files, self.quantisation)
+        quantised = self.quantisation
+        whole = files if quantised is None else QuantisedWeights(self._source, files, quantised)
+        return TextWeights(whole) if self.is_part else whole
 
     def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
         """What generation_config.json names, else config.json; and the tokenizer's own."""
@@ -270,7 +278,7 @@ class _Directory:
         if self._generation is not None:
             named = self._generation.get("eos_token_id")
         else:
-            named = getattr(self.config, "eos_token_id", None)
+            named = getattr(self._whole, "eos_token_id", None)
             if named is None:
                 named = getattr(self.config.get_text_config(decoder=True), "eos_token_id", None)
         own = token_ids(self._source, "the tokenizer's eos_token", tokenizer.eos_token_id, vocab_size)
@@ -419,6 +427,13 @@ def _encoder(
     )
 
 
+def _has_text_model(config: Any) -> bool:
+    """Whether a configuration is of a model that reads pictures too, with a text model that the kernels know."""
+    text: Any = config.get_text_config(decoder=True)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    return text is not config and not config.is_encoder_decoder and kind is not None and described(kind)
+
+
 def _supported_class(source: str, config: PreTrainedConfig) -> Any:
     """The subclass of PreTrainedModel for the model, once it is known to be one that can run here."""
     kind = config.model_type
@@ -452,11 +467,12 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
     """The module with its weights; from safetensors, or each tensor dequantised."""
     settings: dict[str, Any] = {"config": files.config, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
-        if isinstance(files, _Directory) and files.quantisation is None:
+        if isinstance(files, _Directory) and files.quantisation is None and not files.is_part:
             place, settings["use_safetensors"] = files.directory, True
         else:
             place, weights = None, files.weights()
-            stored = {name: weights.tensor(name).whole().to(dtype) for name in weights.names()}
+            names = [name for name in weights.names() if not left_out(name)]
+            stored = {name: weights.tensor(name).whole().to(dtype) for name in names}
             settings["state_dict"] = _merged_experts(files, stored)
         hf, report = files.model_class.from_pretrained(place, output_loading_info=True, **settings)
     except ModelError:
@@ -467,6 +483,7 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
     if missing := sorted(report["missing_keys"]):
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     unused, config = set(report["unexpected_keys"]), files.config.get_text_config(decoder=True)
+    unused |= {name for name in files.weights().names() if left_out(name)}
     check_all_used(source, config, files.weights(), set(files.weights().names()) - unused)
     check_finite(source, hf)
     page_convolutions(hf)

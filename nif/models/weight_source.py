@@ -14,7 +14,7 @@ import math
 import mmap
 import struct
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -278,6 +278,49 @@ class SafetensorsWeights:
         """As in `WeightSource`."""
         for file in self._files:
             file.release()
+
+
+_TEXT_PARTS = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+"""How names begin in a checkpoint that holds a text model beside others, and in the text model's own."""
+
+
+class TextWeights:
+    """The tensors of a checkpoint that also reads pictures, by the names of its text model. A `WeightSource`.
+
+    Args:
+        files: the whole checkpoint; tensors of its other parts keep their names.
+    """
+
+    def __init__(self, files: WeightSource) -> None:
+        self._files = files
+        self._stored = {self._own(name): name for name in files.names()}
+
+    def names(self) -> Collection[str]:
+        """As in `WeightSource`."""
+        return self._stored.keys()
+
+    def tensor(self, name: str) -> StoredTensor:
+        """As in `WeightSource`."""
+        return replace(self._files.tensor(self._stored.get(name, name)), name=name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `WeightSource`."""
+        return self._files.shape(self._stored.get(name, name))
+
+    def release(self) -> None:
+        """As in `WeightSource`."""
+        self._files.release()
+
+    @staticmethod
+    def _own(name: str) -> str:
+        for start, own in _TEXT_PARTS:
+            if name.startswith(start):
+                return own + name.removeprefix(start)
+        return name
 
 
 class ModuleWeights:

@@ -1,0 +1,84 @@
+"""Text models inside checkpoints that also read pictures: token for token what transformers generates from text."""
+
+import logging
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
+
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.model import describe_model
+from genbatch.nif.runner import Entry, Logits
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256, "sliding_window": 24,
+    "initializer_range": 0.15, "eos_token_id": None,
+}  # fmt: skip
+SIGHT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "gemma3": lambda: Gemma3ForConditionalGeneration(Gemma3Config(text_config=TEXT, vision_config=SIGHT)),
+    "mistral3": lambda: Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config={"model_type": "mistral", **TEXT},
+            vision_config={"model_type": "pixtral", **SIGHT},
+            tie_word_embeddings=False,
+        )
+    ),
+}
+NEW = 12
+
+
+@pytest.fixture(params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tiny_models: ModuleType) -> tuple[Path, Any]:
+    torch.manual_seed(4)
+    torch.set_num_threads(1)
+    hf = MODELS[request.param]().eval()
+    hf.generation_config.eos_token_id = None
+    hf.save_pretrained(tmp_path)
+    tiny_models.build_tokenizer(tmp_path)
+    return tmp_path, hf
+
+
+@pytest.mark.parametrize("runner", ["native", "torch"])
+def test_text_is_that_of_the_whole_model(
+    checkpoint: tuple[Path, Any], runner: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, hf = checkpoint
+    prompt = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    answer = hf.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    options = EngineOptions(model_path=str(directory), n_gpu_layers=0, runner=runner, dtype="float32", n_ctx=1024)
+    with caplog.at_level(logging.INFO, "genbatch"):
+        engine = load_engine(options)
+    assert "vision_tower" in caplog.text and "left out" in caplog.text
+    got: list[int] = []
+    with closing(engine.open_context(n_parallel=1, n_held=0, n_batch=64)) as context:
+        while len(got) < NEW:
+            (logits,) = context.eval([Entry(0, got[-1:] or prompt, context.kv.length(0), Logits.LAST)])
+            got.append(int(logits[-1].argmax()))
+    assert got == answer[0, len(prompt) :].tolist()
+
+
+def test_a_tensor_of_the_text_model_that_is_missing_is_named(checkpoint: tuple[Path, Any]) -> None:
+    directory, _ = checkpoint
+    weights = load_file(directory / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
+    del weights[name]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        describe_model(str(directory))
