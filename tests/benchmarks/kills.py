@@ -28,7 +28,7 @@ from genbatch.proto.messages import Result, Token
 from tests.actors.service.running_service import RunningService, kill
 from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio
 
-TOLD_EVERY = 10
+TOLD_EVERY = 5
 ADAPTER = "changed"
 # SmolLM2-135M's: the adapter is for its attention.
 LAYERS, HIDDEN, RANK = 30, 576, 4
