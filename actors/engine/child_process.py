@@ -158,6 +158,10 @@ class StartEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     adapters: list[AdapterSource] | None = None
 
 
+class PrepareEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prepare_engine"):
+    """Import an engine's libraries, and wait for StartEngine."""
+
+
 class StartGateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start_gateway"):
     """Listen, and work on what comes once there is an engine; the options as `encode_options` makes them.
 
@@ -256,7 +260,7 @@ class Hung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hung"):
     engine: int = 0
 
 
-ToChild = StartEngine | StartGateway | Join | DrainAndStop | StopNow
+ToChild = StartEngine | PrepareEngine | StartGateway | Join | DrainAndStop | StopNow
 FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady | Unjoined | Hung
 
 
@@ -373,6 +377,11 @@ class ChildProcess:
         """Its process id."""
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
     async def stop(self, message: object) -> bool:
         """Tells it to end; returns whether it was still there to be told."""
         try:
@@ -384,6 +393,11 @@ class ChildProcess:
     def kill(self) -> None:
         """SIGKILL; fine if it has ended."""
         self._process.kill()
+
+    def close(self) -> None:
+        """Closes the channel of a process that has ended."""
+        assert not self.is_running
+        self.channel.close()
 
     async def end(self, grace_s: float = 0.0) -> int:
         """Waits for its end, kills it after `grace_s` seconds; returns its exit code, -n for signal n.

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import trio
@@ -22,6 +23,7 @@ from genbatch.actors.engine.child_process import (
     EngineReady,
     Join,
     Loading,
+    PrepareEngine,
     ServingChanged,
     StartEngine,
     StartFault,
@@ -253,6 +255,11 @@ def main() -> None:
     run_child(lambda channel: EngineProcess(channel).serve())
 
 
+async def _import_model_side() -> ModuleType:
+    """On a thread, as torch takes seconds to import, in which the parent may say Stop."""
+    return await trio.to_thread.run_sync(import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True)
+
+
 class EngineProcess:
     """What the process does for its parent."""
 
@@ -274,6 +281,8 @@ class EngineProcess:
         async with background() as self._nursery:
             while True:
                 match await self._channel.receive():
+                    case PrepareEngine():
+                        self._nursery.start_soon(_import_model_side)
                     case StartEngine() as start:
                         self._nursery.start_soon(self._open, start)
                     case Join(number):
@@ -285,10 +294,7 @@ class EngineProcess:
 
     async def _open(self, start: StartEngine) -> None:
         try:
-            # On a thread, as torch takes seconds to import, in which the parent may say Stop.
-            side = await trio.to_thread.run_sync(
-                import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True
-            )
+            side = await _import_model_side()
             self._batcher = await side.open_batcher(self._nursery, start, self._tell_progress, self._tell_models)
         except Exception as error:
             raise StartFault(error) from error

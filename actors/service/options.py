@@ -35,6 +35,8 @@ class ServiceOptions:
         allowed_origins: origins whose web pages may use it over HTTP, such as https://chat.example.
         engine: "process" runs the Batcher in a process of its own, which is restarted when it dies; "thread" in this
             one, which ends with it.
+        spare_engine: whether a process waits that has imported an engine's libraries, so that an engine which died is
+            back some seconds sooner. It takes about 300 MB, once for all models.
         shutdown_timeout_s: seconds that accepted requests have to end in when the service is told to stop.
         max_restarts: engine processes that may die within `restart_window_s` seconds; with one more the service gives
             up.
@@ -57,6 +59,7 @@ class ServiceOptions:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     engine: EngineKind = "thread"
+    spare_engine: bool = False
     shutdown_timeout_s: float = 30.0
     max_restarts: int = 5
     restart_window_s: float = 300.0
@@ -70,6 +73,8 @@ class ServiceOptions:
         """
         if self.engine not in get_args(EngineKind):
             raise OptionError("engine", f"{self.engine!r} is neither process nor thread")
+        if self.spare_engine and self.engine != "process":
+            raise OptionError("spare_engine", "goes with engine process: an engine in this one ends with it")
         for name, known in (("log_format", get_args(LogFormat)), ("log_level", get_args(LogLevel))):
             if getattr(self, name) not in known:
                 raise OptionError(name, f"{getattr(self, name)!r} is none of {', '.join(known)}")

@@ -146,6 +146,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         tokens="the/tokens",
         tls_cert="cert.pem",
         tls_key="key.pem",
+        spare_engine=True,
         shutdown_timeout_s=2.0,
         max_restarts=7,
         restart_window_s=60.0,
@@ -220,7 +221,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]
     given += ["--http-insecure", "--http-strict", "--lora=one=some/dir", "--lora=two=other"]
-    given += ["--no-async-batching", "--prompt-lookup", "--otel", "--batch-invariant"]
+    given += ["--no-async-batching", "--prompt-lookup", "--otel", "--batch-invariant", "--spare-engine"]
     given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)
     result = run("serve", "some", *given)
