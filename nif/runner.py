@@ -5,7 +5,7 @@ adapters, and what a runner gives back.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -26,12 +26,19 @@ class LayerGroup:
         window: how many positions a token attends to, itself included; None means all previous ones.
         sink_tokens: first positions of a sequence that a token attends to beside its window; 0 without one.
         convolves: whether they are short convolutions, which keep their inputs and read a window of them.
+        recurs: whether they are recurrent. A block then holds its positions' inputs and the state at its end. A token
+            reads its own block and the end of the one before.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     sink_tokens: int = 0
     convolves: bool = False
+    recurs: bool = False
+
+    def sized(self, block_size: int) -> "LayerGroup":
+        """The group over blocks of this size, on which the window of a recurrent group depends."""
+        return replace(self, window=block_size + 1) if self.recurs else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,13 @@ class LayerShape:
         num_kv_heads: heads of keys and values.
         key_dim: elements of a key head.
         value_dim: elements of a value head; differs from `key_dim` in a few models.
+        state: elements, in float32, of the state that a block of a recurrent layer holds; such a layer has no values.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    state: int = 0
 
 
 @dataclass(frozen=True, slots=True)

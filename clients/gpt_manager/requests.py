@@ -27,7 +27,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -228,8 +228,6 @@ def open_engine(
     loaded = model if isinstance(model, Model) else load_model(str(model), dtype=build.dtype)
     if cache.max_attention_window is not None:
         loaded = with_attention_window(loaded, cache.max_attention_window, cache.sink_token_length or 0)
-    if cache.enable_block_reuse and any(group.window is not None for group in loaded.groups):
-        raise OptionError("enable_block_reuse", "the model's windows drop the blocks that a later request would want")
     max_input_len = min(build.max_input_len or loaded.max_position, loaded.max_position)
     max_output_len = min(build.max_output_len or loaded.max_position, loaded.max_position)
     max_seq_len = min(max_input_len + max_output_len, loaded.max_position)
@@ -271,6 +269,7 @@ def with_attention_window(model: Model, window: int, sink_tokens: int = 0) -> Mo
     """The same weights, every layer attending to at most the last `window` positions, itself included.
 
     A layer that the model already limits to fewer keeps its own limit, and sees no sinks: it was trained without.
+    Layers that convolve or recur stay as they are.
 
     Args:
         sink_tokens: first positions that a token attends to beside the window.
@@ -283,12 +282,12 @@ def with_attention_window(model: Model, window: int, sink_tokens: int = 0) -> Mo
             raise OptionError(option, f"must be at least {least}, not {value}")
     if window >= model.max_position:
         return model
-    layers_of: dict[tuple[int, int], list[int]] = {}
+    layers_of: dict[LayerGroup, list[int]] = {}
     for group in model.groups:
-        own = group.window is not None and group.window <= window
-        reach = (cast("int", group.window), group.sink_tokens) if own else (window, sink_tokens)
-        layers_of.setdefault(reach, []).extend(group.layers)
-    groups = tuple(LayerGroup(tuple(sorted(layers)), *reach) for reach, layers in layers_of.items())
+        own = group.convolves or group.recurs or (group.window is not None and group.window <= window)
+        kind = replace(group, layers=()) if own else LayerGroup((), window, sink_tokens)
+        layers_of.setdefault(kind, []).extend(group.layers)
+    groups = tuple(replace(kind, layers=tuple(sorted(layers))) for kind, layers in layers_of.items())
     return replace(model, groups=groups)
 
 

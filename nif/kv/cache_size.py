@@ -333,6 +333,7 @@ def group_blocks(group: LayerGroup, positions: int, block_size: int, max_batch_t
         max_batch_tokens: most tokens of one step.
     """
     whole = -(-positions // block_size)
+    group = group.sized(block_size)
     if group.window is None:
         return whole
     # Each sequence keeps its sinks and its window, which may straddle one block more; the step's tokens come on top.

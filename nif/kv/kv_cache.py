@@ -74,7 +74,7 @@ class KVCache:
         for option, value in options.items():
             if value is not None and value < 1:
                 raise OptionError(option, f"must be at least 1, not {value}")
-        self.groups = tuple(groups)
+        self.groups = groups = tuple(group.sized(block_size) for group in groups)
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
         self.num_sequences = num_sequences

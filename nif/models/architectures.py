@@ -555,7 +555,7 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
         config: of the text decoder.
 
     Raises:
-        ModelError: a layer is neither full nor sliding-window attention nor a short convolution.
+        ModelError: a layer is neither full nor sliding-window attention, nor a short convolution, nor recurrent.
     """
     num_layers: int = config.num_hidden_layers
     window: int | None = getattr(config, "sliding_window", None)
@@ -570,10 +570,13 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
         raise ModelError(name, f"config.json gives a kind for {len(kinds)} of {num_layers} layers")
     longest = max_position(name, config)
     taps: int | None = getattr(config, "conv_L_cache", None)
-    layers_of: dict[tuple[int | None, bool], list[int]] = {}
+    layers_of: dict[LayerGroup, list[int]] = {}
     for layer, kind in enumerate(kinds[:num_layers]):
         if kind == "conv" and taps is not None:
-            layers_of.setdefault((taps, True), []).append(layer)
+            layers_of.setdefault(LayerGroup((), taps, convolves=True), []).append(layer)
+            continue
+        if kind in ("linear_attention", "mamba"):
+            layers_of.setdefault(LayerGroup((), recurs=True), []).append(layer)
             continue
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served")
@@ -582,10 +585,8 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
             raise ModelError(name, f"layer {layer} attends within a window that config.json does not give")
         # A window that no sequence outgrows is no window: one group then holds all layers.
         reach = None if reach is not None and reach >= longest else reach
-        layers_of.setdefault((reach, False), []).append(layer)
-    return tuple(
-        LayerGroup(tuple(layers), reach, convolves=convolves) for (reach, convolves), layers in layers_of.items()
-    )
+        layers_of.setdefault(LayerGroup((), reach), []).append(layer)
+    return tuple(replace(group, layers=tuple(layers)) for group, layers in layers_of.items())
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:

@@ -57,6 +57,7 @@ from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, W
 from genbatch.nif.pooling import CLS, Pooling, directory_pooling, gguf_pooling, plain_pooling
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.runners.convolution import page_convolutions
+from genbatch.nif.runners.recurrence import RECURRENT, page_recurrences
 from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.tokenizer import Tokenizer
 
@@ -98,7 +99,7 @@ def load_model(
         pooled = _pooling(source, files, pooling)
         if files.is_encoder:
             return _encoder(found, files, pooled, torch_dtype, device, report)
-        if not files.model_class.is_backend_compatible():
+        if not _is_replaceable(files.model_class):
             raise ModelError(source, _not_replaceable(files.model_class))
         text_config = files.config.get_text_config(decoder=True)
         groups = layer_groups(source, text_config)
@@ -445,11 +446,17 @@ def _supported_class(source: str, config: PreTrainedConfig) -> Any:
     written = getattr(config, "architectures", None) or [model_class.__name__]
     if any(name.endswith(("Classification", "Answering", "MaskedLM", "RewardModel")) for name in written):
         raise ModelError(source, f"its weights are a {written[0]}, which is not a causal language model")
-    if getattr(model_class, "_is_stateful", False):
-        raise ModelError(source, f"{kind} keeps a recurrent state; only attention over a KV cache is served")
-    if not model_class.is_backend_compatible() and not described(model_class):
+    if getattr(model_class, "_is_stateful", False) and model_class.__name__ not in RECURRENT:
+        served = ", ".join(sorted(RECURRENT))
+        raise ModelError(source, f"{kind} keeps a recurrent state; of such models these are served: {served}")
+    if not _is_replaceable(model_class) and not described(model_class):
         raise ModelError(source, _not_replaceable(model_class))
     return model_class
+
+
+def _is_replaceable(model_class: Any) -> bool:
+    """Whether a module lets its attention be replaced; some that do so do not say it."""
+    return model_class.__name__ in RECURRENT or bool(model_class.is_backend_compatible())
 
 
 def _not_replaceable(model_class: Any) -> str:
@@ -487,6 +494,7 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
     check_all_used(source, config, files.weights(), set(files.weights().names()) - unused)
     check_finite(source, hf)
     page_convolutions(hf)
+    page_recurrences(hf)
     model: PreTrainedModel = hf.eval().requires_grad_(False).to(device)
     return model
 

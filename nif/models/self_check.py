@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import LayerGroup, LayerShape, RaggedBatch
-from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall, convolved
+from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall, StateScan, convolved
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 _LENGTH = 12  # tokens of each of the two sequences
@@ -24,7 +24,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.calls: dict[int, AttentionCall] = {}
-        self.convolved: dict[int, LayerShape] = {}
+        self.others: dict[int, LayerShape] = {}  # of layers that do not attend
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Plain causal attention within the step; returns [T, H, Dv]."""
@@ -39,8 +39,14 @@ class _Probe:
 
     def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """A convolution within the step; returns [T, channels]."""
-        self.convolved[layer] = LayerShape(1, inputs.shape[1], 0)
+        self.others[layer] = LayerShape(1, inputs.shape[1], 0)
         return convolved(inputs, len(inputs), taps, bias)
+
+    def recur(self, layer: int, inputs: torch.Tensor, run: StateScan) -> torch.Tensor:
+        """A recurrence within the step; returns [T, hidden]."""
+        outputs, state = run(inputs, None)
+        self.others[layer] = LayerShape(1, inputs.shape[1], 0, len(state))
+        return outputs
 
 
 def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...]) -> tuple[tuple[LayerShape, ...], int]:
@@ -62,10 +68,13 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
     except Exception as fault:
         raise ModelError(name, f"it cannot run over a paged KV cache: {fault}") from fault
     window_of = {layer: group.window for group in groups for layer in group.layers}
-    if sorted([*probe.calls, *probe.convolved]) != sorted(window_of):
-        seen = f"{len(probe.calls)} of its {len(window_of)} layers"
+    attending = {layer for group in groups if not (group.convolves or group.recurs) for layer in group.layers}
+    if probe.calls.keys() != attending:
+        seen = f"{len(probe.calls)} of its {len(attending)} layers"
         raise ModelError(name, f"only {seen} attend through the registered function")
-    shapes = dict(probe.convolved)
+    if probe.others.keys() != window_of.keys() - attending:
+        raise ModelError(name, f"{len(probe.others)} of its layers keep states, and config.json says others")
+    shapes = dict(probe.others)
     for layer, call in sorted(probe.calls.items()):
         # None: the module leaves the window to the mask, which only the configuration describes.
         said = window_of[layer]

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache: the function transformers' modules call, and its plain-torch form."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.nn.functional import conv1d, pad, scaled_dot_product_attention
@@ -37,6 +37,10 @@ class AttentionStep(Protocol):
 
     def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns a short convolution of each entry's inputs, [T, channels]; arguments as `convolved`."""
+        ...
+
+    def recur(self, layer: int, inputs: torch.Tensor, run: "StateScan") -> torch.Tensor:
+        """Returns a recurrent layer's output for each entry's inputs, [T, hidden]."""
         ...
 
 
@@ -93,12 +97,20 @@ def paged_attention(
     return genbatch_step.attend(call).unsqueeze(0), None
 
 
+# Outputs [n, hidden] and the state after them, of inputs [n, hidden] and the state before, None at a text's beginning.
+StateScan: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+_NO_STATES = torch.empty(0)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPool:
     """One layer's share of the KV pool."""
 
     keys: torch.Tensor  # [num_blocks, Hkv, block_size, D]
     values: torch.Tensor  # [num_blocks, Hkv, block_size, Dv]
+    states: torch.Tensor = _NO_STATES  # [num_blocks, elements] float32, at each block's end, of a recurrent layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +133,8 @@ class _GroupPlan:
     blocks: torch.Tensor  # [T] int64, where each new token goes
     offsets: torch.Tensor  # [T] int64, and at which position of that block
     spans: list[_Span]
+    table: torch.Tensor  # [B, max_blocks] int32
+    kv_lens: list[int]  # [B]
 
 
 class TorchStep:
@@ -140,6 +154,7 @@ class TorchStep:
         self, batch: RaggedBatch, groups: Sequence[LayerGroup], pools: Sequence[LayerPool], block_size: int
     ) -> None:
         self._pools = pools
+        self._block_size = block_size
         self._plans: dict[int, _GroupPlan] = {}
         starts, kv_lens = batch.query_starts.tolist(), batch.kv_lens.tolist()
         for index, group in enumerate(groups):
@@ -148,7 +163,7 @@ class TorchStep:
             spans = [
                 _span(starts[b], starts[b + 1], kv_lens[b], table[b], group, block_size) for b in range(len(kv_lens))
             ]
-            plan = _GroupPlan(slots // block_size, slots % block_size, spans)
+            plan = _GroupPlan(slots // block_size, slots % block_size, spans, table, kv_lens)
             self._plans.update(dict.fromkeys(group.layers, plan))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -165,6 +180,25 @@ class TorchStep:
         pool.keys[plan.blocks, 0, plan.offsets] = inputs.to(pool.keys.dtype)
         parts = [convolved(_gather(pool.keys, span)[0], span.stop - span.start, taps, bias) for span in plan.spans]
         return torch.cat(parts).to(inputs.dtype)
+
+    def recur(self, layer: int, inputs: torch.Tensor, run: StateScan) -> torch.Tensor:
+        """Writes the layer's inputs, then runs it entry by entry and block by block; returns [T, hidden].
+
+        A block is run from its beginning, its positions of earlier steps included; what they give is left out.
+        """
+        plan, pool, size = self._plans[layer], self._pools[layer], self._block_size
+        pool.keys[plan.blocks, 0, plan.offsets] = inputs.to(pool.keys.dtype)
+        rows = []
+        for span, row, kv_len in zip(plan.spans, plan.table, plan.kv_lens, strict=True):
+            n_past = kv_len - (span.stop - span.start)
+            for index in range(n_past // size, -(-kv_len // size)):
+                first, end = index * size, min(kv_len, (index + 1) * size)
+                state = pool.states[row[index - 1]] if index else None
+                outputs, after = run(pool.keys[row[index], 0, : end - first], state)
+                rows.append(outputs[max(n_past - first, 0) :])
+                if end - first == size:
+                    pool.states[row[index]] = after
+        return torch.cat(rows).to(inputs.dtype)
 
 
 def _span(start: int, stop: int, kv_len: int, table: torch.Tensor, group: LayerGroup, block_size: int) -> _Span:

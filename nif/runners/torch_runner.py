@@ -115,7 +115,8 @@ class TorchRunner:
         """Bytes of KV that one block of `group` takes, all the group's layers together."""
         shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-        return elements * block_size * self._model.dtype.itemsize
+        states = sum(shape.state for shape in shapes) * torch.float32.itemsize
+        return elements * block_size * self._model.dtype.itemsize + states
 
     @property
     def score_bytes(self) -> float:
@@ -141,7 +142,8 @@ class TorchRunner:
                 torch.zeros((*rows, dim), dtype=self._model.dtype, device=self.device)
                 for dim in (shape.key_dim, shape.value_dim)
             )
-            self._pools.append(LayerPool(keys, values))
+            states = torch.zeros((rows[0], shape.state), device=self.device)
+            self._pools.append(LayerPool(keys, values, states))
         self._block_size = block_size
 
     @torch.inference_mode()
@@ -209,7 +211,7 @@ class TorchRunner:
         tensors = self._tensors(group)
         sizes = [tensor[0].nbytes for tensor in tensors]
         for tensor, part in zip(tensors, torch.split(content.to(self.device), sizes, dim=1), strict=True):
-            rows = part.contiguous().view(self._model.dtype)
+            rows = part.contiguous().view(tensor.dtype)
             tensor[ids] = rows.view(len(blocks), *tensor.shape[1:])
 
     def close(self) -> None:
@@ -218,9 +220,9 @@ class TorchRunner:
         self._lora.close()
 
     def _tensors(self, group: int) -> list[torch.Tensor]:
-        """Keys and values of the group's layers, in the order of `read_blocks`."""
+        """Keys, values and states of the group's layers, where they have any, in the order of `read_blocks`."""
         pools = [self._pools[layer] for layer in self.groups[group].layers]
-        return [tensor for pool in pools for tensor in (pool.keys, pool.values)]
+        return [tensor for pool in pools for tensor in (pool.keys, pool.values, pool.states) if tensor.numel()]
 
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.device)

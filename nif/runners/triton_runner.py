@@ -372,8 +372,8 @@ def check_model(model: "Model") -> None:
         raise OptionError("dtype", "Triton's interpreter computes bfloat16 wrongly; use float32 or float16")
     if any(group.sink_tokens for group in model.groups):
         raise ModelError(model.name, "its windows keep sinks in sight, and the Triton kernels know none")
-    if any(group.convolves for group in model.groups):
-        raise ModelError(model.name, "it has short convolutions, which the Triton kernels do not compute")
+    if any(group.convolves or group.recurs for group in model.groups):
+        raise ModelError(model.name, "it has convolutions or recurrences, which the Triton kernels do not compute")
     for layer, shape in enumerate(model.layers):
         if shape.key_dim != shape.value_dim:
             reason = f"layer {layer} has keys of {shape.key_dim} and values of {shape.value_dim} elements"

@@ -18,7 +18,9 @@ from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.text.detokenizer import Detokenizer
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt_neox", "lfm2"]
+FAMILIES = [
+    "llama", "qwen3", "mistral", "gemma3", "gpt_neox", "lfm2", "qwen3_5", "qwen3_next", "bamba", "granite_hybrid",
+]  # fmt: skip
 
 TinyModel = Callable[[str], Model]
 OracleOf = Callable[[str], Any]
@@ -146,7 +148,7 @@ def test_log_probs_agree_with_a_plain_forward(tiny_model: TinyModel, oracle: Ora
     context = make_context(tiny_model(family))
     halves = [context.eval([Entry(0, prompt[a:b], a, Logits.ALL)])[0] for a, b in ((0, 23), (23, 40))]
     ours = torch.log_softmax(torch.cat(halves), dim=-1)
-    torch.testing.assert_close(ours, oracle(family).log_probs(prompt), atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours, oracle(family).log_probs(prompt), atol=2e-4, rtol=0)
 
 
 def test_a08_a_shared_system_prompt_is_evaluated_once_for_all_sequences(

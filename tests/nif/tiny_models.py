@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -14,6 +16,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -21,8 +25,12 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB_SIZE = 320
@@ -55,6 +63,25 @@ _SHARED: dict[str, Any] = {
 }
 _GROUPED: dict[str, Any] = {**_SHARED, "num_key_value_heads": 2, "head_dim": 8}
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+_UNSIZED: dict[str, Any] = {key: value for key, value in _GROUPED.items() if key != "head_dim"}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_GROUPED)),
@@ -82,6 +109,37 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
             layer_types=["conv", "conv", "full_attention", "conv"],
             conv_bias=True,
             block_auto_adjust_ff_dim=False,
+        ),
+    ),
+    "qwen3_5": (
+        Qwen3_5ForCausalLM,
+        lambda: Qwen3_5TextConfig(**_GROUPED, **_DELTA),
+    ),
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        lambda: Qwen3NextConfig(
+            **_GROUPED,
+            **_DELTA,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        ),
+    ),
+    "bamba": (BambaForCausalLM, lambda: BambaConfig(**_UNSIZED, **_MAMBA, attn_layer_indices=[1])),
+    "granite_hybrid": (
+        GraniteMoeHybridForCausalLM,
+        lambda: GraniteMoeHybridConfig(
+            **_UNSIZED,
+            **_MAMBA,
+            layer_types=["mamba", "attention", "mamba", "mamba"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+            position_embedding_type="nope",
+            embedding_multiplier=2.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.3,
         ),
     ),
     "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**_SHARED)),

@@ -431,7 +431,6 @@ def test_b32_more_requests_than_asked_for_are_refused_alone(tiny_model: TinyMode
         ("max_tokens", {"cache": {"maxTokens": 0}}),
         ("free_gpu_memory_fraction", {"cache": {"freeGpuMemoryFraction": 1.5}}),
         ("max_attention_window", {"cache": {"maxAttentionWindow": 0}}),
-        ("enable_block_reuse", {"cache": {"maxAttentionWindow": 8, "enableBlockReuse": True}}),
         ("sink_token_length", {"cache": {"maxAttentionWindow": 8, "sinkTokenLength": -1}}),
         ("sink_token_length", {"cache": {"sinkTokenLength": 4}}),
         ("enable_trt_overlap", {"overlap": True, "model_type": BatchingType.V1}),

@@ -14,7 +14,10 @@ from genbatch.nif.runners.torch_runner import TorchRunner
 
 BLOCK_SIZE = 4
 LENGTH = 29  # more than three windows of the tiny models
-FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_neox", "gpt_oss", "lfm2"]
+FAMILIES = [
+    "llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_neox", "gpt_oss", "lfm2", "qwen3_5", "qwen3_next", "bamba",
+    "granite_hybrid",
+]  # fmt: skip
 
 
 def layout(runner: TorchRunner, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int) -> RaggedBatch:
