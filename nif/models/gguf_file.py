@@ -280,6 +280,24 @@ FAMILIES = {
     "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True),
     "qwen2": GgufFamily(_LAYER_NAMES),
     "qwen3": GgufFamily(_LAYER_NAMES),
+    "gemma": GgufFamily(_LAYER_NAMES, norm_offset=-1.0, settings=_SETTINGS),
+    "ernie4_5": GgufFamily(_LAYER_NAMES, settings=_SETTINGS),
+    "seed_oss": GgufFamily(
+        {**_LAYER_NAMES, "post_attention_norm": "post_attention_layernorm"},
+        settings=_SETTINGS,
+        fixed={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    ),
+    "olmoe": GgufFamily(
+        {
+            **_LAYER_NAMES,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": "mlp.experts.gate_proj",
+            "ffn_up_exps": "mlp.experts.up_proj",
+            "ffn_down_exps": "mlp.experts.down_proj",
+        },
+        settings={**_SETTINGS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        fixed={"norm_topk_prob": False},
+    ),
     "gemma2": GgufFamily(
         _SANDWICH_NAMES,
         norm_offset=-1.0,

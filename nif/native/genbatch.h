@@ -12,7 +12,7 @@
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
-#define MAX_HEAD_DIM 256
+#define MAX_HEAD_DIM 512
 #define MAX_FAMILY 12 /* sequences whose rows meet keys together */
 #define LORA_COLUMNS 16 /* outputs whose ranks lie together: one half of a block, gates or ups */
 #define CHUNK_KEYS 64 /* keys between two rescalings of the softmax, aligned to absolute positions */

@@ -30,6 +30,10 @@ ARCH = {
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "ernie": gguf.MODEL_ARCH.ERNIE4_5,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
 }
 # What only some files say: key, and the configuration's name for it.
 MORE = {
@@ -51,6 +55,7 @@ MORE = {
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "intermediate_size",
     },
+    "olmoe": {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
     "phi3": {"rope.scaling.original_context_length": "original_max_position_embeddings"},
     "qwen3_moe": {
         "expert_count": "num_experts",
@@ -224,7 +229,8 @@ def test_an_answer_in_harmony_ends_with_its_last_message_or_a_call_and_not_with_
 
 
 # What a file does not say has to be as its family's always is.
-RUN = {"qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "gpt_oss": {}}
+RUN: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "gpt_oss": {}}
+RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}}
 
 
 @pytest.mark.parametrize("name", RUN)

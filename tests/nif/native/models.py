@@ -134,6 +134,7 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_sizes(64, 128, 8, 2, 32))),
+    "gemma_wide": (GemmaForCausalLM, lambda: GemmaConfig(**_sizes(64, 96, 2, 1, 512))),
     "gemma": (GemmaForCausalLM, lambda: GemmaConfig(**_sizes(64, 96, 4, 1, 32))),
     "gemma2": (
         Gemma2ForCausalLM,
@@ -321,7 +322,9 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     "seed_oss": (
         SeedOssForCausalLM,
-        lambda: SeedOssConfig(**_sizes(64, 96, 4, 2, 32), attention_bias=True, attention_out_bias=True, mlp_bias=True),
+        lambda: SeedOssConfig(
+            **_sizes(64, 96, 4, 2, 32), attention_bias=True, attention_out_bias=False, mlp_bias=False
+        ),
     ),
     "exaone4": (
         Exaone4ForCausalLM,
@@ -335,7 +338,7 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
 """Per name a model's class and what makes its configuration."""
 
 
-_WEIGHTS_BEYOND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")  # their norms add 1
+_WEIGHTS_BEYOND_ONE = ("gemma", "gemma_wide", "gemma2", "gemma3", "nemotron")  # their norms add 1
 
 
 def random_model(name: str, **changes: Any) -> Any:

@@ -18,7 +18,7 @@ from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import RaggedBatch
 
 NAMES = [
-    "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "starcoder2",
+    "gemma", "gemma_wide", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "starcoder2",
     "nemotron", "stablelm", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss", "lfm2",
     "qwen2_moe", "olmoe", "glm4_moe", "ernie", "ernie_moe", "olmo3", "ministral", "ministral3",
     "seed_oss", "exaone4", "cohere2",
