@@ -40,6 +40,8 @@ from tests.simulation.sim_worker import SimWorker
 
 # Simulated seconds after which a world that has not come to its end never will.
 LIVENESS_S = 3600.0
+# The same once its faults and its callers have stopped.
+REST_S = 60.0
 # A request is paused twice, more often only while there is nobody else to pause; so often it never happened.
 MAX_PAUSES = 12
 
@@ -200,8 +202,9 @@ class World:
     async def come_to_rest(self) -> None:
         """Without faults and callers everything must be given back."""
         self.calm()
-        while not self._is_idle():  # noqa: ASYNC110 - time is simulated, and there is no one event to wait for
-            await trio.sleep(0.2)
+        with trio.fail_after(REST_S):  # a hung engine is found, the next one starts, and what is open ends
+            while not self._is_idle():  # noqa: ASYNC110 - time is simulated, and there is no one event to wait for
+                await trio.sleep(0.2)
         await trio.sleep(1.0)
         self._link.accepted.check_integrity()
         counts = self._link.accepted.counts
