@@ -191,7 +191,7 @@ def recorded(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_recorded_loads_replay_to_the_same_ticks(tiny_model: TinyModel, tmp_path: Path) -> None:
     met: set[str | None] = set()
-    for seed in range(20, 25):
+    for seed in (10, 16, 19, 21, 22, 24, 28):
         path = tmp_path / f"{seed}.flight"
         load = Load(tiny_model("llama"), seed, path, OPTIONS[seed % 3])
         batcher = load.run()
