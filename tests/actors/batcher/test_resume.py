@@ -155,7 +155,7 @@ async def test_a_request_that_was_let_in_before_is_not_refused_by_a_full_queue_a
         ended: list[str] = []
 
         async def other(name: str) -> None:
-            await ask(bench, GenerateRequest(token_ids=prompt_of(6, 4), max_tokens=30, ignore_eos=True))
+            await ask(bench, GenerateRequest(token_ids=prompt_of(6, 4), max_tokens=300, ignore_eos=True))
             ended.append(name)
 
         for name in ("runs", "waits"):
