@@ -238,7 +238,9 @@ _LEFT_OUT = re.compile(
 # Heads of encoders: an embedding goes through none of them.
 _HEADS = re.compile(
     r"([a-z0-9_]+\.)?(cls|lm_head|classifier|qa_outputs|pooler|predictions|head|decoder|score|span_detector"
+    r"|pre_classifier|entity_predictions|pred_layer|sequence_summary"
     r"|vocab_transform|vocab_layer_norm|vocab_projector|(discriminator|generator)_(predictions|lm_head))\..*"
+    r"|dense\..*"
 )
 _NEXTN = re.compile(r"(?:.*\.)?(?:layers|h|blk)\.(\d+)\..*")
 

@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import HeliumConfig, HeliumForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    HeliumConfig,
+    HeliumForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from genbatch.nif.errors import ModelError, TensorError
 from genbatch.nif.models.file_checks import MAX_JSON_BYTES
@@ -468,3 +477,29 @@ def test_a_stored_head_of_a_tied_model_counts_as_in_transformers(copy: Path, is_
         edit_tensors(copy, lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"].clone()}))
     assert torch.allclose(native_logits(copy), transformers_logits(copy), atol=1e-3)
     assert torch.equal(native_logits(copy), untied) == (not is_same)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "fields"),
+    [
+        ("distilbert", "SequenceClassification", {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 4}),
+        ("eurobert", "SequenceClassification", {"num_key_value_heads": 4, "head_dim": 8}),
+        ("luke", "MaskedLM", {"entity_vocab_size": 5, "entity_emb_size": 8}),
+        ("xlm", "MaskedLM", {"n_layers": 1}),
+        ("xlm", "SequenceClassification", {"n_layers": 1}),
+        ("bert", "MaskedLM", {}),
+        ("roberta", "SequenceClassification", {}),
+    ],
+)
+def test_the_tensors_of_an_encoders_head_are_not_refused(
+    tmp_path: Path, tiny_models: ModuleType, kind: str, head: str, fields: dict[str, Any]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config: Any = AutoConfig.for_model(
+        kind, vocab_size=320, max_position_embeddings=80, pad_token_id=2, **sizes, **fields
+    )
+    auto: Any = {"MaskedLM": AutoModelForMaskedLM, "SequenceClassification": AutoModelForSequenceClassification}[head]
+    auto.from_config(config).save_pretrained(tmp_path)
+    tiny_models.build_tokenizer(tmp_path)
+    edit(tmp_path / "config.json", architectures=[MODEL_MAPPING[type(config)].__name__])
+    assert not load_model(str(tmp_path), dtype="float32", n_gpu_layers=0, pooling="mean").generates
