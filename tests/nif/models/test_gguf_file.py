@@ -131,7 +131,7 @@ def table_line(good: bytes, name: bytes) -> int:
         (4, struct.pack("<Q", 2**62), "do not fill blocks|cut short|beyond the beginning"),
         (4, struct.pack("<Q", 0), r"has the shape \[96, 0\]"),
         (4, struct.pack("<Q", 63), "rows of 63 elements do not fill blocks of Q4_0"),
-        (20, struct.pack("<I", 39), "is of type MXFP4"),
+        (20, struct.pack("<I", 24), "is of type I8"),
         (20, struct.pack("<I", 9999), "is of type 9999"),
         (24, struct.pack("<Q", 7), "begins at offset 7, no multiple of 32"),
         (24, struct.pack("<Q", 2**63), "begins at byte"),
@@ -232,7 +232,9 @@ def test_as_many_factors_of_positions_are_read_as_pairs_are_rotated(rotated: int
 def test_yarn_is_read_where_it_is_whole_and_alone(
     metadata: dict[str, Any], names: list[str], reason: str | None
 ) -> None:
-    file: Any = SimpleNamespace(metadata=metadata, names=lambda: names, fault=lambda reason: ModelError("m", reason))
+    file: Any = SimpleNamespace(
+        architecture="x", metadata=metadata, names=lambda: names, fault=lambda reason: ModelError("m", reason)
+    )
     if reason is not None:
         with pytest.raises(ModelError, match=reason):
             _yarn(file, "x.", {"max_position_embeddings": 64})

@@ -18,6 +18,8 @@ FAMILIES = [
     "llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_neox", "gpt_oss", "lfm2", "qwen3_5", "qwen3_next", "bamba",
     "granite_hybrid",
 ]  # fmt: skip
+# Beside float64 the eager float32 logits of this model are off by 3.4e-4 at one position, and ours by 2.2e-4.
+TOLERANCE = {"qwen3_next": 1e-3}
 
 
 def layout(runner: TorchRunner, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int) -> RaggedBatch:
@@ -86,7 +88,7 @@ def test_ragged_mixes_of_decodes_and_chunks_equal_eager(
             parts.append((s, tokens[s, done[s] : done[s] + size].tolist(), done[s]))
         logits = runner.forward(layout(runner, parts, 8))
         wanted = torch.cat([expected[s, past : past + len(new)] for s, new, past in parts])
-        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, wanted, atol=TOLERANCE.get(family, 1e-4), rtol=1e-4)
         for s, new, _ in parts:
             done[s] += len(new)
 
