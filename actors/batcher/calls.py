@@ -170,7 +170,7 @@ class SessionCalls:
         self._calls.append((partial(self._loading, message), from_))
 
     def read(self, message: SessionRead) -> None:
-        """Go on with a call whose conversation was tokenized."""
+        """Continue a call after its conversation was tokenized."""
         self._reading.remove(message.from_)
         self._calls.append((partial(self._saving, message.message, message.tokens), message.from_))
 

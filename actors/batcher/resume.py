@@ -62,7 +62,7 @@ def _push_again(sequence: Generation, drawn: DrawnTokens) -> None:
 
 
 def end_complete(request: Request, requests: OpenRequests) -> None:
-    """Ends the sequences whose last token the engine had drawn before it died."""
+    """End the sequences that were complete when the engine died."""
     for sequence in request.sequences:
         if sequence.final_reason is not None:
             requests.finish(sequence, sequence.final_reason)

@@ -442,7 +442,7 @@ class Slots:
         return within + beyond
 
     def _in_turn(self) -> list[Sequence]:
-        """Who waits, those first that have begun: they have paid for their prompt, and their callers read."""
+        """The waiting sequences. Begun ones come first: their prompt was evaluated, and their callers read."""
         # guard: clients take turns
         if self._fair is None or len(self.pending) < 2:
             return self.pending

@@ -134,7 +134,7 @@ class AcceptedRequest:
         return tuple(self.record_of(choice).drawn() for choice in range(self.request.n))
 
     def too_late(self, reason: str) -> GenbatchError:
-        """The error of a request whose time is over while no engine has it."""
+        """The error of a request that reached its deadline while no engine was there."""
         delivered = self.num_delivered
         return EngineLost(reason, delivered) if delivered else DeadlineExceeded(reason)
 

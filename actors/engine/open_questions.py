@@ -128,7 +128,7 @@ class OpenQuestions:
         self._reply_error(question.method, callers, error)
 
     def give_up(self, id: int, engine: EngineSender | None) -> None:
-        """Waits for an answer no longer."""
+        """Stop waiting for an answer."""
         if id in self._open and engine is not None:
             engine.post(Cancel(id))
         self.fail(id, Unavailable("the engine does not answer", retry_after_ms=RETRY_MS))

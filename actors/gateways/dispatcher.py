@@ -87,7 +87,7 @@ class Caller:
 
     @property
     def payer(self) -> str:
-        """The account whose share of the service its requests are taken from."""
+        """The account that its requests are charged to."""
         # guard: share is the key's
         return self.client if self.tenant is None else tenant_account(self.tenant)
 

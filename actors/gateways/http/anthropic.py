@@ -117,12 +117,7 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
         kind="message",
         model=fields.model,
         params=[params],
-        n=1,
         stream=bool(fields.stream),
-        include_usage=True,
-        num_top=None,
-        ids_for_text=False,
-        echo=False,
         names=names
         | {"stop": "stop_sequences", "response_format": shape_name}
         | {"max_thinking_tokens": "thinking.budget_tokens"},

@@ -439,7 +439,7 @@ class ServiceRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
-        """Serves it no longer."""
+        """Unload a LoRA adapter."""
         self._check_operator()
         body: UnloadAdapterBody = check_type(decode_json(request.state.body), UnloadAdapterBody)
         with _vllm_names():
@@ -552,7 +552,7 @@ def make_app(
         Endpoint(
             "/v1/unload_lora_adapter",
             service.unload_adapter,
-            "Serves it no longer, once its requests have ended. For the operator. vLLM's.",
+            "Unloads a LoRA adapter once its requests have ended. For the operator. vLLM's.",
             UnloadAdapterBody,
         ),
         Endpoint("/health", service.health, "200 while requests get done, else 503 with the reason in status."),

@@ -60,7 +60,7 @@ def _is_deeper(value: object, room: int) -> bool:
 
 
 to_json = msgspec.json.Encoder().encode
-# Answers are nobody else's and never the same again.
+# Responses are private and must not be cached.
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 

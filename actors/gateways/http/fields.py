@@ -44,7 +44,15 @@ HINTS = frozenset(
         *("reasoning.generate_summary", "text.verbosity", "thinking.display"),
         *("options.num_ctx", "options.num_batch", "options.num_gpu", "options.main_gpu", "options.num_thread"),
         *("options.use_mmap", "options.use_mlock", "options.numa", "options.num_keep", "options.repeat_last_n"),
-        *("options.penalize_newline", "options.low_vram", "options.f16_kv", "truncate", "shift"),
+        *(
+            "options.penalize_newline",
+            "options.low_vram",
+            "options.f16_kv",
+            "truncate",
+            "shift",
+            "keep_alive",
+            "verbose",
+        ),
         # llama.cpp's server
         *("cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "t_max_prompt_ms", "t_max_predict_ms"),
         *("n_indent", "response_fields", "return_tokens", "return_progress", "timings_per_token", "repeat_last_n"),

@@ -133,12 +133,7 @@ def _request(fields: _SamplingFields, prompt: dict[str, Any], suffix: str = "") 
         kind="llama.cpp",
         model=fields.model,
         params=[params],
-        n=1,
         stream=bool(fields.stream),
-        include_usage=True,
-        num_top=None,
-        ids_for_text=False,
-        echo=False,
         names=_NAMES,
         suffix=suffix,
     )

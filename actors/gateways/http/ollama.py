@@ -26,7 +26,7 @@ from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
 from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, OpenAIRequest, is_function
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
-from genbatch.proto.errors import GenbatchError, InvalidRequest, Unavailable
+from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import ModelCard, Result, Token
 
 # Programs refuse older servers. This is the version of Ollama that has all that is served here.
@@ -80,7 +80,7 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         format: "json", or a JSON Schema that the answer validates against.
         options: how to draw.
         think: whether the model thinks first; or how much: "low", "medium" or "high".
-        keep_alive: not used: a model stays loaded. 0 in a body without a prompt is answered as if it was unloaded.
+        keep_alive: has no effect, as a model stays loaded. A body without a prompt and with 0 gets the answer "unload".
     """
 
     model: str
@@ -117,13 +117,11 @@ class OllamaGenerateFields(OllamaFields, frozen=True, kw_only=True, forbid_unkno
 
 
 class OllamaEmbedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /api/embed takes; `truncate` must not be false where a text is too long."""
+    """The fields of /api/embed."""
 
     model: str
     input: str | list[str]
     dimensions: int | None = None
-    truncate: bool | None = None
-    keep_alive: str | float | None = None
 
 
 class OllamaEmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +129,6 @@ class OllamaEmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
     model: str
     prompt: str
-    keep_alive: str | float | None = None
 
 
 class OllamaShowFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,7 +136,6 @@ class OllamaShowFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     model: str | None = None
     name: str | None = None
-    verbose: bool | None = None
 
 
 def read_ollama_chat(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
@@ -197,12 +193,7 @@ def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str]
         kind="ollama",
         model=plain_name(fields.model),
         params=[params],
-        n=1,
         stream=fields.stream is not False,
-        include_usage=True,
-        num_top=None,
-        ids_for_text=False,
-        echo=False,
         names=names,
         suffix=suffix,
     )
@@ -432,7 +423,7 @@ class OllamaModels:
         self._takes_tools: dict[str, bool] = {}  # by model
 
     async def version(self, request: Request) -> Response:
-        """The version of Ollama whose API this is."""
+        """Answer with the version of Ollama that has this API."""
         return JSON({"version": OLLAMA_VERSION})
 
     async def tags(self, request: Request) -> Response:
@@ -508,7 +499,7 @@ class OllamaModels:
                 await self._calls.tokenize({**_PROBE, "model": model}, caller)
             except InvalidRequest:
                 self._takes_tools[model] = False
-            except (Unavailable, GenbatchError):
+            except GenbatchError:
                 return False  # it may be another time
             else:
                 self._takes_tools[model] = True

@@ -175,13 +175,13 @@ class OpenAIRequest:
     kind: Kind
     model: str | None
     params: list[dict[str, Any]]
-    n: int
     stream: bool
-    include_usage: bool
-    num_top: int | None
-    ids_for_text: bool
-    echo: bool
     names: dict[str, str]
+    n: int = 1
+    include_usage: bool = True
+    num_top: int | None = None
+    ids_for_text: bool = False
+    echo: bool = False
     suffix: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)

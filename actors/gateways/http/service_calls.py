@@ -50,7 +50,7 @@ class TokenNames(TokenTexts):
         return f"token_id:{token_id}"
 
 
-# Seconds. Whoever asks for health asks again soon, and an answer that is late is one.
+# Seconds. A health check that times out counts as unhealthy.
 HEALTH_TIMEOUT_S = 1.0
 
 
