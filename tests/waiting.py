@@ -19,3 +19,13 @@ async def until_idle(stats: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str
     while (now := await stats())["requests_running"] or now["requests_waiting"]:
         await a_moment()
     return now
+
+
+async def received_until(stream: trio.abc.ReceiveStream, part: bytes) -> bytes:
+    """What comes until these bytes have come; a stream may deliver them in any number of pieces."""
+    received = b""
+    while part not in received:
+        data = await stream.receive_some(4096)
+        assert data, f"the stream ended after {received!r}"
+        received += data
+    return received

@@ -115,7 +115,7 @@ async def started(nursery: trio.Nursery, parent: Parent) -> EngineProcess:
     process = EngineProcess(parent)  # type: ignore[arg-type]
     nursery.start_soon(process.serve)
     await parent.say.send(START)
-    with trio.fail_after(30):
+    with trio.fail_after(100):
         await parent.is_answered.wait()  # the import is on a thread
     return process
 
@@ -221,7 +221,7 @@ async def test_nothing_reaches_the_gateway_after_a_change_before_the_parent_was_
             await gateway.receive()
         assert waited.cancelled_caught, "were the engine killed now, the change would be undone"
         told.set()
-        with trio.fail_after(30):
+        with trio.fail_after(100):
             assert await gateway.receive() is not None
         await gateway.aclose()
 

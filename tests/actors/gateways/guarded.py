@@ -17,6 +17,7 @@ from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
 from genbatch.actors.security.curve_keys import ClientKeys, KeyStore
 from genbatch.actors.security.security import Security, open_security
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
+from tests.waiting import received_until
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,5 @@ async def zmtp_stream(port: int) -> trio.SocketStream:
     await stream.send_all(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     await stream.send_all(b"\x04" + bytes([len(ready)]) + ready)
-    received = b""
-    while b"ROUTER" not in received:
-        received += await stream.receive_some(256)
+    await received_until(stream, b"ROUTER")
     return stream

@@ -80,7 +80,7 @@ async def test_a_socket_to_which_too_many_connect_is_taken(tmp_path: Path) -> No
                 waiting.setblocking(False)
                 waiting.connect(str(path))
         prepare = partial(prepare_socket_file, f"unix://{path}", path)
-        with trio.fail_after(30):
+        with trio.fail_after(100):
             assert await trio.to_thread.run_sync(is_listening, path, abandon_on_cancel=True)
             with pytest.raises(AddressError, match="another service listens there"):
                 await trio.to_thread.run_sync(prepare, abandon_on_cancel=True)

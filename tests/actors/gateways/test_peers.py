@@ -20,6 +20,7 @@ from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.zeromq_socket import open_socket
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.waiting import received_until
 
 OWN = f"process:{os.getpid()}"
 
@@ -83,7 +84,7 @@ async def over_http(address: str) -> None:
     async with await trio.open_tcp_stream("127.0.0.1", int(address.rpartition(":")[2])) as stream:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         await stream.send_all(head.encode() + body)
-        assert (await stream.receive_some()).startswith(b"HTTP/1.1 200")
+        assert (await received_until(stream, b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.trio

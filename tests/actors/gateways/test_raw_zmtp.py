@@ -12,6 +12,7 @@ from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
 from genbatch.actors.security.security import Security
 from tests.actors.gateways.guarded import ask, dealer, hear, listening, tell, until_closed
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.waiting import received_until
 
 pytestmark = pytest.mark.trio
 
@@ -91,15 +92,6 @@ def ready(properties: dict[str, bytes]) -> bytes:
     return b"\x04" + bytes([len(fields) + 6]) + b"\x05READY" + fields
 
 
-async def until_received(stream: trio.SocketStream, part: bytes) -> None:
-    """Reads until these bytes have come."""
-    received = b""
-    while part not in received:
-        data = await stream.receive_some(4096)
-        assert data, f"the connection ended after {received!r}"
-        received += data
-
-
 async def test_a_peer_cannot_claim_another_connection_or_user() -> None:
     async with (
         listening("tcp://127.0.0.1:*", Security()) as (batcher, gateway),
@@ -113,9 +105,9 @@ async def test_a_peer_cannot_claim_another_connection_or_user() -> None:
             await stream.send_all(GREETING_3 + b"NULL" + bytes(48))
             await stream.send_all(ready(claims))
             # A message that overtakes the other side's READY breaks the protocol: libzmq ends its connection.
-            await until_received(stream, b"READY")
+            await received_until(stream, b"READY")
             await stream.send_all(frame_2(msgpack.packb([0, 1, "generate", [{"prompt": "a b"}]])))
-            await until_received(stream, b"finish_reason")
+            await received_until(stream, b"finish_reason")
         assert [peer.key for peer in gateway._peers.values()] == ["", ""]
         await goes_on(batcher, honest)
 

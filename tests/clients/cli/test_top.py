@@ -214,7 +214,7 @@ async def test_of_several_models_one_is_watched_and_the_others_are_named(stats: 
 @pytest.mark.parametrize("key", [b"q", b"Qx", b""], ids=["q", "Qx", "no terminal any more"])
 async def test_q_quits_and_no_other_key_does(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
-    with os.fdopen(read) as stdin, os.fdopen(write, "wb", buffering=0) as keyboard, trio.fail_after(30):
+    with os.fdopen(read) as stdin, os.fdopen(write, "wb", buffering=0) as keyboard, trio.fail_after(100):
         monkeypatch.setattr(sys, "stdin", stdin)
         async with trio.open_nursery() as nursery:
             screen = trio.CancelScope()

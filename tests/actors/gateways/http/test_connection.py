@@ -19,6 +19,7 @@ from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.gateways.http.connection import HTTPConnection, Peers
 from tests.actors.gateways.http.serving import ServedHTTP, served_http
 from tests.actors.gateways.http.test_doors import Talking
+from tests.waiting import received_until
 
 pytestmark = pytest.mark.trio
 
@@ -227,7 +228,7 @@ async def test_a_client_that_asks_before_it_sends_its_body_is_told_to_go_on(path
         content = post(path, {"prompt": "a"}, "1.1", "Expect: 100-continue", "Connection: close")
         head, _, body = content.partition(b"\r\n\r\n")
         await client.send_all(head + b"\r\n\r\n")
-        assert (await client.receive_some()).startswith(b"HTTP/1.1 100 ")
+        assert (await received_until(client, b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
         await client.send_all(body)
         assert (await read_all(client)).startswith(b"HTTP/1.1 200 " if path == COMPLETION else b"HTTP/1.1 404 ")
 
@@ -238,9 +239,7 @@ async def test_a_client_that_asks_and_is_refused_need_not_send_its_body() -> Non
         head, _, _ = content.replace(b"localhost", b"evil.example").partition(b"\r\n\r\n")
         async with await trio.open_tcp_stream("127.0.0.1", served.port) as client:
             await client.send_all(head + b"\r\n\r\n")
-            answer = b""
-            while not answer.endswith(b"}}"):
-                answer += await client.receive_some()
+            answer = await received_until(client, b"}}")
             assert answer.startswith(b"HTTP/1.1 403 ") and b"\r\nconnection: close" in answer.lower()
             await client.send_eof()
             assert await read_all(client) == b""
@@ -271,7 +270,7 @@ async def test_a_client_that_sends_no_more_and_goes_later_is_noticed(
         held = await served.batcher.arrival("hold")
         if stream:
             held.emit("shown")
-            assert b"shown" in await client.receive_some()
+            await received_until(client, b"shown")
         await client.send_eof()
         await trio.testing.wait_all_tasks_blocked()
         assert not served.batcher.freed, "it may still read"

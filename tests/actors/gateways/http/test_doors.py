@@ -19,6 +19,7 @@ from genbatch.proto.errors import DeadlineExceeded, InvalidRequest
 from genbatch.proto.validation import MAX_TOOLS, RequestLimits, validate_request
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
+from tests.waiting import received_until
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -161,7 +162,7 @@ async def test_a_client_that_leaves_ends_its_request(path: str, body: dict[str, 
         held = await served.batcher.arrival("hold")
         if stream:
             held.emit("shown")
-            assert b"shown" in await _received(connection, b"shown")
+            assert b"shown" in await received_until(connection, b"shown")
         await connection.aclose()
         await served.batcher.release("hold")
 
@@ -175,9 +176,9 @@ async def test_a_streamed_response_opens_one_message_for_all_of_its_text() -> No
         await connection.send_all(head.encode() + content)
         held = await served.batcher.arrival("hold")
         held.emit("one")
-        seen = await _received(connection, b'"one"')
+        seen = await received_until(connection, b'"one"')
         held.emit("two")
-        seen += await _received(connection, b'"two"')
+        seen += await received_until(connection, b'"two"')
         await connection.aclose()
         await served.batcher.release("hold")
     events = [json.loads(line[6:]) for line in seen.decode().splitlines() if line.startswith("data: ")]
@@ -209,18 +210,18 @@ async def test_a_silent_stream_has_heartbeats_and_says_how_it_ended(
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         await client.send_all(head.encode() + content)
         held = await served.batcher.arrival("hold")
-        silent = await _received(client, beat)
+        silent = await received_until(client, beat)
         assert silent.startswith(b"HTTP/1.1 200 ") and b"shown" not in silent
         held.emit("shown")
-        await _received(client, b"shown")
-        await _received(client, beat)  # they go on between tokens
+        await received_until(client, b"shown")
+        await received_until(client, beat)  # they go on between tokens
         if fails:
             held.fail(DeadlineExceeded("too late"))
-            assert b"too late" in await _received(client, b"}\n\n")
+            assert b"too late" in await received_until(client, b"}\n\n")
         else:
             held.finish()
             ends = {MESSAGES: b"message_stop", RESPONSES: b"response.completed"}
-            await _received(client, ends.get(path, b"[DONE]"))
+            await received_until(client, ends.get(path, b"[DONE]"))
 
 
 @pytest.mark.trio
@@ -283,15 +284,6 @@ async def test_every_door_takes_tools_beside_a_format(path: str, body: dict[str,
         validate_request(asked, RequestLimits())
         assert [tool.name for tool in asked.tools] == ["f"] and asked.tool_choice == "auto"
         assert asked.response_format is not None and asked.response_format.schema == COLOUR
-
-
-async def _received(connection: trio.SocketStream, wanted: bytes) -> bytes:
-    seen = b""
-    while wanted not in seen:
-        part = await connection.receive_some()
-        assert part, seen
-        seen += part
-    return seen
 
 
 def test_an_answer_that_the_caller_has_begun_is_gone_on_with() -> None:

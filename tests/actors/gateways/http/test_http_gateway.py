@@ -25,6 +25,7 @@ from genbatch.proto.errors import DeadlineExceeded, EngineError, Forbidden, Genb
 from genbatch.proto.messages import Choice, Health, Result, Usage
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
+from tests.waiting import received_until
 
 USER = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -553,9 +554,5 @@ async def test_who_begins_a_body_and_does_not_go_on_is_told_that_its_time_is_ove
     async with served_http() as served, await trio.open_tcp_stream("127.0.0.1", served.port) as client:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{{"
         await client.send_all(head.encode())
-        told = b""
-        while kind not in told:
-            part = await client.receive_some()
-            assert part, told
-            told += part
+        told = await received_until(client, kind)
         assert told.startswith(b"HTTP/1.1 408 ")
