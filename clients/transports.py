@@ -14,6 +14,7 @@ from genbatch.actors.security.curve_keys import ClientKeys
 from genbatch.proto.codec import MAX_FEED_BYTES, RESPONSE_LIMITS, MessageSplitter, StreamBroken, decode, encode
 from genbatch.proto.errors import ErrorInfo, GenbatchError, MalformedMessage, Unauthenticated, Unavailable, from_wire
 from genbatch.proto.messages import HelloRequest, check_type
+from genbatch.proto.rpc import WIRE_VERSION
 
 OnMessage = Callable[[bytes], None]
 OnLost = Callable[[GenbatchError], None]
@@ -208,7 +209,11 @@ def _is_welcome(message: bytes) -> bool:
         MalformedMessage: it does not speak the protocol.
     """
     match decode(message, RESPONSE_LIMITS):
-        case [1, 0, None, _]:
+        case [1, 0, None, dict(hello)]:
+            if (version := hello.get("version", WIRE_VERSION)) != WIRE_VERSION:
+                raise MalformedMessage(
+                    f"the service speaks version {version} of the wire, this client knows {WIRE_VERSION}"
+                )
             return True
         case [1, 0 | None, dict(error), None]:
             refusal: GenbatchError = from_wire(check_type(error, ErrorInfo))

@@ -389,10 +389,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         methods: what it can be asked.
         tenant: in whose name the caller's requests are served; None where no token or key is asked for.
+        version: the wire's, which grows when older clients cannot go on. Release 0.1.0 does not say it, and has 1.
+        stream_options: names of the options that a stream may have. Release 0.1.0 does not say them, and has two.
     """
 
     methods: tuple[str, ...]
     tenant: str | None = None
+    version: int = 1
+    stream_options: tuple[str, ...] = ("credit", "coalesce")
 
 
 class ModelsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

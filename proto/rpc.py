@@ -29,6 +29,9 @@ from genbatch.proto.errors import (
 )
 from genbatch.proto.messages import Token, check_type
 
+# Grows when a client of the last version cannot go on. New methods, options, keys and notifications do not change it:
+# `hello` names the methods and options, and both ends pass over keys and notifications that they do not know.
+WIRE_VERSION = 1
 REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2
 MAX_MSGID = 2**64 - 1
 # Tokens that a client can ask for ahead; more of them is as good as all.
@@ -51,6 +54,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 PLAIN_STREAM = StreamOptions()
+STREAM_OPTIONS: tuple[str, ...] = StreamOptions.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)

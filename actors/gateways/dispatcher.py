@@ -45,6 +45,7 @@ from genbatch.proto.messages import (
     held_bytes,
 )
 from genbatch.proto.methods import METHODS, Lane, Method
+from genbatch.proto.rpc import STREAM_OPTIONS, WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +283,12 @@ class Dispatcher:
             method.validate(request)
         match request:
             case HelloRequest():
-                return Hello(methods=tuple(METHODS), tenant=caller.tenant)
+                return Hello(
+                    methods=tuple(METHODS),
+                    tenant=caller.tenant,
+                    version=WIRE_VERSION,
+                    stream_options=STREAM_OPTIONS,
+                )
             case EmbedRequest():
                 return await self._embed(request, caller)
             case HealthRequest():
