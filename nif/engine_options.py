@@ -91,6 +91,7 @@ class EngineOptions:
         chat_template: a file with the chat template to use; if empty, the model's own.
         dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is bfloat16 where the GPU has it, else float32.
         n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
+        main_gpu: the number of that GPU, where there are several.
         runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
             insist on one.
         quantize: "none" computes in the dtype; "int8" and "int4" take so many bits for weights that have more, and on
@@ -131,6 +132,7 @@ class EngineOptions:
     chat_template: str = ""
     dtype: str = "auto"
     n_gpu_layers: int = -1
+    main_gpu: int = 0
     runner: str = "auto"
     quantize: str = "none"
     pooling: str = ""
@@ -169,8 +171,9 @@ class EngineOptions:
         for option in ("block_size", "tensor_parallel", "max_loras", "max_lora_rank"):
             if getattr(self, option) < 1:
                 raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
-        if self.n_threads < 0:
-            raise OptionError("n_threads", f"must be at least 0, not {self.n_threads}")
+        for option in ("n_threads", "main_gpu"):
+            if getattr(self, option) < 0:
+                raise OptionError(option, f"must be at least 0, not {getattr(self, option)}")
         if isinstance(self.lora, str):
             raise OptionError("lora", f"a list of NAME=DIR is wanted, not {self.lora!r}")
         for source in self.lora:

@@ -190,7 +190,9 @@ class DecodeFloor:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._model: Model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers)
+        self._model: Model = load_model(
+            options.model_path, dtype=options.dtype, n_gpu_layers=options.n_gpu_layers, main_gpu=options.main_gpu
+        )
         self._new_runner = choose_runner(self._model, options)
 
     def measure(self, sequences: int, context: int, steps: int = STEPS) -> float:

@@ -357,7 +357,13 @@ class Target:
             from genbatch.nif.models.model import load_model
 
             engine = self.engine.options(self.connection.private_model)
-            load = partial(load_model, dtype=engine.dtype, n_gpu_layers=engine.n_gpu_layers, progress=bars)
+            load = partial(
+                load_model,
+                dtype=engine.dtype,
+                n_gpu_layers=engine.n_gpu_layers,
+                main_gpu=engine.main_gpu,
+                progress=bars,
+            )
             model = await trio.to_thread.run_sync(load, self.connection.private_model, abandon_on_cancel=True)
         async with open_gpt_manager(model, loads, self._parallel, **self.private.logits) as client:
             yield client, {"id": model.name, "vocab_size": model.vocab_size, "runner": "batch manager"}

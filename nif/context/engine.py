@@ -12,6 +12,7 @@ import torch
 from genbatch.nif.context.context import Context
 from genbatch.nif.context.tensor_parallel import TensorParallelRunner, open_ranks
 from genbatch.nif.cores import available_cores
+from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_host_memory, gpu_memory
@@ -223,6 +224,7 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
             options.model_path,
             dtype=options.dtype,
             n_gpu_layers=n_gpu_layers,
+            main_gpu=options.main_gpu,
             pooling=options.pooling,
             progress=progress,
         )
@@ -232,7 +234,7 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
         raise ModelError(error.model, f"{error.reason}; natively: {reason}") from error
     if packs:
         lean_llama = import_module("genbatch.nif.runners.lean_llama")  # needs Triton
-        model = lean_llama.pack_model(model, options.quantize, torch.device("cuda", torch.cuda.current_device()))
+        model = lean_llama.pack_model(model, options.quantize, choose_device(-1, options.main_gpu))
     return Engine(model, options)
 
 

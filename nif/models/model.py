@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import check_dtype, check_gpu_layers
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import (
@@ -72,6 +73,7 @@ def load_model(
     *,
     dtype: str = "auto",
     n_gpu_layers: int = -1,
+    main_gpu: int = 0,
     pooling: str = "",
     progress: Progress | None = None,
 ) -> Model:
@@ -81,15 +83,17 @@ def load_model(
         source: a name ("smollm2"), a Hugging Face directory, a .gguf file, or a Hugging Face id.
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU that has it, else float32.
         n_gpu_layers: -1 puts every layer on the GPU if there is one; 0 keeps all on the CPU.
+        main_gpu: the number of that GPU.
         pooling: "last", "mean" or "cls": how to make embeddings; "" is what the model's files say.
         progress: called as progress(stage, done, total) with the stages "download", "convert" and "load".
 
     Raises:
         ModelError: the model cannot be found, read, or served over a paged KV cache.
-        OptionError: `dtype` or `n_gpu_layers` has another value.
+        OptionError: `dtype` or `n_gpu_layers` has another value, or there is no GPU of this number.
     """
     report = progress or no_progress
-    device = _device(n_gpu_layers)
+    check_gpu_layers(n_gpu_layers)
+    device = choose_device(n_gpu_layers, main_gpu)
     torch_dtype = _dtype(dtype, device)
     found = resolve_model(source, report)
     register_attention()
@@ -182,11 +186,6 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
         )
         report("load", _LOAD_STEPS, _LOAD_STEPS)
     return model
-
-
-def _device(n_gpu_layers: int) -> torch.device:
-    check_gpu_layers(n_gpu_layers)
-    return torch.device("cuda", 0) if n_gpu_layers == -1 and torch.cuda.is_available() else torch.device("cpu")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -294,7 +294,7 @@ class DecodeGraphs:
         self._upload = upload
         self._limits = limits
         self._device = device
-        self._memory: Any = None  # one pool of memory for all graphs
+        self._place: _CapturePlace | None = None
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
 
     def warm_up(self) -> None:
@@ -325,14 +325,28 @@ class DecodeGraphs:
         return graph.replay()[:num_tokens].clone()
 
     def _capture(self, key: GraphKey) -> Replayable:
-        if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()
+        if self._place is None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._place = _CapturePlace(stream, torch.cuda.graph_pool_handle())
         sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size)
         # Warming up draws, too, while a step may be under way whose tokens the next one goes on with.
         drawn = self._drawn.clone()
-        graph = CapturedStep(sample, self._decode, self._upload, self._device, self._memory)
+        graph = CapturedStep(sample, self._decode, self._upload, self._place)
         self._drawn.copy_(drawn)
         return graph
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturePlace:
+    """What all captures share.
+
+    Args:
+        stream: cuBLAS keeps a workspace of 32 MiB for each stream that it has computed on.
+        memory: the pool of memory that graphs allocate from.
+    """
+
+    stream: torch.cuda.Stream
+    memory: Any
 
 
 class CapturedStep:
@@ -343,19 +357,20 @@ class CapturedStep:
         sample: DecodeStep,
         decode: Callable[[DecodeStep], torch.Tensor],
         upload: BatchUpload,
-        device: torch.device,
-        memory: Any,
+        place: _CapturePlace,
     ) -> None:
+        stream = place.stream
+        device = stream.device
         self.inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
         step = upload.upload_step(sample, into=self.inputs)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_RUNS):
                 decode(step)
-        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=memory):
+        # Another thread may load an adapter meanwhile: its allocations must not end this thread's capture.
+        with torch.cuda.graph(self._graph, pool=place.memory, stream=stream, capture_error_mode="thread_local"):
             self._logits = decode(step)
 
     def replay(self) -> torch.Tensor:

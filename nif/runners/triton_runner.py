@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 import triton
 
+from genbatch.nif.cuda_device import on_device, runs_on_device
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError, ModelError, OptionError
 from genbatch.nif.kernels.attend_keys import max_shares, share_size
@@ -29,6 +30,7 @@ Tier: TypeAlias = Literal["auto", "general", "lean"]
 
 _MAX_HEAD_SIZE = 256
 _INTERPRETED_PROCESSORS = 1  # stands for the GPU's multiprocessors; each program takes several shares then
+_CUBLAS_WORKSPACE = 32 * 2**20  # of each stream that cuBLAS has computed on (sm_90; smaller on others)
 _BYTES_PER_GRAPH = 2 * 2**20  # of driver memory, some 200 kernels with their arguments
 
 
@@ -98,10 +100,11 @@ class TritonRunner:
             else _INTERPRETED_PROCESSORS
         )
         self._setting = AttentionSetting(num_processors, share_size(self._longest), in_order=batch_invariant)
-        self._lean = LeanLlama(model, self._setting, quantize) if lean else None
-        self._lora = DeviceLora(model) if lean else LoraHooks(model.hf, model.device)
-        self._upload = BatchUpload(model.device)
-        self._transfer = BlockTransfer(model.device)
+        with on_device(model.device):
+            self._lean = LeanLlama(model, self._setting, quantize) if lean else None
+            self._lora = DeviceLora(model) if lean else LoraHooks(model.hf, model.device)
+            self._upload = BatchUpload(model.device)
+            self._transfer = BlockTransfer(model.device)
         self._graph_options = graphs
         self._graphs: DecodeGraphs | None = None
         self._launches: Launches | None = None
@@ -111,6 +114,10 @@ class TritonRunner:
         self._limits: BatchLimits | None = None
         self._storages: list[torch.Tensor] = []  # per group [num_blocks, elements of a block]
         self._pools: list[LayerPool] = []  # per layer, views of its group's storage
+
+    def placed_at(self) -> torch.device:
+        """Where the kernels run."""
+        return self._model.device
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         """Bytes of KV that one block of `group` takes, all the group's layers together."""
@@ -129,15 +136,17 @@ class TritonRunner:
         largest_head = max(shape.key_dim for shape in self._model.layers)
         # Each share's weighted sum, its maximum and its total, in float32; one layer's at a time.
         shared = shares * num_heads * (largest_head + 2) * 4
+        shared += _CUBLAS_WORKSPACE if self._model.device.type == "cuda" else 0
         if self._graph_options is None:
             return shared
+        shared += _CUBLAS_WORKSPACE  # of the stream that captures
         keys = self._graph_options.captured_keys(self._longest)
         step = empty_step(max(keys), len(self.groups), block_size)
         logits = max(keys).num_tokens * self.vocab_size * (4 + self._model.dtype.itemsize)
         # Two pairs of buffers beside each graph's own input; what the driver keeps of a graph is an estimate.
         return shared + logits + (len(keys) + 2) * packed_size(step) + len(keys) * _BYTES_PER_GRAPH
 
-    @torch.inference_mode()
+    @runs_on_device
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g; captures graphs if they were asked for."""
         assert self._limits is None, "allocate is called once"
@@ -172,7 +181,7 @@ class TritonRunner:
             self._graphs.warm_up()
         self._launches = Launches(device, self._drawn, self._upload, self._decode, self._graphs)
 
-    @torch.inference_mode()
+    @runs_on_device
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32.
 
@@ -188,7 +197,7 @@ class TritonRunner:
         every_row = torch.equal(batch.logit_rows, torch.arange(len(batch.input_ids)))
         return self._run(self._upload.upload(batch), every_row)
 
-    @torch.inference_mode()
+    @runs_on_device
     def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> Launched:
         """Begins a decode step and its draws; see `LaunchingRunner.launch`.
 
@@ -200,6 +209,7 @@ class TritonRunner:
         check_batch(batch, self._limits)
         return self._launches.launch(DecodeStep(batch, draws), after)
 
+    @runs_on_device
     def add_adapter(self, adapter: LoraAdapter) -> None:
         """See `AdaptingRunner`. Steps with adapters run eagerly: no graph is captured with them."""
         self._lora.add(adapter)
@@ -208,7 +218,7 @@ class TritonRunner:
         """See `AdaptingRunner`."""
         self._lora.drop(adapter)
 
-    @torch.inference_mode()
+    @runs_on_device
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, destination); every source is read before any block is written.
 
@@ -228,7 +238,7 @@ class TritonRunner:
         else:  # one program's target is another's source: they would race
             storage[ids[:, 1]] = storage[ids[:, 0]]
 
-    @torch.inference_mode()
+    @runs_on_device
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
         """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, pinned if from a GPU.
 
@@ -237,7 +247,7 @@ class TritonRunner:
         self._check_blocks(group, blocks)
         return self._transfer.read(self._storages[group], blocks)
 
-    @torch.inference_mode()
+    @runs_on_device
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
         """Puts back what `read_blocks` gave, possibly into other blocks."""
         self._check_blocks(group, blocks)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from genbatch.nif.cuda_device import on_device
 from genbatch.nif.kernels.sample import NONE, RowEdits, draw_tokens, edit_logits, gather_logprobs
 from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, pad_to_chunks, ranked
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, nothing_left
@@ -21,6 +22,13 @@ def sample(
     assert logits.shape[0] == len(states) == len(positions)
     if not states:
         return []
+    with on_device(logits.device):
+        return _sample(logits, states, positions)
+
+
+def _sample(
+    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
     raw = logits
     if any(state.edits for state in states):
         logits = edit_logits(logits, [row_edits(state) for state in states])

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.nif.kernels.offline_compiler import variant_of
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 1)  # not the one that a thread begins with, so that a missing guard is found
 _GRANULE = 512  # bytes, as torch's allocator rounds
 _HOST = -1
 Clock = dict[int, int]
@@ -61,6 +61,10 @@ _WRITTEN = {
 
 class Race(AssertionError):
     """Two uses of the same memory that nothing orders."""
+
+
+class WrongDevice(AssertionError):
+    """Something that goes to the current device would go to another one."""
 
 
 class WaitsForDevice(AssertionError):
@@ -132,6 +136,8 @@ def join(into: Clock, other: Clock) -> Clock:
 class FakeStream:
     """Stands for torch.cuda.Stream."""
 
+    device = CUDA
+
     def __init__(self, gpu: "FakeGpu") -> None:
         self.gpu = gpu
         self.number = next(gpu.numbers)
@@ -158,6 +164,8 @@ class FakeEvent:
         self.clock: Clock = {}
 
     def record(self, stream: FakeStream | None = None) -> None:
+        if stream is None:
+            self.gpu.check_current("an event")
         self.clock = dict((stream or self.gpu.current).clock)
 
     def synchronize(self) -> None:
@@ -189,6 +197,7 @@ class FakeGpu:
         self.default = FakeStream(self)
         self.current = self.default
         self.streams = weakref.WeakSet([self.default])
+        self.num_streams = 1  # that were ever made
         self.operations: list[Operation] = []
         self.variants: set[str] = set()  # of kernels, where Triton does not interpret
         self.allocated = self.peak = 0
@@ -198,6 +207,22 @@ class FakeGpu:
         self._pinned: dict[int, tuple[Memory, int]] = {}  # address -> memory, bytes
         self._capturing: FakeGraph | None = None
         self._pool: object = None
+        self._device = 0  # the thread's current one
+
+    # The current device
+
+    @contextlib.contextmanager
+    def _on_device(self, device: torch.device) -> Iterator[None]:
+        before, self._device = self._device, device.index
+        try:
+            yield
+        finally:
+            self._device = before
+
+    def check_current(self, what: str) -> None:
+        """Raises WrongDevice unless this is the current device."""
+        if self._device != CUDA.index:
+            raise WrongDevice(f"{what} goes to cuda:{self._device}, which is current, and not to {CUDA}")
 
     # Order
 
@@ -335,6 +360,8 @@ class FakeGpu:
             "Event": lambda *_, **__: FakeEvent(self),
             "current_stream": lambda *_: self.current,
             "stream": self._on_stream,
+            "device": self._on_device,
+            "device_count": lambda: 2,
             "CUDAGraph": lambda: FakeGraph(self),
             "graph": self._capture,
             "graph_pool_handle": object,
@@ -355,20 +382,23 @@ class FakeGpu:
     def _new_stream(self) -> FakeStream:
         stream = FakeStream(self)
         self.streams.add(stream)
+        self.num_streams += 1
         return stream
 
     @contextlib.contextmanager
     def _on_stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.current = self.current, stream
         try:
-            yield
+            with self._on_device(CUDA):  # as torch does
+                yield
         finally:
             self.current = before
 
     @contextlib.contextmanager
-    def _capture(self, graph: FakeGraph, pool: object = None) -> Iterator[None]:
+    def _capture(self, graph: FakeGraph, pool: object, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "another thread's allocation ends the capture"
         self._synchronize()
-        with self._on_stream(self._new_stream()):
+        with self._on_stream(stream):
             self._capturing, self._pool = graph, pool
             try:
                 yield
@@ -383,6 +413,7 @@ class FakeGpu:
 def _launcher(gpu: FakeGpu) -> Callable[..., None]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = kernel.fn.__name__
+        gpu.check_current(name)
         names = list(kernel.arg_names)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         written = _WRITTEN.get(name)

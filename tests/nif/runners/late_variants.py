@@ -12,6 +12,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import numpy as np
 import torch
 
+from genbatch.nif.cuda_device import on_device
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.kernels.sample import edit_logits, gather_logprobs
 from genbatch.nif.runner import LoraAdapter, LoraLinear
@@ -57,14 +58,15 @@ def main() -> None:
                 runner.forward(prompt)
             draws = torch.zeros((rows, 5), dtype=torch.float64)
             runner.launch(batch, draws, None).is_read = True
-        logits = torch.zeros((3, CONFIG.vocab_size), device=model.device)
-        for number in (1, 3, 16, 40):
-            ones = np.ones(number, np.float32)
-            edit_logits(logits, [(np.arange(number), ones, ones)] * 3)
-        for number in (1, 2, 5, 21):
-            gather_logprobs(logits, torch.zeros((3, number), dtype=torch.int64, device=model.device))
-        runner.copy_blocks(0, [(1, 2), (3, 4)])
-        runner.close()
+        with on_device(model.device):
+            logits = torch.zeros((3, CONFIG.vocab_size), device=model.device)
+            for number in (1, 3, 16, 40):
+                ones = np.ones(number, np.float32)
+                edit_logits(logits, [(np.arange(number), ones, ones)] * 3)
+            for number in (1, 2, 5, 21):
+                gather_logprobs(logits, torch.zeros((3, number), dtype=torch.int64, device=model.device))
+            runner.copy_blocks(0, [(1, 2), (3, 4)])
+            runner.close()
     for late in sorted(gpu.variants - ready):
         print(late)
 

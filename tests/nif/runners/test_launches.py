@@ -44,7 +44,7 @@ class EagerStep:
 
     captured = 0
 
-    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, device: torch.device, memory: Any) -> None:
+    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, place: Any) -> None:
         EagerStep.captured += 1
         self.inputs = torch.empty(packed_size(sample), dtype=torch.uint8)
         self._step = upload.upload_step(sample, into=self.inputs)
@@ -64,6 +64,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, Gra
     """Gives a runner graphs that are replayed without a GPU; to be called once it has its pool."""
     monkeypatch.setattr(launches, "CapturedStep", EagerStep)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
 
     def give(runner: TritonRunner, options: GraphOptions) -> None:
         cpu, limits = torch.device("cpu"), runner._limits

@@ -14,13 +14,15 @@ from transformers import LlamaConfig
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
+from genbatch.nif.kernels.elementwise import copy_blocks
 from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.block_transfer import SideStream
 from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.device_sampler import sample
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from tests.benchmarks.launch_model import Card, decode_step, predict
-from tests.nif.runners.fake_gpu import CUDA, FakeGpu, Race, WaitsForDevice
+from tests.nif.runners.fake_gpu import CUDA, FakeGpu, Race, WaitsForDevice, WrongDevice
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -133,7 +135,33 @@ def test_a_launch_does_not_wait_for_the_device() -> None:
         run.close()
 
 
+def test_h14_all_sizes_are_captured_on_one_stream() -> None:
+    """cuBLAS keeps a workspace for each stream, and no budget has room for one per graph."""
+    made = []
+    for sizes in (4, 64):
+        gpu = FakeGpu()
+        with gpu.active():
+            context, _, _ = begun(gpu, 2, graphs=GraphOptions(max_batch_size=sizes))
+            context.close()
+        made.append(gpu.num_streams)
+    assert made[0] == made[1]
+
+
+def test_rows_are_sampled_on_the_device_of_their_logits() -> None:
+    gpu = FakeGpu()
+    with gpu.active(), pytest.raises(WaitsForDevice):  # it reads the tokens, behind all kernels
+        params = SamplingParams(seed=0, repetition_penalty=1.5, logprobs=2)
+        sample(gpu.on_gpu((1, 320), torch.float32), [SamplerState(params, [1, 2])], [3])
+    assert {"_edit_kernel", "_sample_kernel"} <= {operation.name for operation in gpu.operations}
+
+
 # What the checker itself finds.
+
+
+def test_a_kernel_beside_the_current_device_is_found() -> None:
+    gpu = FakeGpu()
+    with gpu.active(), pytest.raises(WrongDevice, match=r"cuda:0, which is current, and not to cuda:1"):
+        copy_blocks(gpu.on_gpu((4, 8), torch.float16), torch.zeros((1, 2), dtype=torch.int64, device=CUDA))
 
 
 def test_memory_of_a_running_step_is_not_to_be_written_on_another_stream() -> None:
