@@ -196,7 +196,7 @@ class ZeroMQGateway:
         self._socket.set(zmq.MAXMSGSIZE, MAX_TRANSPORT_BYTES)
         # With a bound libzmq stops reading where it is reached. If that client then resets its connection with a PING
         # among what was read, libzmq 4.3.5 aborts the process (`!_io_error`, stream_engine_base.cpp). The bounds are
-        # ours: ZeroMQConnections.took and sweep.
+        # ours: ZeroMQConnections.took and UnfinishedMessages.
         self._socket.set(zmq.RCVHWM, 0)
         if self.address.startswith("tcp://["):
             self._socket.set(zmq.IPV6, 1)
@@ -228,7 +228,7 @@ class ZeroMQGateway:
         connection, connections = signed.connection, self._guard.connections
         if connection is None or connection not in connections:
             return  # nobody is there any more to have it answered
-        if connections.took(connection, sum(map(len, signed.parts))):
+        if connections.took(connection, signed.parts[1:]):
             with self._fault_ends(connection):
                 self._act(connection, signed)
 
@@ -353,7 +353,6 @@ class ZeroMQGateway:
             now = trio.current_time()
             late = now - last - SWEEP_S  # while the event loop was held up nobody could be heard
             last = now
-            self._guard.connections.sweep()
             for peer in list(self._peers.values()):
                 peer.last_heard += late
                 with self._fault_ends(peer.connection):

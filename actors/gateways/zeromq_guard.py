@@ -17,8 +17,7 @@ import contextlib
 import logging
 import socket
 import struct
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import trio
@@ -26,21 +25,16 @@ import zmq
 from zmq.utils import z85
 
 from genbatch.actors.gateways.connection_limit import max_connections
+from genbatch.actors.gateways.unfinished_messages import UnfinishedMessages
 from genbatch.actors.runtime.zeromq_socket import Frames, ZeroMQSocket, monitored, pumped
 from genbatch.actors.security.curve_keys import ServerKeys
-from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 
 logger = logging.getLogger(__name__)
 
 # What one client may send while there is always something left to take: far more than 256 open calls have to say.
 MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28
-# What may come without a message's end. libzmq hands over whole messages only, keeps the parts until then, and bounds
-# neither their number nor their bytes: a message of small parts without an end takes twenty times its size of memory.
-MAX_BYTES_BETWEEN = 2 * MAX_TRANSPORT_BYTES
 # A share of the limit that may come beyond it until what has come is taken.
 SPARE = 4
-# In Linux's `struct tcp_info`: tcpi_bytes_received.
-_TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=HI")  # what happened; the file descriptor
 
@@ -53,16 +47,23 @@ class ZeroMQConnections:
         limit: most connections. With more, those that have been silent longest are ended: a flood of
             connections that never speak pushes itself out, and whoever speaks at once gets in.
         has_unread: whether messages have come that nobody has taken yet: who counts as silent may have sent one.
+        is_encrypted: whether they use CURVE.
     """
 
-    def __init__(self, monitor: ZeroMQSocket, limit: int, has_unread: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        monitor: ZeroMQSocket,
+        limit: int,
+        has_unread: Callable[[], bool] = lambda: False,
+        *,
+        is_encrypted: bool = False,
+    ) -> None:
         self._monitor = monitor
         self._limit = limit
         self._has_unread = has_unread
         self._name: int | str | None = None
         self._taken: dict[int, list[int]] = {}  # messages and bytes that came by it since the queue was last empty
-        self._spoke: set[int] = set()  # a message came by it since the last sweep
-        self._received: dict[int, int] = {}  # bytes that had come by it when a message last had
+        self.unfinished = UnfinishedMessages(self.end, has_unread, is_encrypted=is_encrypted)
         self._open: set[int] = set()
         self._silent: dict[int, None] = {}  # no message has come yet, oldest first
         self._ending: set[int] = set()  # we have ended it, libzmq has not said so yet
@@ -78,15 +79,15 @@ class ZeroMQConnections:
         transport, _, rest = address.partition("://")
         self._name = int(rest.rpartition(":")[2]) if transport == "tcp" else rest
 
-    def took(self, connection: int, num_bytes: int) -> bool:
+    def took(self, connection: int, frames: Sequence[bytes]) -> bool:
         """Counts a message that came by it; returns whether it may send more, or else ends it.
 
         libzmq's own bound on a client's queue is not used (see RCVHWM), so a flood must be cut off.
         """
-        self._spoke.add(connection)
+        self.unfinished.took(connection, frames)
         counts = self._taken.setdefault(connection, [0, 0])
         counts[0] += 1
-        counts[1] += num_bytes
+        counts[1] += sum(map(len, frames))
         # guard: flood of messages
         if counts[0] <= MAX_MESSAGES_AT_ONCE and counts[1] <= MAX_BYTES_AT_ONCE:
             return True
@@ -99,21 +100,6 @@ class ZeroMQConnections:
         """All that had come was taken: nobody floods, and who is silent has said nothing."""
         self._taken.clear()
         self._keep_limit()
-
-    def sweep(self) -> None:
-        """Ends the connections whose message has no end. Where the socket is a file only its owner can do that."""
-        spoke, self._spoke = self._spoke, set()
-        if not isinstance(self._name, int):
-            return
-        for connection in self._open - self._ending:
-            received = _bytes_received(connection)
-            before = self._received.setdefault(connection, 0)
-            if connection in spoke:
-                self._received[connection] = received
-            # guard: message without an end
-            elif received - before > MAX_BYTES_BETWEEN:
-                logger.warning("a client sent %d bytes of a message without an end, and was cut off", received - before)
-                self.end(connection)
 
     def heard(self, connection: int) -> None:
         """A message came by it, so its client has passed the handshake."""
@@ -136,12 +122,14 @@ class ZeroMQConnections:
             if kind == zmq.EVENT_ACCEPTED:
                 self._open.add(connection)
                 self._silent[connection] = None
+                if isinstance(self._name, int):  # where the socket is a file only its owner can connect
+                    self.unfinished.begin(connection)
             else:
                 self._open.discard(connection)
                 self._silent.pop(connection, None)
                 self._ending.discard(connection)
                 self._taken.pop(connection, None)
-                self._received.pop(connection, None)
+                self.unfinished.forget(connection)
                 ended.append(connection)
         return ended
 
@@ -155,25 +143,9 @@ class ZeroMQConnections:
         """Ends a connection; libzmq tells when it has."""
         self._silent.pop(connection, None)
         self._ending.add(connection)
+        self.unfinished.forget(connection)
         if self._name is not None:
             _shut_down(connection, self._name)
-
-
-def _bytes_received(connection: int) -> int:
-    """Bytes that have come by a TCP connection of libzmq's; 0 where the system does not tell."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0
-    try:
-        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=connection)
-    except OSError:
-        return 0
-    try:
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    except OSError:  # libzmq has just closed it
-        return 0
-    finally:
-        borrowed.detach()
-    return int.from_bytes(info[_BYTES_RECEIVED:_TCP_INFO_BYTES], sys.byteorder)
 
 
 def _shut_down(connection: int, name: int | str) -> None:
@@ -288,6 +260,7 @@ class ZeroMQGuard:
         async with trio.open_nursery() as nursery:
             if self._zap is not None:
                 nursery.start_soon(self._zap.run)
+            nursery.start_soon(self.connections.unfinished.watch)
             while True:
                 on_ended(await self.connections.changed())
 
@@ -306,4 +279,5 @@ async def open_guard(socket: ZeroMQSocket, keys: ServerKeys | None) -> AsyncIter
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         monitor = await stack.enter_async_context(monitored(socket, EVENTS))
         zap = await stack.enter_async_context(open_zap_handler(socket, keys)) if keys is not None else None
-        yield ZeroMQGuard(ZeroMQConnections(monitor, max_connections(), socket.has_messages), keys, zap)
+        connections = ZeroMQConnections(monitor, max_connections(), socket.has_messages, is_encrypted=keys is not None)
+        yield ZeroMQGuard(connections, keys, zap)

@@ -27,6 +27,7 @@ from genbatch.actors.engine.child_process import (
     keep_for_good,
     run_child,
 )
+from genbatch.actors.engine.freed_memory import keep_returning_freed_memory
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
 from genbatch.actors.gateways.addresses import (
     check_address,
@@ -328,6 +329,7 @@ class GatewayProcess:
             StartFault: an address could not be listened at.
         """
         async with background() as self._nursery:
+            self._nursery.start_soon(keep_returning_freed_memory)
             while True:
                 match await self._channel.receive():
                     case StartGateway() as start:

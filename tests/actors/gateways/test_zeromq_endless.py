@@ -1,16 +1,21 @@
 """Messages without an end, and frames that claim to be huge, byte by byte: nothing that libzmq would send itself."""
 
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+import msgpack
 import pytest
 import trio
-import trio.lowlevel
+import trio.testing
 
-from genbatch.actors.gateways import zeromq_gateway, zeromq_guard
-from genbatch.actors.security.security import Security
+from genbatch.actors.gateways import unfinished_messages
+from genbatch.actors.gateways.unfinished_messages import UnfinishedMessages
+from genbatch.actors.runtime import zeromq_socket
+from genbatch.actors.security.curve_keys import KeyStore
+from genbatch.actors.security.security import Security, open_security
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
-from tests.actors.gateways.guarded import ask, dealer, listening, until_closed, zmtp_stream
+from tests.actors.gateways.guarded import ask, dealer, hear, listening, tell, until_closed, zmtp_stream
+from tests.waiting import a_moment, received_until
 
 pytestmark = pytest.mark.trio
 
@@ -23,8 +28,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-async def test_a_message_of_parts_without_an_end_is_cut_off_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeromq_gateway, "SWEEP_S", 0.02)
+async def test_a_message_of_parts_without_an_end_is_cut_off_alone() -> None:
     async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway), dealer(gateway.address) as honest:
         port = int(gateway.address.rpartition(":")[2])
         assert (await ask(honest, [0, 1, "generate", [{"prompt": "a b"}]]))[2] is None
@@ -40,16 +44,143 @@ async def test_a_message_of_parts_without_an_end_is_cut_off_alone(monkeypatch: p
         assert (await ask(honest, [0, 2, "generate", [{"prompt": "a b"}]]))[2] is None
 
 
-async def test_whoever_sends_whole_messages_may_send_any_number_of_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_client_may_send_any_number_of_whole_messages_and_stay_idle_for_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, encrypted: bool
 ) -> None:
-    monkeypatch.setattr(zeromq_guard, "MAX_BYTES_BETWEEN", 1000)
-    async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway), dealer(gateway.address) as client:
-        for msgid in range(20):
-            assert (await ask(client, [0, msgid, "generate", [{"prompt": "x" * 500}]]))[1] == msgid
-            for _ in range(2):  # with a message since the last one, and without
-                gateway._guard.connections.sweep()
+    """Both kinds of bytes come in numbers that would be far too many, if they were those of one message."""
+    monkeypatch.setattr(unfinished_messages, "MAX_BYTES_BETWEEN", 1000)
+    monkeypatch.setattr(unfinished_messages, "LOOK_S", 0.001)
+    monkeypatch.setattr(zeromq_socket, "HEARTBEAT_IVL", 5)
+    store = KeyStore(tmp_path / "keys")
+    store.new_server()
+    security = open_security(keys=str(store.directory)) if encrypted else Security()
+    key = str(store.new_client("alice")) if encrypted else None
+    async with listening("tcp://127.0.0.1:*", security) as (_, gateway), dealer(gateway.address, key) as client:
+        for msgid in range(40):
+            assert (await ask(client, [0, msgid, "generate", [{"prompt": "x" * 40 * msgid}]]))[1] == msgid
+        unfinished = gateway._guard.connections.unfinished
+        (arrived,) = unfinished._arrived.values()
+        while arrived.num_held < 10_000:  # heartbeats
+            await a_moment()
+        assert (await ask(client, [0, 99, "generate", [{"prompt": "a b"}]]))[1] == 99
+        assert unfinished.num_held < 1000  # a whole message settles all before it
     assert "cut off" not in caplog.text
+
+
+async def held(unfinished: UnfinishedMessages, least: int, most: int) -> None:
+    """Waits until libzmq holds so many bytes of messages that have not ended."""
+    while not least <= unfinished.num_held <= most:
+        await a_moment()
+
+
+HALF = 2**16
+BEGUN = {
+    "frame": b"\x02" + (2**20).to_bytes(8, "big") + bytes(HALF),
+    "many frames without content": b"\x01\x00" * (HALF // 2),
+}
+
+
+@pytest.mark.parametrize("begun", BEGUN.values(), ids=BEGUN)
+async def test_messages_without_an_end_share_a_bound_which_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 5 * HALF)
+    async with (
+        listening("tcp://127.0.0.1:*", Security()) as (batcher, gateway),
+        dealer(gateway.address) as honest,
+        AsyncExitStack() as stack,
+    ):
+        await tell(honest, [0, 1, "generate", [{"prompt": "hold on"}]])
+        await batcher.arrival("hold on")
+        unfinished, port = gateway._guard.connections.unfinished, int(gateway.address.rpartition(":")[2])
+        streams = []
+        for _ in range(30):
+            streams.append(await stack.enter_async_context(await zmtp_stream(port)))
+            with suppress(trio.BrokenResourceError):
+                await streams[-1].send_all(begun)
+        for stream in streams[:20]:
+            await until_closed(stream)
+        await held(unfinished, 1, 5 * HALF)
+        assert (await ask(honest, [0, 2, "generate", [{"prompt": "a b"}]]))[1] == 2
+        batcher.held["hold on"].finish()
+        assert (await hear(honest))[:3] == [1, 1, None]
+        await stack.aclose()
+        await held(unfinished, 0, HALF // 2)
+
+
+async def test_what_libzmq_holds_is_counted_to_the_byte_beside_whole_messages() -> None:
+    async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway):
+        unfinished = gateway._guard.connections.unfinished
+        async with await zmtp_stream(int(gateway.address.rpartition(":")[2])) as stream:
+            for number in range(50):  # each ends the one before it, and begins another
+                half = 1000 * number
+                message = msgpack.packb([0, number, "generate", [{"prompt": "x" * 2 * half}]])
+                frame = b"\x02" + len(message).to_bytes(8, "big") + message
+                await stream.send_all(frame[: half + 9])
+                await held(unfinished, half + 9, half + 1024)
+                await stream.send_all(frame[half + 9 :])
+                await received_until(stream, b"\x94\x01" + msgpack.packb(number))
+
+
+class Scripted:
+    """Connections, what has come by them as it is told here, and which were ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: dict[int, int] = {}
+        self.has_unread = False
+        self.ended: list[int] = []
+        self.unfinished = UnfinishedMessages(self.ended.append, lambda: self.has_unread, is_encrypted=False)
+        monkeypatch.setattr(unfinished_messages, "bytes_read", self.read.__getitem__)
+
+    def come(self, connection: int, num_bytes: int) -> None:
+        if connection not in self.read:
+            self.unfinished._arrived[connection] = unfinished_messages.Arrived(since=trio.current_time())
+        self.read[connection] = self.read.get(connection, 0) + num_bytes
+        self.unfinished._look([connection])
+
+
+async def test_who_has_sent_nothing_more_for_longest_makes_room_and_who_has_only_heartbeats_comes_last(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 100_000)
+    scripted = Scripted(monkeypatch)
+    idle, slow, stalled, newest = range(4)
+    scripted.come(idle, 40)
+    await trio.sleep(5000)
+    scripted.come(idle, 40_000)
+    for connection in (slow, stalled):
+        scripted.come(connection, 25_000)
+        await trio.sleep(1)
+    scripted.come(slow, 1000)
+    scripted.come(newest, 8000)
+    assert not scripted.ended
+    scripted.come(newest, 8000)
+    assert scripted.ended == [stalled]
+    scripted.come(newest, 40_000)
+    assert scripted.ended == [stalled, slow]
+    scripted.unfinished.took(newest, [bytes(55_000)])
+    await trio.sleep(50_000)
+    scripted.come(newest, 40_000)
+    assert scripted.ended == [stalled, slow]
+    await trio.sleep(5000)
+    scripted.come(idle, 40_000)  # nobody has more than heartbeats: the one with most
+    assert scripted.ended == [stalled, slow, idle]
+
+
+async def test_whole_messages_that_wait_to_be_taken_have_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 100_000)
+    scripted = Scripted(monkeypatch)
+    scripted.has_unread = True
+    scripted.come(1, 300_000)
+    scripted.come(2, 90_000)
+    assert not scripted.ended
+    scripted.unfinished.took(1, [bytes(299_000)])
+    scripted.has_unread = False
+    scripted.come(2, 1)
+    assert not scripted.ended
+    scripted.come(2, 20_000)
+    assert scripted.ended == [2]
 
 
 async def test_a_frame_that_claims_a_gibibyte_ends_its_connection_before_it_comes() -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -12,13 +12,13 @@ from trio.testing import MockClock
 
 from genbatch import RPCClient, ZeroMQClient
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine.child_process import EngineReady, ProcessDied
+from genbatch.actors.engine.child_process import ControlChannel, EngineReady, ProcessDied
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import RestartLimit
 from genbatch.actors.runtime.supervisor import Supervisor
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service import processes
+from genbatch.actors.service import gateway_process, processes
 from genbatch.actors.service.gateway_process import OF_GATEWAYS, Listeners
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.processes import EngineRunner, GatewayRunner, open_processes
@@ -104,3 +104,19 @@ async def test_a_gateway_process_may_die_as_often_as_strangers_like_and_an_engin
                 await trio.sleep(100)
     finally:
         logging.disable(logging.NOTSET)
+
+
+async def test_the_process_of_the_gateways_gives_back_what_a_flood_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = trio.Event()
+
+    async def keep_returning() -> None:
+        begun.set()
+        await trio.sleep_forever()
+
+    class Parent:
+        async def receive(self) -> None:
+            await begun.wait()
+
+    monkeypatch.setattr(gateway_process, "keep_returning_freed_memory", keep_returning)
+    with trio.fail_after(PATIENCE_S):
+        await gateway_process.GatewayProcess(cast(ControlChannel[Any], Parent())).serve()

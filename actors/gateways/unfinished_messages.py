@@ -1,0 +1,197 @@
+"""UnfinishedMessages: the bytes that libzmq holds of messages that have begun and not ended, of all TCP connections.
+
+    unfinished = UnfinishedMessages(end, has_unread, is_encrypted=False)
+    nursery.start_soon(unfinished.watch)
+    unfinished.begin(connection)
+    unfinished.took(connection, frames)
+
+libzmq hands over whole messages only. It keeps the frames of a message until the message ends, and bounds neither
+their number nor their bytes. The kernel tells how many bytes have come by a connection, and how many of them libzmq
+has not read. What is left, less the messages that were taken, is in libzmq's memory: half messages and heartbeats.
+
+Heartbeats cannot be told from frames, and their bytes are never taken. A connection may have as many bytes as
+heartbeats make. It is ended only if the room is full and no connection has more than heartbeats.
+"""
+
+import array
+import fcntl
+import logging
+import select
+import socket
+import sys
+import termios
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+import trio.lowlevel
+
+from genbatch.actors.runtime import zeromq_socket
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES
+
+logger = logging.getLogger(__name__)
+
+# Of one connection. A message that is merely too large must arrive, so that it gets an error that says so.
+MAX_BYTES_BETWEEN = 2 * MAX_TRANSPORT_BYTES
+# Of all connections. Frames without content take 33 times as much memory: 64 bytes of it for two on the wire.
+MAX_UNFINISHED = 16 * 2**20
+# While whole messages wait to be taken they count, too: the room is as many times larger meanwhile.
+SPARE_FOR_WHOLE = 4
+# Seconds between two looks while bytes come.
+LOOK_S = 0.02
+# What an honest peer may send beside its messages: the handshake, and at each interval a PING and a PONG (16 bytes, or
+# 82 with CURVE).
+HANDSHAKE_BYTES, HEARTBEAT_BYTES = 1024, 128
+# CURVE's name of the command, nonce, code and flags, around each frame.
+CURVE_BYTES = 33
+# In Linux's `struct tcp_info`: tcpi_bytes_received.
+_TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What has come by one connection.
+
+    Args:
+        since: when its last whole message was taken, or when it began; seconds on the event loop's clock.
+        ended: how many of its bytes were of whole messages, at least.
+        read: how many libzmq had read at the last look.
+        settled: how many libzmq had read at the last look at which no whole message waited.
+        grew: when a look last found more.
+    """
+
+    since: float
+    ended: int = 0
+    read: int = 0
+    settled: int = 0
+    grew: float = 0.0
+
+    @property
+    def num_held(self) -> int:
+        """Bytes that libzmq may hold, heartbeats included."""
+        return max(0, self.read - self.ended)
+
+    def excess(self, now: float) -> int:
+        """Bytes that libzmq holds beyond what heartbeats make in the time."""
+        intervals = (now - self.since) * 1000 / (zeromq_socket.HEARTBEAT_IVL or 1000)
+        return self.num_held - HANDSHAKE_BYTES - int(HEARTBEAT_BYTES * (intervals + 1))
+
+
+class UnfinishedMessages:
+    """Ends connections when they hold too much; idle where the system does not tell what has come (not Linux).
+
+    Args:
+        end: ends a connection soon.
+        has_unread: whether whole messages have come that nobody has taken yet.
+        is_encrypted: whether the connections use CURVE.
+    """
+
+    def __init__(self, end: Callable[[int], None], has_unread: Callable[[], bool], *, is_encrypted: bool) -> None:
+        self._end = end
+        self._has_unread = has_unread
+        self._frame_bytes = CURVE_BYTES if is_encrypted else 0
+        self._arrived: dict[int, Arrived] = {}
+        # Tells of connections by which something has come, also when libzmq has read it at once.
+        self._news = select.epoll() if hasattr(select, "epoll") and hasattr(socket, "TCP_INFO") else None
+
+    @property
+    def num_held(self) -> int:
+        """Bytes that libzmq may hold, of all connections."""
+        return sum(arrived.num_held for arrived in self._arrived.values())
+
+    def begin(self, connection: int) -> None:
+        """A TCP connection is there."""
+        if self._news is None:
+            return
+        try:
+            # A new connection can be written to, and that is news: it is looked at once, whatever came before.
+            self._news.register(connection, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+        except FileExistsError:  # registered as the one before it with the same descriptor
+            pass
+        except OSError:  # it has ended, which libzmq is about to tell
+            return
+        self._arrived[connection] = Arrived(since=trio.current_time())
+
+    def forget(self, connection: int) -> None:
+        """A connection is no more, or will soon be."""
+        self._arrived.pop(connection, None)
+
+    def took(self, connection: int, frames: Sequence[bytes]) -> None:
+        """A whole message of the connection was taken."""
+        arrived = self._arrived.get(connection)
+        if arrived is None:
+            return
+        sizes = [len(frame) + self._frame_bytes for frame in frames]
+        arrived.ended += sum(size + (2 if size < 256 else 9) for size in sizes)
+        # The message had not ended when no message waited, so all bytes until then came before its end.
+        arrived.ended = max(arrived.ended, arrived.settled)
+        arrived.since = trio.current_time()
+
+    async def watch(self) -> None:
+        """Looks at what has come, until cancelled."""
+        if self._news is None:
+            return
+        with self._news:
+            fits = True
+            while True:
+                if fits:
+                    await trio.lowlevel.wait_readable(self._news)
+                fits = self._look([connection for connection, _ in self._news.poll(0)])
+                await trio.sleep(LOOK_S)
+
+    def _look(self, connections: Sequence[int]) -> bool:
+        """Counts anew by what connections something has come; returns whether all fits into the usual room."""
+        now = trio.current_time()
+        known = [(connection, self._arrived[connection]) for connection in connections if connection in self._arrived]
+        for connection, arrived in known:
+            arrived.read, arrived.grew = max(arrived.read, bytes_read(connection)), now
+        has_unread = self._has_unread()  # after the counts: what had ended by then waits now, or was taken
+        for connection, arrived in known:
+            if not has_unread:
+                arrived.settled = arrived.read
+            # guard: message without an end
+            if arrived.excess(now) > MAX_BYTES_BETWEEN and not has_unread:
+                self._cut_off(connection)
+        self._keep_room(now, MAX_UNFINISHED * (SPARE_FOR_WHOLE if has_unread else 1))
+        return self.num_held <= MAX_UNFINISHED
+
+    def _keep_room(self, now: float, room: int) -> None:
+        """Ends connections until the others fit: those whose message has not grown for longest first."""
+        excess = self.num_held - room
+        # guard: unfinished messages of strangers
+        if excess <= 0:
+            return
+
+        def rank(connection: int) -> tuple[bool, float]:
+            arrived = self._arrived[connection]
+            is_quiet = arrived.excess(now) <= 0
+            return is_quiet, -arrived.num_held if is_quiet else arrived.grew
+
+        for connection in sorted(self._arrived, key=rank):
+            excess -= self._arrived[connection].num_held
+            self._cut_off(connection)
+            if excess <= 0:
+                return
+
+    def _cut_off(self, connection: int) -> None:
+        num_held = self._arrived[connection].num_held
+        logger.warning("a client sent %d bytes without the end of a message, and was cut off", num_held)
+        self.forget(connection)
+        self._end(connection)
+
+
+def bytes_read(connection: int) -> int:
+    """Bytes that have come by a TCP connection of libzmq's and that libzmq has read; 0 if it is none any more."""
+    try:
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=connection)
+    except OSError:
+        return 0
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        unread = array.array("i", [0])
+        fcntl.ioctl(connection, termios.FIONREAD, unread)
+    except OSError:  # libzmq has just closed it
+        return 0
+    finally:
+        borrowed.detach()
+    return int.from_bytes(info[_BYTES_RECEIVED:_TCP_INFO_BYTES], sys.byteorder) - unread[0]
