@@ -49,7 +49,7 @@ _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
 
 
 @dataclass(slots=True)
-class Arrived:
+class HeldBytes:
     """What has come by one connection.
 
     Args:
@@ -90,7 +90,7 @@ class UnfinishedMessages:
         self._end = end
         self._has_unread = has_unread
         self._frame_bytes = CURVE_BYTES if is_encrypted else 0
-        self._arrived: dict[int, Arrived] = {}
+        self._arrived: dict[int, HeldBytes] = {}
         # Tells of connections by which something has come, also when libzmq has read it at once.
         self._news = select.epoll() if hasattr(select, "epoll") and hasattr(socket, "TCP_INFO") else None
 
@@ -110,7 +110,7 @@ class UnfinishedMessages:
             pass
         except OSError:  # it has ended, which libzmq is about to tell
             return
-        self._arrived[connection] = Arrived(since=trio.current_time())
+        self._arrived[connection] = HeldBytes(since=trio.current_time())
 
     def forget(self, connection: int) -> None:
         """A connection is no more, or will soon be."""

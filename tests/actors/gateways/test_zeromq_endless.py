@@ -135,7 +135,7 @@ class Scripted:
 
     def come(self, connection: int, num_bytes: int) -> None:
         if connection not in self.read:
-            self.unfinished._arrived[connection] = unfinished_messages.Arrived(since=trio.current_time())
+            self.unfinished._arrived[connection] = unfinished_messages.HeldBytes(since=trio.current_time())
         self.read[connection] = self.read.get(connection, 0) + num_bytes
         self.unfinished._look([connection])
 
