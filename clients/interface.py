@@ -36,8 +36,11 @@ from genbatch.proto.messages import (
     ModelCard,
     Models,
     ModelsRequest,
+    Ranking,
     ResponseFormat,
     Result,
+    ScoreRequest,
+    Scores,
     StatsRequest,
     Text,
     Token,
@@ -47,6 +50,7 @@ from genbatch.proto.messages import (
     ToolChoice,
     UnloadAdapterRequest,
     check_type,
+    ranking_of,
 )
 from genbatch.proto.methods import Method, method_of
 
@@ -178,6 +182,27 @@ def read_embeddings(answer: Embeddings) -> Embeddings:
     return Embeddings(embeddings=vectors, usage=answer.usage)
 
 
+class ScoreParams(TypedDict, total=False):
+    """The parameters beside query and documents; ScoreRequest tells what each means and its range."""
+
+    instruction: str | None
+    raw_scores: bool
+    truncate: bool
+    max_document_tokens: int | None
+    priority: int
+    deadline_s: float | None
+    tenant: str
+    model: str | None
+
+
+def build_score(documents: Sequence[str], query: str | Sequence[str] | None, params: ScoreParams) -> ScoreRequest:
+    """As `build_request`, for `Client.score` and `Client.rerank`."""
+    plain: object = query if query is None or isinstance(query, str) else list(query)
+    texts = documents if isinstance(documents, str) else list(documents)
+    request: ScoreRequest = check_type({"documents": texts, "query": plain, **params}, ScoreRequest)
+    return request
+
+
 def _plain(messages: Sequence[MessageLike]) -> list[object]:
     if isinstance(messages, str | bytes | Mapping):
         raise InvalidRequest("messages", f"expected a list of messages, got {type(messages).__name__}")
@@ -255,6 +280,33 @@ class Client(Protocol):
             GenbatchError: the request's error; InvalidRequest where the model gives no embeddings.
         """
 
+    async def score(
+        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
+    ) -> Scores:
+        """The scores of each document: one number for each of the model's labels (`ModelCard.labels`).
+
+        Args:
+            documents: the texts.
+            query: one for all documents, one for each, or None for documents by themselves.
+            params: the other fields of ScoreRequest.
+
+        Raises:
+            GenbatchError: the request's error; InvalidRequest where the model scores nothing.
+        """
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
+    ) -> Ranking:
+        """The documents by their relevance to a query, the most relevant first.
+
+        Args:
+            top_n: how many documents are given; None: all.
+            params: the other fields of ScoreRequest.
+
+        Raises:
+            GenbatchError: as `score`; also where the model has several labels.
+        """
+
     async def ask(self, request: msgspec.Struct) -> Any:
         """Send the request of any method in `proto/methods.py` but a generation, and return its answer."""
 
@@ -330,6 +382,16 @@ class SyncClient(Protocol):
         """As Client's, with `with` and `for`."""
 
     def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
+        """As Client's."""
+
+    def score(
+        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
+    ) -> Scores:
+        """As Client's."""
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
+    ) -> Ranking:
         """As Client's."""
 
     def stats(self) -> dict[str, Any]:
@@ -474,6 +536,19 @@ class ServiceCalls:
         """See `Client.embed`."""
         return read_embeddings(await self.ask(build_embed(texts, params)))
 
+    async def score(
+        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
+    ) -> Scores:
+        """See `Client.score`."""
+        scores: Scores = await self.ask(build_score(documents, query, params))
+        return scores
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
+    ) -> Ranking:
+        """See `Client.rerank`."""
+        return ranking_of(await self.score(documents, query, **params), top_n)
+
     async def stats(self) -> dict[str, Any]:
         """See `Client.stats`."""
         stats: dict[str, Any] = await self.ask(StatsRequest())
@@ -532,6 +607,19 @@ class SyncServiceCalls:
     def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
         """See `Client.embed`."""
         return read_embeddings(self.ask(build_embed(texts, params)))
+
+    def score(
+        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
+    ) -> Scores:
+        """See `Client.score`."""
+        scores: Scores = self.ask(build_score(documents, query, params))
+        return scores
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
+    ) -> Ranking:
+        """See `Client.rerank`."""
+        return ranking_of(self.score(documents, query, **params), top_n)
 
     def stats(self) -> dict[str, Any]:
         """See `Client.stats`."""
@@ -597,8 +685,11 @@ async def generate_for(
     return stream.result
 
 
-async def embed_for(client: Client, request: EmbedRequest) -> tuple[list[bytes], int]:
+async def embed_for(client: Client, request: EmbedRequest | ScoreRequest) -> tuple[list[bytes], int]:
     """The vectors of a request that another door has read, float32 in little endian, and its prompt tokens."""
+    if isinstance(request, ScoreRequest):
+        scores: Scores = await client.ask(request)
+        return [struct.pack(f"<{len(row)}f", *row) for row in scores.scores], scores.usage.prompt_tokens
     params: Any = msgspec.to_builtins(request)
     params.pop("encoding_format", None)
     found = await client.embed(params.pop("input"), **params)

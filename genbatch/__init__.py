@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
         EmbedParams as EmbedParams,
         GenerateParams as GenerateParams,
         MessageLike as MessageLike,
+        ScoreParams as ScoreParams,
         Stream as Stream,
         StreamNotEnded as StreamNotEnded,
         SyncClient as SyncClient,
@@ -91,8 +92,11 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
         Message as Message,
         ModelCard as ModelCard,
         NamedTool as NamedTool,
+        Ranked as Ranked,
+        Ranking as Ranking,
         ResponseFormat as ResponseFormat,
         Result as Result,
+        Scores as Scores,
         Token as Token,
         TokenLogprob as TokenLogprob,
         Tool as Tool,
@@ -115,8 +119,8 @@ _DEFINED_IN = {
     "actors.service.options": "ServiceOptions",
     "clients.in_process": "BatcherClient open_batcher",
     "clients.interface": (
-        "Client ClientClosed ClientError EmbedParams GenerateParams MessageLike Stream StreamNotEnded SyncClient "
-        "SyncStream Texts"
+        "Client ClientClosed ClientError EmbedParams GenerateParams MessageLike ScoreParams Stream StreamNotEnded "
+        "SyncClient SyncStream Texts"
     ),
     "clients.offline": "InferenceEngine InferenceSession OfflineScheduler generate_batch",
     "clients.remote": "Retry RPCClient ZeroMQClient",
@@ -129,8 +133,8 @@ _DEFINED_IN = {
         "UnknownMethod"
     ),
     "proto.messages": (
-        "Choice Drained Embeddings GenerateRequest Health Message ModelCard NamedTool ResponseFormat Result Token "
-        "TokenLogprob Tool ToolCall ToolCallDelta Usage"
+        "Choice Drained Embeddings GenerateRequest Health Message ModelCard NamedTool Ranked Ranking ResponseFormat "
+        "Result Scores Token TokenLogprob Tool ToolCall ToolCallDelta Usage"
     ),
     "proto.validation": "RequestLimits",
 }

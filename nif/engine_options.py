@@ -14,7 +14,7 @@ QUANTIZE = ("auto", "none", "int8", "fp8", "int4")
 # What only the GPU's kernels multiply; the others mean something on either.
 GPU_ONLY = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POOLING = ("", "last", "mean", "cls")
+POOLING = ("", "last", "mean", "cls", "rank")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,8 +98,8 @@ class EngineOptions:
             the native runner 8 for activations and KV; "auto" is int8 where that runner runs and dtype is "auto", too:
             who names a dtype gets its numbers. On a GPU "int8", "fp8" and "int4" pack the weights alone, of models of
             the Llama family.
-        pooling: how embeddings are made of hidden states: "last", "mean" or "cls"; if empty, as the model's files say,
-            and most say nothing of them.
+        pooling: how embeddings are made of hidden states: "last", "mean" or "cls"; "rank" scores documents by how
+            likely the answer "yes" is, as for Qwen3-Reranker. If empty, as the model's files say; most say nothing.
         n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
         tensor_parallel: processes that share the model, each with a part of every layer, one a GPU where there are
             any; 1: this one alone. Needs a model of the Llama family, and computes in torch.

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from genbatch.nif.errors import ModelError
+from genbatch.nif.scoring import Scoring
 
-LAST, MEAN, CLS = "last", "mean", "cls"
+LAST, MEAN, CLS, RANK = "last", "mean", "cls", "rank"
 KINDS = (LAST, MEAN, CLS)
-"""The last token's state, the mean of all, the first token's."""
+"""The last token's state, the mean of all, the first token's. Beside these RANK: the last token's logits."""
 
 _OF_SENTENCE_TRANSFORMERS = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
 _OLD_KEYS = {
@@ -49,6 +50,7 @@ class Pooling:
         lowercase: whether texts are made lower case first.
         max_tokens: tokens of a text at most; None leaves it to the model's positions.
         reads_whole: whether the model reads a text in both directions, and its runner pools what is whole.
+        scoring: how scores are made of what is pooled; None: it is an embedding.
     """
 
     kind: str
@@ -59,22 +61,36 @@ class Pooling:
     lowercase: bool = False
     max_tokens: int | None = None
     reads_whole: bool = False
+    scoring: Scoring | None = None
+
+    @property
+    def embeds(self) -> bool:
+        """Whether a text's vector is an embedding, and no scores."""
+        return self.scoring is None
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether a runner has to hand out hidden states."""
+        return self.kind != RANK
 
     @property
     def needs_every_state(self) -> bool:
         """Whether states other than the last token's are wanted of a runner."""
-        return self.kind != LAST and not self.reads_whole
+        return self.kind in (MEAN, CLS) and not self.reads_whole
 
     def text(self, text: str) -> str:
         """What the model reads for a text."""
         return self.prefix + (text.lower() if self.lowercase else text)
 
-    def finish(self, pooled: torch.Tensor, dimensions: int | None = None) -> torch.Tensor:
-        """The embedding, [dimensions or size] float32.
+    def finish(self, pooled: torch.Tensor, dimensions: int | None = None, *, activates: bool = True) -> torch.Tensor:
+        """The embedding, [dimensions or size] float32, or the scores.
 
         Args:
-            pooled: [size], of the states that `kind` says.
+            pooled: [size], of the states that `kind` says; [vocab_size] of RANK.
+            activates: whether scores go through the model's activation.
         """
+        if self.scoring is not None:
+            return self.scoring.finish(pooled, activates=activates)
         vector = pooled.float()[:dimensions]
         if not self.normalize:
             return vector

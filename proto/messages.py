@@ -496,6 +496,94 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Texts to score by a reranker or a classifier.
+
+    Args:
+        documents: the texts, at least one; a document beside a query may be empty.
+        query: what each document is compared with: one text for all of them, or one for each. None scores each document
+            by itself.
+        instruction: what makes a document relevant, for rerankers whose prompt has a place for it; None is the model's
+            own.
+        raw_scores: give the numbers of the model's head, without its activation.
+        truncate: cut the end of documents that are too long for the model; else such a document is refused.
+        max_document_tokens: tokens of a document at most, >= 1; the end of a longer one is cut. None is no bound.
+        priority, deadline_s, tenant, model: as GenerateRequest's; a score that is late is none.
+    """
+
+    documents: list[str]
+    query: str | list[str] | None = None
+    instruction: str | None = None
+    raw_scores: bool = False
+    truncate: bool = False
+    max_document_tokens: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: str = ""
+    model: str | None = None
+
+    @property
+    def n(self) -> int:
+        """What it counts as where sequences are counted: its texts follow one another."""
+        return 1
+
+    @property
+    def texts(self) -> list[str]:
+        """What is read, a document with its query."""
+        return [f"{query or ''}{document}" for query, document in self.pairs]
+
+    @property
+    def pairs(self) -> list[tuple[str | None, str]]:
+        """Each document with its query, once `validate_score` has seen them."""
+        if isinstance(self.query, list):
+            return list(zip(self.query, self.documents, strict=True))
+        return [(self.query, document) for document in self.documents]
+
+
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of each document, in their order: a number for each of the model's labels (`ModelCard.labels`)."""
+
+    scores: list[list[float]]
+    usage: Usage
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """A document's place among the others.
+
+    Args:
+        index: which of the documents it is, from 0.
+        score: its relevance.
+    """
+
+    index: int
+    score: float
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """Documents by their relevance, the most relevant first; those of one score in the order of the request."""
+
+    results: list[Ranked]
+    usage: Usage
+
+
+def ranking_of(scores: Scores, top_n: int | None = None) -> Ranking:
+    """The ranking of scores that have one number each.
+
+    Args:
+        top_n: how many documents are kept; None: all.
+
+    Raises:
+        InvalidRequest: the model has several labels, so it ranks nothing, or `top_n` is below 1.
+    """
+    if top_n is not None and top_n < 1:
+        raise InvalidRequest("top_n", f"must be at least 1, not {top_n}")
+    if any(len(numbers) != 1 for numbers in scores.scores):
+        raise InvalidRequest("model", "is a classifier of several labels, which ranks no documents: ask for its scores")
+    ranked = [Ranked(index=index, score=numbers[0]) for index, numbers in enumerate(scores.scores)]
+    ranked.sort(key=lambda one: one.score, reverse=True)
+    return Ranking(results=ranked[:top_n], usage=scores.usage)
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model that is served.
 
@@ -510,6 +598,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         device: where, such as "cpu" or "cuda:0".
         embedding_size: elements of its embeddings; None where it gives none.
         generates: whether it continues text.
+        labels: the names of its scores; empty where it scores nothing.
         sampling: how its makers say to draw, by the names of GenerateRequest; requests that do not say it draw so.
         parent: the model that it adapts, where it is an adapter; None where it is a model by itself.
     """
@@ -524,6 +613,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     embedding_size: int | None = None
     generates: bool = True
+    labels: tuple[str, ...] = ()
     sampling: dict[str, float] = {}
     parent: str | None = None
 

@@ -4,8 +4,8 @@
     METHODS["tokenize"].answer      # TokenIds: what it is answered with
     method_of(request).name         # "tokenize"
 
-The Batcher is asked with the requests themselves. Only generation and embedding travel inside a message of their own
-(`actors/batcher/messages.py`), which also says who calls and where tokens go.
+The Batcher is asked with the requests themselves. Only generation, embedding and scoring travel inside a message of
+their own (`actors/batcher/messages.py`), which also says who calls and where tokens go.
 """
 
 import enum
@@ -30,6 +30,8 @@ from genbatch.proto.messages import (
     Models,
     ModelsRequest,
     Result,
+    ScoreRequest,
+    Scores,
     StatsRequest,
     Text,
     TokenIds,
@@ -86,6 +88,7 @@ _ROWS = (
     Method("generate", GenerateRequest, Result, Lane.WORK),
     Method("stream", GenerateRequest, Result, Lane.WORK, streams=True),
     Method("embed", EmbedRequest, Embeddings, Lane.WORK),
+    Method("score", ScoreRequest, Scores, Lane.WORK),
     Method("tokenize", TokenizeRequest, TokenIds, Lane.TEXT),
     Method("detokenize", DetokenizeRequest, Text, Lane.TEXT),
     Method("models", ModelsRequest, Models, Lane.CONTROL, timeout_s=ANSWER_TIMEOUT_S),

@@ -22,6 +22,7 @@ from genbatch.proto.messages import (
     Message,
     NamedTool,
     ResponseFormat,
+    ScoreRequest,
     TokenizeRequest,
     Tool,
     UnloadAdapterRequest,
@@ -42,7 +43,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_grammar_bytes: of a JSON schema, grammar or regular expression that the answer must match.
         max_grammar_s: seconds of processor time that compiling one may take.
         max_deadline_s: seconds.
-        max_inputs: texts to make embeddings of.
+        max_inputs: texts to make embeddings of, or documents to score.
     """
 
     max_n: int = 8
@@ -259,6 +260,38 @@ def validate_embed(request: EmbedRequest, limits: RequestLimits) -> None:
     _check_text("tenant", request.tenant, MAX_NAME_LENGTH)
 
 
+def validate_score(request: ScoreRequest, limits: RequestLimits) -> None:
+    """As `validate_request`."""
+    check_type(msgspec.structs.asdict(request), ScoreRequest)
+    if not request.documents:
+        raise InvalidRequest("documents", "is empty")
+    _check_count("documents", len(request.documents), limits.max_inputs)
+    if isinstance(request.query, list) and len(request.query) != len(request.documents):
+        rule = f"has {len(request.query)} entries, and there are {len(request.documents)} documents"
+        raise InvalidRequest("query", rule)
+    for index, (query, document) in enumerate(request.pairs):
+        place = f"query[{index}]" if isinstance(request.query, list) else "query"
+        if query == "":
+            raise InvalidRequest(place, "is empty")
+        if query is None and not document:
+            raise InvalidRequest(f"documents[{index}]", "is empty")
+        _check_text(place, query or "")
+        _check_text(f"documents[{index}]", document)
+    _check_text("instruction", request.instruction or "")
+    _check_given_range("max_document_tokens", request.max_document_tokens, 1, MAX_COUNT)
+    _check_deadline(request, limits)
+    _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_text("tenant", request.tenant, MAX_NAME_LENGTH)
+
+
+def validate_texts(request: EmbedRequest | ScoreRequest, limits: RequestLimits) -> None:
+    """As `validate_request`, of texts to embed or to score."""
+    if isinstance(request, ScoreRequest):
+        validate_score(request, limits)
+    else:
+        validate_embed(request, limits)
+
+
 def validate_drain(request: DrainRequest) -> None:
     """As `validate_request`."""
     check_type(msgspec.structs.asdict(request), DrainRequest)
@@ -399,7 +432,7 @@ def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
     _check_deadline(request, limits)
 
 
-def _check_deadline(request: GenerateRequest | EmbedRequest, limits: RequestLimits) -> None:
+def _check_deadline(request: GenerateRequest | EmbedRequest | ScoreRequest, limits: RequestLimits) -> None:
     if request.deadline_s is not None:
         # guard: cap on the deadline
         _check_range("deadline_s", request.deadline_s, 0, limits.max_deadline_s, above=True)

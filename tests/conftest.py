@@ -89,6 +89,20 @@ def embedder_dir(tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
+def scorer_dir(tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """scorer_dir("bert") is the directory of a small random model of `scorers.py`, made once a session."""
+    scorers = _module_at(Path(__file__).parent / "nif" / "scorers.py")
+    made: dict[str, Path] = {}
+
+    def directory(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = scorers.build_scorer(kind, tmp_path_factory.mktemp("scorer"), tiny_models)
+        return made[kind]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
 def oracle(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Any]:
     """oracle("llama") answers for that model as transformers' `generate` does."""
     module = _module_at(Path(__file__).parent / "oracle.py")

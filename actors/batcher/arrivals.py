@@ -20,7 +20,7 @@ from typing import Any
 import outcome
 
 from genbatch.actors.batcher import resume
-from genbatch.actors.batcher.embeddings import QUEUE_SHARE, EmbeddingRequest
+from genbatch.actors.batcher.embeddings import QUEUE_SHARE, EmbeddingRequest, TextIntake, TextsRequest
 from genbatch.actors.batcher.generation import GenerationRequest
 from genbatch.actors.batcher.grammars import Compiled, Grammars
 from genbatch.actors.batcher.intake import Intake
@@ -30,9 +30,11 @@ from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
 from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, TimeLimits
+from genbatch.actors.batcher.scores import ScoringRequest
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
+from genbatch.proto.messages import ScoreRequest
 
 
 class PromptSharing:
@@ -142,7 +144,7 @@ class Arrivals:
             self._draining.check()
             match message:
                 case Embed():
-                    request: Request = self._embedding(message, from_)
+                    request: Request = self._texts(message, from_)
                 case Generate():
                     request = self._generation(message, from_)
         except GenbatchError as error:
@@ -199,25 +201,25 @@ class Arrivals:
         if request.constraints:
             self._grammars.watch(request.sequences)
 
-    def _embedding(self, message: Embed, from_: "From[Any]") -> EmbeddingRequest:
-        wanted, intake = message.request, self._intake.embeddings
+    def _texts(self, message: Embed, from_: "From[Any]") -> TextsRequest[Any]:
+        wanted, scores = message.request, isinstance(message.request, ScoreRequest)
+        intake: TextIntake[Any] = self._intake.scores if scores else self._intake.embeddings
         if self._intake.adapter(wanted.model) is not None:
-            raise InvalidRequest("model", "an adapter changes what is generated; embeddings are the model's own")
+            given = "scores" if scores else "embeddings"
+            raise InvalidRequest("model", f"an adapter changes what is generated; {given} are the model's own")
         width = intake.check(wanted)
         account = charged_account(message.client, wanted.tenant, embeds=True)
         limits = self._limits(wanted.deadline_s, message.client)
         self._admit(message.client, account, width, limits, embeds=True)
         # One text has no time of its own: the operator's bound on an answer is for what is generated.
         limits = replace(limits, answer_s=None)
-        request = EmbeddingRequest(**self._common(message, from_, limits), wanted=wanted, width=width)
+        kind: type[TextsRequest[Any]] = ScoringRequest if scores else EmbeddingRequest
+        request = kind(**self._common(message, from_, limits), wanted=wanted, width=width)
         request.read_job = without_template(partial(intake.read, wanted), intake.size(wanted), request.account)
-        request.begin_waiting = partial(self._begin_embedding, request)
+        request.begin_waiting = lambda texts: intake.start(request, texts.unwrap(), self._intake.longest)
         self._add(request)
-        self._flight.close("embeddings were asked for, and a record has none")
+        self._flight.close(f"{request.kind} were asked for, and a record has none")
         return request
-
-    def _begin_embedding(self, request: EmbeddingRequest, texts: "outcome.Outcome[list[list[int]]]") -> None:
-        self._intake.embeddings.start(request, texts.unwrap(), self._intake.longest)
 
     def _common(self, message: Generate | Embed, from_: "From[Any]", limits: TimeLimits) -> dict[str, Any]:
         """The fields that every request has."""

@@ -12,7 +12,7 @@ no longer in anybody's way than a few requests would be.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -25,14 +25,17 @@ from genbatch.nif.pooling import Pooling
 from genbatch.nif.runner import Logits
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
-from genbatch.proto.messages import EmbedRequest, FinishReason
+from genbatch.proto.messages import EmbedRequest, FinishReason, ScoreRequest
 from genbatch.proto.validation import validate_embed
+
+Asked = TypeVar("Asked", EmbedRequest, ScoreRequest)
 
 NO_EMBEDDINGS = (
     "there are no embeddings: this model was trained to continue text, and its hidden states are no measure of "
     "what a text means; use a model that was trained for embeddings"
 )
-NO_TEXT = "gives embeddings and does not continue text: ask a model that does"
+NO_VECTORS = "it scores texts and gives no embeddings: ask for its scores"
+NO_TEXT = "does not continue text: ask a model that does"
 # What embeddings may take of the queue, so that a flood of them leaves room for what is generated.
 QUEUE_SHARE = 0.5
 
@@ -52,13 +55,15 @@ class PooledText:
         self._count = 0
 
     def states(self, *, is_last: bool) -> Logits:
-        """Which states of a chunk the pooling reads."""
+        """Which states or logits of a chunk the pooling reads."""
         if self._pooling.needs_every_state:
             return Logits.EVERY_STATE
-        return Logits.LAST_STATE if is_last else Logits.NONE
+        if not is_last:
+            return Logits.NONE
+        return Logits.LAST_STATE if self._pooling.needs_states else Logits.LAST
 
     def add(self, first: int, states: torch.Tensor) -> None:
-        """Takes a chunk's states, [n, size]; the chunk begins at position `first`."""
+        """Take what was read of a chunk, [n, size]; the chunk begins at position `first`."""
         if not self._pooling.needs_every_state:
             self._sum = states[-1]
             self._count = 1
@@ -74,32 +79,28 @@ class PooledText:
         """Whether all of it are numbers."""
         return bool(torch.isfinite(self._sum).all())
 
-    def vector(self, dimensions: int | None) -> torch.Tensor:
-        """The embedding."""
-        return self._pooling.finish(self._sum / self._count, dimensions)
+    def vector(self, dimensions: int | None = None, *, activates: bool = True) -> torch.Tensor:
+        """The embedding, or the scores; see Pooling.finish."""
+        return self._pooling.finish(self._sum / self._count, dimensions, activates=activates)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class EmbeddingRequest(Request):
-    """A request for the embeddings of texts.
+class TextsRequest(Request, Generic[Asked]):
+    """A request whose texts are read, and answered with a vector each.
 
     Args:
         wanted: the validated message.
     """
 
-    early: ClassVar[str] = "all embeddings were there"
+    early: ClassVar[str] = "all texts were read"
     counts_answers: ClassVar[bool] = False
 
-    wanted: EmbedRequest
+    wanted: Asked
     num_tokens: int = 0  # of all texts, once they are tokenized
     vectors: list[bytes] = field(default_factory=list)
     num_left: int = 0  # texts that have no vector yet
     texts: deque[tuple[int, list[int]]] = field(default_factory=deque)  # that do not wait for a slot yet
     make: "Callable[[int, list[int], float], TextEmbedding] | None" = None
-
-    @property
-    def kind(self) -> str:
-        return "embeddings"
 
     @property
     def account(self) -> str:
@@ -136,16 +137,31 @@ class EmbeddingRequest(Request):
         return sequence
 
     def add(self, sequence: "TextEmbedding") -> bool:
-        """Take a text's embedding; returns whether it was the last."""
+        """Take a text that is read; returns whether it was the last."""
         self.sequences.remove(sequence)  # there may be thousands
-        vector = sequence.text.vector(self.wanted.dimensions)
-        self.vectors[sequence.place] = vector.numpy().astype("<f4").tobytes()
+        self.vectors[sequence.place] = self.vector(sequence.text).numpy().astype("<f4").tobytes()
         self.num_left -= 1
         return not self.num_left
 
+    def vector(self, text: PooledText) -> torch.Tensor:
+        """The answer to one text."""
+        raise NotImplementedError
+
     def response(self) -> Embedded:
-        assert not self.num_left, "a text has no embedding yet"
+        assert not self.num_left, "a text has no vector yet"
         return Embedded(vectors=self.vectors, prompt_tokens=self.num_tokens)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EmbeddingRequest(TextsRequest[EmbedRequest]):
+    """A request for the embeddings of texts."""
+
+    @property
+    def kind(self) -> str:
+        return "embeddings"
+
+    def vector(self, text: PooledText) -> torch.Tensor:
+        return text.vector(self.wanted.dimensions)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -157,7 +173,7 @@ class TextEmbedding(Sequence):
         text: collects the states.
     """
 
-    request: EmbeddingRequest
+    request: TextsRequest[Any]
     place: int
     text: PooledText
 
@@ -187,8 +203,8 @@ class TextEmbedding(Sequence):
             books.finish(self, "stop")
 
 
-class EmbedIntake:
-    """Checks and tokenizes what embeddings are asked of, and makes its sequences.
+class TextIntake(Generic[Asked]):
+    """Checks and tokenizes the texts of a request, and makes its sequences.
 
     Args:
         model: the loaded model.
@@ -211,54 +227,41 @@ class EmbedIntake:
             return self._max_positions
         return min(self._max_positions, pooling.max_tokens)
 
-    def check(self, wanted: EmbedRequest) -> int:
+    def check(self, wanted: Asked) -> int:
         """Check a request without tokenizing; returns how many of its texts wait or run at a time.
 
         Raises:
             InvalidRequest: the request cannot be served.
         """
-        pooling, vocab_size = self._model.pooling, self._model.vocab_size
-        if pooling is None:
-            raise InvalidRequest("input", NO_EMBEDDINGS)
-        validate_embed(wanted, self._options.limits)
-        if wanted.priority and not self._options.priority_ageing_s:
-            raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
-        if wanted.dimensions not in (None, pooling.size, *pooling.shorter):
-            others = f", and {_sizes(pooling.shorter)}" if pooling.shorter else "; it was not trained for others"
-            rule = f"{wanted.dimensions} is not possible: {self._model.name} gives {pooling.size}{others}"
-            raise InvalidRequest("dimensions", rule)
-        for place, text in enumerate(wanted.texts):
-            if not isinstance(text, str) and max(text) >= vocab_size:
-                at = next(at for at, token_id in enumerate(text) if token_id >= vocab_size)
-                path = f"{_field(wanted, place)}[{at}]"
-                raise InvalidRequest(path, f"token id {text[at]} is outside 0..{vocab_size - 1}")
-        return min(len(wanted.texts), self._options.n_parallel)
+        raise NotImplementedError
 
-    def size(self, wanted: EmbedRequest) -> int:
+    def size(self, wanted: Asked) -> int:
         """How much there is to tokenize, in characters."""
-        return sum(len(text) for text in wanted.texts if isinstance(text, str))
+        raise NotImplementedError
 
-    def read(self, wanted: EmbedRequest) -> list[list[int]]:
+    def read(self, wanted: Asked) -> list[list[int]]:
         """The token ids of each text; safe to run on another thread.
 
         Raises:
             InvalidRequest: a text has no tokens.
             PromptTooLong: a text has more than the model reads.
         """
-        pooling, encode = self._model.pooling, self._model.tokenizer.encode
-        assert pooling is not None
-        found = []
-        for place, text in enumerate(wanted.texts):
-            tokens = encode(pooling.text(text)) if isinstance(text, str) else text
-            if not tokens:
-                raise InvalidRequest(_field(wanted, place), "is empty")
-            if len(tokens) > self.max_tokens:
-                limit = f"has {len(tokens)} tokens, {self._model.name} reads {self.max_tokens} of a text"
-                raise PromptTooLong(limit, field=_field(wanted, place))
-            found.append(tokens)
-        return found
+        raise NotImplementedError
 
-    def start(self, request: EmbeddingRequest, texts: list[list[int]], longest: Callable[..., int]) -> None:
+    def field(self, wanted: Asked, place: int) -> str:
+        """The path of a text."""
+        raise NotImplementedError
+
+    def check_priority(self, wanted: Asked) -> None:
+        """Refuse a priority where the service knows none.
+
+        Raises:
+            InvalidRequest: it knows none.
+        """
+        if wanted.priority and not self._options.priority_ageing_s:
+            raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
+
+    def start(self, request: TextsRequest[Asked], texts: list[list[int]], longest: Callable[..., int]) -> None:
         """Lets a request's texts become sequences.
 
         Args:
@@ -275,7 +278,7 @@ class EmbedIntake:
         if room < len(longest_text):
             place = texts.index(longest_text)
             limit = f"has {len(longest_text)} tokens, the KV cache has room for {max(0, room)} of one text"
-            raise PromptTooLong(limit, field=_field(request.wanted, place))
+            raise PromptTooLong(limit, field=self.field(request.wanted, place))
         ageing_s = self._options.priority_ageing_s
         key = prefix_key(request.tenant)
 
@@ -300,9 +303,45 @@ class EmbedIntake:
         request.start(texts, make)
 
 
-def _field(wanted: EmbedRequest, place: int) -> str:
-    """The path of a text."""
-    return "input" if wanted.texts[0] == wanted.input else f"input[{place}]"
+class EmbedIntake(TextIntake[EmbedRequest]):
+    """Checks and tokenizes texts to embed."""
+
+    def check(self, wanted: EmbedRequest) -> int:
+        pooling, vocab_size = self._model.pooling, self._model.vocab_size
+        if pooling is None or not pooling.embeds:
+            raise InvalidRequest("input", NO_EMBEDDINGS if pooling is None else NO_VECTORS)
+        validate_embed(wanted, self._options.limits)
+        self.check_priority(wanted)
+        if wanted.dimensions not in (None, pooling.size, *pooling.shorter):
+            others = f", and {_sizes(pooling.shorter)}" if pooling.shorter else "; it was not trained for others"
+            rule = f"{wanted.dimensions} is not possible: {self._model.name} gives {pooling.size}{others}"
+            raise InvalidRequest("dimensions", rule)
+        for place, text in enumerate(wanted.texts):
+            if not isinstance(text, str) and max(text) >= vocab_size:
+                at = next(at for at, token_id in enumerate(text) if token_id >= vocab_size)
+                path = f"{self.field(wanted, place)}[{at}]"
+                raise InvalidRequest(path, f"token id {text[at]} is outside 0..{vocab_size - 1}")
+        return min(len(wanted.texts), self._options.n_parallel)
+
+    def size(self, wanted: EmbedRequest) -> int:
+        return sum(len(text) for text in wanted.texts if isinstance(text, str))
+
+    def read(self, wanted: EmbedRequest) -> list[list[int]]:
+        pooling, encode = self._model.pooling, self._model.tokenizer.encode
+        assert pooling is not None
+        found = []
+        for place, text in enumerate(wanted.texts):
+            tokens = encode(pooling.text(text)) if isinstance(text, str) else text
+            if not tokens:
+                raise InvalidRequest(self.field(wanted, place), "is empty")
+            if len(tokens) > self.max_tokens:
+                limit = f"has {len(tokens)} tokens, {self._model.name} reads {self.max_tokens} of a text"
+                raise PromptTooLong(limit, field=self.field(wanted, place))
+            found.append(tokens)
+        return found
+
+    def field(self, wanted: EmbedRequest, place: int) -> str:
+        return "input" if wanted.texts[0] == wanted.input else f"input[{place}]"
 
 
 def _sizes(shorter: frozenset[int]) -> str:

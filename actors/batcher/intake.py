@@ -22,6 +22,7 @@ from genbatch.actors.batcher.generation import BeamGeneration, Generation, Gener
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.output import Output, OutputRules, Reading
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt
+from genbatch.actors.batcher.scores import ScoreIntake
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
@@ -101,6 +102,7 @@ class Intake:
         self.longest: Callable[..., int] = lambda prompt_tokens, width, cap, shares: cap
         self._ids: Iterator[int] = count(1)
         self.embeddings = EmbedIntake(model, options, max_positions, self._ids)
+        self.scores = ScoreIntake(model, options, max_positions, self._ids)
         # Finding a prefix renders several conversations; callers repeat the same first message.
         self._prefixes: dict[tuple[str, str], list[int]] = {}
         self._prefixes_lock = Lock()  # the event loop and the tokenizer's thread use them

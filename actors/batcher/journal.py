@@ -6,7 +6,8 @@ ticks: objects, tokens among them. And it answers: a replay says what time it is
 Events of the Batcher (measurements | metadata):
 
     request.accepted     tokenize_s, prompt_tokens, max_tokens, n, temperature | request_id, client, tenant, model, kind
-                         its prompt is tokenized and it waits; kind is "chat", "text_completion" or "embeddings"
+                         its prompt is tokenized and it waits; kind is "chat", "text_completion",
+                         "embeddings" or "scores"
     request.refused      | request_id, client, tenant, model, code   it was not accepted; code is the error's
     request.started      queue_s, cached_tokens | request_id         it has a slot, for the first time
     request.first_token  ttft_s | request_id

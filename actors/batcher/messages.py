@@ -12,6 +12,7 @@ import msgspec
 from genbatch.proto.messages import (
     EmbedRequest,
     GenerateRequest,
+    ScoreRequest,
     Token,
     TokenizeRequest,
 )
@@ -86,14 +87,14 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """A call that is answered with Embedded, once all of its texts are.
+    """A call that is answered with Embedded, once all of its texts are read.
 
     Args:
-        request: the texts.
+        request: the texts to embed or to score.
         client, request_id: see Generate.
     """
 
-    request: EmbedRequest
+    request: EmbedRequest | ScoreRequest
     client: str = ""
     request_id: str = field(default="", kw_only=True)
 
@@ -102,7 +103,7 @@ class Embedded(msgspec.Struct, frozen=True, kw_only=True):
     """What became of an Embed.
 
     Args:
-        vectors: of each text, float32 in little endian.
+        vectors: the embedding or the scores of each text, float32 in little endian.
         prompt_tokens: of all texts.
     """
 

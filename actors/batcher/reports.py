@@ -13,7 +13,7 @@ from genbatch.proto.messages import ModelCard
 
 def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
     """The model that a context serves to `n_parallel` sequences at once, and the adapters that requests may name."""
-    model, runner = ctx.model, ctx.runner
+    model, runner, pooling = ctx.model, ctx.runner, ctx.model.pooling
     card = ModelCard(
         id=model.name,
         n_ctx=ctx.max_positions,
@@ -23,11 +23,12 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
         quantize=runner.quantize,
         runner=runner.name,
         device=str(runner.device),
-        embedding_size=None if model.pooling is None else model.pooling.size,
+        embedding_size=pooling.size if pooling is not None and pooling.embeds else None,
         generates=model.generates,
+        labels=pooling.scoring.labels if pooling is not None and pooling.scoring is not None else (),
         sampling=dict(model.sampling),
     )
-    adapted = msgspec.structs.replace(card, parent=card.id, embedding_size=None)
+    adapted = msgspec.structs.replace(card, parent=card.id, embedding_size=None, labels=())
     return card, *(msgspec.structs.replace(adapted, id=one.name) for one in ctx.adapters.serving())
 
 

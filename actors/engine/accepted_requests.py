@@ -31,7 +31,7 @@ import msgspec
 from genbatch.actors.batcher.messages import DrawnTokens
 from genbatch.actors.engine.engine_wire import LinkError, TokenRow
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, Unavailable
-from genbatch.proto.messages import EmbedRequest, GenerateRequest, Token
+from genbatch.proto.messages import EmbedRequest, GenerateRequest, ScoreRequest, Token
 
 # Poison is refused for so many seconds, and so many of its kinds are remembered.
 POISON_S = 300.0
@@ -45,7 +45,7 @@ MAX_DEATHS = 4
 
 
 # What of both is asked here: a deadline, and what makes two of them the same.
-Wanted: TypeAlias = GenerateRequest | EmbedRequest
+Wanted: TypeAlias = GenerateRequest | EmbedRequest | ScoreRequest
 
 
 class Stage(enum.Enum):

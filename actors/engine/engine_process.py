@@ -44,6 +44,7 @@ from genbatch.actors.engine.engine_wire import (
     Serving,
     Submit,
     SubmitEmbed,
+    SubmitScore,
     Tokens,
     decode_for_engine,
     decode_value,
@@ -113,7 +114,7 @@ class EngineSession:
         match message:
             case Submit():
                 self._start(message.id, lambda: self._generate(message))
-            case SubmitEmbed():
+            case SubmitEmbed() | SubmitScore():
                 self._start(message.id, lambda: self._embed(message))
             case Ask():
                 self._start(message.id, lambda: self._answer(message))
@@ -161,7 +162,7 @@ class EngineSession:
         )
         return Final(submit.id, await self._batcher.call(call, timeout=None))
 
-    async def _embed(self, submit: SubmitEmbed) -> FinalEmbedded:
+    async def _embed(self, submit: SubmitEmbed | SubmitScore) -> FinalEmbedded:
         call = Embed(submit.request, submit.client, request_id=submit.request_id)
         return FinalEmbedded(submit.id, await self._batcher.call(call, timeout=None))
 

@@ -1,6 +1,6 @@
 """What a gateway process and an engine process say to each other: frames over a socketpair, each a list of messages.
 
-    ToEngine:  Submit, SubmitEmbed, Cancel, Ask     one frame for each turn of the gateway's event loop
+    ToEngine:  Submit, SubmitEmbed, SubmitScore, Cancel, Ask     one frame for each turn of the gateway's event loop
     ToGateway: Tokens, Final, FinalEmbedded, FinalError, Answer, Beat, Serving    one a step of the engine
 
 Every type is checked when a frame is decoded. Numbers in place of names keep a step's message small: structs travel
@@ -23,6 +23,7 @@ from genbatch.proto.messages import (
     Health,
     Models,
     Result,
+    ScoreRequest,
     ToolCallDelta,
 )
 
@@ -79,6 +80,15 @@ class SubmitEmbed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     request_id: str
 
 
+class SubmitScore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    """Work on a request for scores; the fields are those of Submit."""
+
+    id: int
+    request: ScoreRequest
+    client: str
+    request_id: str
+
+
 class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A Token of the request with this id; without its text where nobody reads that."""
 
@@ -107,7 +117,7 @@ class Final(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class FinalEmbedded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
-    """An embedding request's result."""
+    """The result of texts to embed or to score."""
 
     id: int
     result: Embedded
@@ -139,7 +149,7 @@ class Serving(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     models: Models
 
 
-ToEngine = Submit | SubmitEmbed | Cancel | Ask
+ToEngine = Submit | SubmitEmbed | SubmitScore | Cancel | Ask
 ToGateway = Tokens | Final | FinalEmbedded | FinalError | Answer | Beat | Serving
 
 _encoder = msgspec.msgpack.Encoder()

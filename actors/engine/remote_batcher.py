@@ -37,6 +37,7 @@ from genbatch.actors.engine.engine_wire import (
     Serving,
     Submit,
     SubmitEmbed,
+    SubmitScore,
     ToEngine,
     ToGateway,
     Tokens,
@@ -65,10 +66,11 @@ from genbatch.proto.messages import (
     HealthStatus,
     Models,
     ModelsRequest,
+    ScoreRequest,
     StatsRequest,
 )
 from genbatch.proto.methods import method_of
-from genbatch.proto.validation import MAX_SEED, validate_embed, validate_request
+from genbatch.proto.validation import MAX_SEED, validate_request, validate_texts
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +324,7 @@ class RemoteBatcher(GenServer):
         # guard: draining takes nothing new, at the link
         self._draining.check()
         if isinstance(message, Embed):
-            validate_embed(message.request, self.options.limits)
+            validate_texts(message.request, self.options.limits)
         else:
             if message.keep is not None:
                 raise InvalidRequest(None, "logits are kept by an engine in the caller's process only")
@@ -523,10 +525,12 @@ class RemoteBatcher(GenServer):
                 self._end(entry, Cancelled("the service has stopped"))
 
 
-def _submission(entry: AcceptedRequest, request: Wanted) -> Submit | SubmitEmbed:
+def _submission(entry: AcceptedRequest, request: Wanted) -> Submit | SubmitEmbed | SubmitScore:
     """What tells the engine of a request; `request` has the deadline that is left."""
     message: Generate | Embed = entry.caller.message
     if isinstance(message, Embed):
+        if isinstance(request, ScoreRequest):
+            return SubmitScore(entry.id, request, message.client, message.request_id)
         assert isinstance(request, EmbedRequest)
         return SubmitEmbed(entry.id, request, message.client, message.request_id)
     assert isinstance(request, GenerateRequest)

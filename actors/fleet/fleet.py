@@ -58,12 +58,13 @@ from genbatch.proto.messages import (
     ModelsRequest,
     Payer,
     Result,
+    ScoreRequest,
     StatsRequest,
     Token,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from genbatch.proto.validation import RequestLimits, validate_embed, validate_request
+from genbatch.proto.validation import RequestLimits, validate_request, validate_texts
 
 # What a refused caller is told while no replica is there: about a small model's load time.
 RETRY_MS = 2000
@@ -87,7 +88,7 @@ class Connection(Protocol):
         """Generates; `on_token` is called with each token as it comes."""
         ...
 
-    async def embed(self, request: EmbedRequest) -> Embedded:
+    async def embed(self, request: EmbedRequest | ScoreRequest) -> Embedded:
         """As the Batcher."""
         ...
 
@@ -279,7 +280,7 @@ class Fleet:
     async def _accept_embed(self, message: Embed) -> Embedded:
         self._check_draining()
         request = message.request
-        validate_embed(request, self.limits.limits)
+        validate_texts(request, self.limits.limits)
         with self._opened() as scope, scope:
             return await self._embed(message, request)
         raise Cancelled("the service has stopped")
@@ -303,7 +304,7 @@ class Fleet:
             self._ended.set()
             self._ended = trio.Event()
 
-    async def _embed(self, message: Embed, request: EmbedRequest) -> Embedded:
+    async def _embed(self, message: Embed, request: EmbedRequest | ScoreRequest) -> Embedded:
         """By a replica, and by another one where that is lost."""
         account = charged_account(message.client, request.tenant)
         expires_at = math.inf if request.deadline_s is None else trio.current_time() + request.deadline_s

@@ -39,6 +39,8 @@ from genbatch.proto.messages import (
     HealthRequest,
     Hello,
     HelloRequest,
+    ScoreRequest,
+    Scores,
     Token,
     Usage,
     check_type,
@@ -50,7 +52,7 @@ from genbatch.proto.rpc import STREAM_OPTIONS, WIRE_VERSION
 logger = logging.getLogger(__name__)
 
 OnToken = Callable[[Token], None]
-Claimed = TypeVar("Claimed", GenerateRequest, EmbedRequest)
+Claimed = TypeVar("Claimed", GenerateRequest, EmbedRequest, ScoreRequest)
 # A restarted Batcher keeps the model in memory and is back about this soon.
 RETRY_AFTER_RESTART_MS = 500
 # A mailbox is emptied between two steps.
@@ -291,6 +293,10 @@ class Dispatcher:
                 )
             case EmbedRequest():
                 return await self._embed(request, caller)
+            case ScoreRequest():
+                answer = await self._read(_claimed(request, caller), caller)
+                usage = Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=0)
+                return Scores(scores=[_numbers(vector) for vector in answer.vectors], usage=usage)
             case HealthRequest():
                 return await self._health(request)
         if method.lane is Lane.TEXT:
@@ -317,14 +323,18 @@ class Dispatcher:
 
     async def _embed(self, request: EmbedRequest, caller: Caller) -> object:
         request = _claimed(request, caller)
-        payer = tenant_account(request.tenant) if self._of_fleet and request.tenant else caller.payer
-        message = Embed(request, payer, request_id=caller.request_id)
-        with self._requests.taken(self._text_payer(caller), held_bytes(request)):
-            answer: Embedded = await self._batcher.call(message, timeout=None)
+        answer = await self._read(request, caller)
         usage = Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=0)
         if request.encoding_format == "base64":
             return Embeddings(embeddings=[b64encode(vector).decode() for vector in answer.vectors], usage=usage)
         return Embeddings(embeddings=[_numbers(vector) for vector in answer.vectors], usage=usage)
+
+    async def _read(self, request: EmbedRequest | ScoreRequest, caller: Caller) -> Embedded:
+        payer = tenant_account(request.tenant) if self._of_fleet and request.tenant else caller.payer
+        message = Embed(request, payer, request_id=caller.request_id)
+        with self._requests.taken(self._text_payer(caller), held_bytes(request)):
+            answer: Embedded = await self._batcher.call(message, timeout=None)
+        return answer
 
     def _text_payer(self, caller: Caller) -> str:
         return "" if self._of_fleet else caller.payer

@@ -31,7 +31,7 @@ _COUNTERS = {
     "generation_tokens": ("generation_tokens", "Tokens generated."),
     "spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens that prompt lookup drafted."),
     "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Drafted tokens that were right."),
-    "embedded_texts": ("embedded_texts", "Texts of which an embedding was made."),
+    "embedded_texts": ("embedded_texts", "Texts of which an embedding or scores were made."),
     "num_preemptions": ("preemptions", "Sequences whose KV blocks were taken for others."),
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),

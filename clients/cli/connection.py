@@ -19,9 +19,9 @@ import typer
 from genbatch.actors.gateways.addresses import default_address, is_listening
 from genbatch.clients.cli.command import UsageError
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
-from genbatch.clients.interface import Client, EmbedParams, GenerateParams, MessageLike, Stream, Texts
+from genbatch.clients.interface import Client, EmbedParams, GenerateParams, MessageLike, ScoreParams, Stream, Texts
 from genbatch.nif.models.model_names import check_source
-from genbatch.proto.messages import Embeddings, Result
+from genbatch.proto.messages import Embeddings, Ranking, Result, Scores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,20 @@ class PickedModel:
         """See `Client.embed`."""
         params.setdefault("model", self._model)
         return await self._client.embed(texts, **params)
+
+    async def score(
+        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
+    ) -> Scores:
+        """See `Client.score`."""
+        params.setdefault("model", self._model)
+        return await self._client.score(documents, query, **params)
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
+    ) -> Ranking:
+        """See `Client.rerank`."""
+        params.setdefault("model", self._model)
+        return await self._client.rerank(query, documents, top_n=top_n, **params)
 
     async def tokenize(
         self,

@@ -21,6 +21,7 @@ from genbatch.proto.messages import (
     EmbedRequest,
     GenerateRequest,
     Result,
+    ScoreRequest,
     Token,
 )
 
@@ -53,7 +54,7 @@ class ReplicaConnection:
         with _unavailable_once_closed():
             return await generate_for(self._client, request, on_token)
 
-    async def embed(self, request: EmbedRequest) -> Embedded:
+    async def embed(self, request: EmbedRequest | ScoreRequest) -> Embedded:
         """See `Connection`."""
         with _unavailable_once_closed():
             vectors, prompt_tokens = await embed_for(self._client, request)

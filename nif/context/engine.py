@@ -24,6 +24,7 @@ from genbatch.nif.models.model_source import Progress, no_progress
 from genbatch.nif.native.build import NativeUnavailable, build_library
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
+from genbatch.nif.pooling import RANK
 from genbatch.nif.runner import HoldsMemory, KnowsStep, Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
@@ -200,15 +201,15 @@ def read_template(path: str) -> str | None:
 def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
     if options.tensor_parallel > 1:
         if options.pooling:
-            raise OptionError("pooling", "a model that tensor_parallel shares out gives no embeddings")
+            raise OptionError("pooling", "a model that tensor_parallel shares out gives no embeddings and no scores")
         # Each rank keeps its share only, so the whole is never on a GPU.
         load = partial(load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
         shard, new_runner = open_ranks(options, load)
         return Engine(shard, options, lambda _: new_runner())
     on_cpu, reason = options.n_gpu_layers == 0 or not torch.cuda.is_available(), None
-    if on_cpu and options.runner in ("auto", "native") and not options.pooling:
+    if on_cpu and options.runner in ("auto", "native") and options.pooling in ("", RANK):
         report = progress or no_progress
-        model = describe_model(options.model_path, dtype=options.dtype, progress=progress)
+        model = describe_model(options.model_path, dtype=options.dtype, pooling=options.pooling, progress=progress)
         if model is not None:
             try:
                 build_library(progress=report)
@@ -255,7 +256,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
     if model.device.type == "cpu":
         torch.set_num_threads(options.n_threads or min(torch.get_num_threads(), available_cores()))
     on_gpu = model.device.type == "cuda"
-    if model.pooling is not None:
+    if model.pooling is not None and model.pooling.needs_states:
         return _pooling_runner(model, options)
     if options.use_cuda_graph and not (on_gpu and options.runner in ("auto", "triton")):
         where = f"{model.name} is on {model.device} with runner {options.runner}"
@@ -281,8 +282,9 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
 
 
 def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
-    """What runs models that give embeddings: their own modules, since no other runner hands out hidden states."""
-    reason = f"{model.name} gives embeddings, which torch computes"
+    """What runs models that read hidden states: their own modules, since no other runner hands those out."""
+    gives = "embeddings" if model.pooling is None or model.pooling.embeds else "scores by a head of its own"
+    reason = f"{model.name} gives {gives}, which torch computes"
     if options.runner not in ("auto", "torch"):
         raise OptionError("runner", f"{options.runner} cannot run it: {reason}")
     if options.use_cuda_graph:

@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.runner import LayerGroup, LayerShape
+from genbatch.nif.scoring import is_classifier
 
 NONE, SHARED, PER_HEAD, WHOLE = range(4)
 """Norms of queries and keys, as `enum qk_norm`: none, each head by the same weights, by its own, all heads as one."""
@@ -640,24 +647,27 @@ def is_encoder(config: PreTrainedConfig) -> bool:
 
 
 def encoder_class(source: str, config: Any) -> Any:
-    """transformers' class of an encoder, without any head.
+    """transformers' class of an encoder, without any head but one that scores texts.
 
     Raises:
         ModelError: there is none, or the weights belong to a head that decides something else.
     """
     written = getattr(config, "architectures", None) or [""]
-    if written[0].endswith(("Classification", "Answering", "RewardModel")):
-        raise ModelError(source, f"its weights are a {written[0]}, which gives no embeddings")
-    model_class: Any = MODEL_MAPPING.get(type(config), None)
+    if is_classifier(config):
+        model_class: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    elif written[0].endswith(("Classification", "Answering", "RewardModel")):
+        raise ModelError(source, f"its weights are a {written[0]}, which gives no embeddings and no scores of texts")
+    else:
+        model_class = MODEL_MAPPING.get(type(config), None)
     if model_class is None:
-        raise ModelError(source, f"transformers has no encoder of the kind {config.model_type}")
+        raise ModelError(source, f"transformers has no {written[0] or 'encoder'} of the kind {config.model_type}")
     return model_class
 
 
 def load_encoder(
     source: str, directory: Path, config: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, frozenset[str]]:
-    """The module, without any head, and the names of its files' tensors that it has no place for.
+    """The module as `encoder_class` says, and the names of its files' tensors that it has no place for.
 
     Raises:
         ModelError: its weights cannot be read or lack something, or as `encoder_class`.
@@ -670,7 +680,7 @@ def load_encoder(
     except Exception as fault:
         raise ModelError(source, f"its weights cannot be read: {' '.join(str(fault).split())[:300]}") from fault
     # A pooler is a head for classification: files of encoders often lack it, and no embedding goes through it.
-    missing = sorted(name for name in report["missing_keys"] if "pooler." not in name)
+    missing = sorted(name for name in report["missing_keys"] if "pooler." not in name or is_classifier(config))
     if missing:
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     return hf.eval().requires_grad_(False).to(device), frozenset(report["unexpected_keys"])
@@ -689,7 +699,7 @@ def encoder_positions(source: str, hf: PreTrainedModel, tokenizer_bound: int | N
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int):
         # RoBERTa's family begins to count behind the padding's id.
-        table = getattr(getattr(hf, "embeddings", None), "position_embeddings", None)
+        table = getattr(getattr(hf.base_model, "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
         limit -= 0 if padding is None else padding + 1
     bounds = [bound for bound in (limit, tokenizer_bound) if isinstance(bound, int) and 0 < bound < _NO_BOUND]

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from genbatch.nif.models.weight_source import WeightSource
 from genbatch.nif.pooling import Pooling
 from genbatch.nif.runner import LayerGroup, LayerShape
+from genbatch.nif.text.pairs import PairReader
 from genbatch.nif.text.tokenizer import Tokenizer
 
 
@@ -30,7 +31,8 @@ class Model:
         eos_token_ids: any of them ends a generation.
         max_position: positions one sequence may have.
         weights: the tensors in their files, for a runner that packs them itself; None where `hf` holds them.
-        pooling: how embeddings are made; None where there are none.
+        pooling: how embeddings or scores are made; None where there are none.
+        pairs: makes the tokens of what it scores; None where it scores nothing.
         generates: whether it continues text.
         sampling: how its makers say to draw, by the names of a request's parameters; nothing where they say nothing.
         codes: the files of a checkpoint that is quantised already, beside the values that `hf` holds; else None.
@@ -49,6 +51,7 @@ class Model:
     max_position: int
     weights: WeightSource | None = None
     pooling: Pooling | None = None
+    pairs: PairReader | None = None
     generates: bool = True
     sampling: Mapping[str, float] = field(default_factory=dict)
     codes: WeightSource | None = None

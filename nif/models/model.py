@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import check_dtype, check_gpu_layers
@@ -55,11 +57,13 @@ from genbatch.nif.models.model_source import ModelSource, Progress, no_progress,
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource
-from genbatch.nif.pooling import CLS, Pooling, directory_pooling, gguf_pooling, plain_pooling
+from genbatch.nif.pooling import CLS, LAST, RANK, Pooling, directory_pooling, gguf_pooling, plain_pooling
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.runners.convolution import page_convolutions
 from genbatch.nif.runners.recurrence import RECURRENT, page_recurrences
+from genbatch.nif.scoring import classifier_scoring, head_of, is_classifier, scores_by_tokens, token_scoring
 from genbatch.nif.text.detokenizer import raised
+from genbatch.nif.text.pairs import KNOWN_FORMS, PairReader, template_form
 from genbatch.nif.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,7 +88,8 @@ def load_model(
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU that has it, else float32.
         n_gpu_layers: -1 puts every layer on the GPU if there is one; 0 keeps all on the CPU.
         main_gpu: the number of that GPU.
-        pooling: "last", "mean" or "cls": how to make embeddings; "" is what the model's files say.
+        pooling: "last", "mean" or "cls": how to make embeddings; "rank" scores documents; "" is what the model's files
+            say.
         progress: called as progress(stage, done, total) with the stages "download", "convert" and "load".
 
     Raises:
@@ -110,6 +115,7 @@ def load_model(
         check_size(source, lambda: files.model_class(files.config), files.weights())
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
+        pooled, pairs = _open_pairs(source, files, pooled, tokenizer)
         has_head = pooled is None or _has_head(files)
         if not has_head:
             files.config.tie_word_embeddings = True  # whatever stands there is asked for nothing
@@ -129,6 +135,7 @@ def load_model(
             eos_token_ids=files.end_tokens(tokenizer, vocab_size),
             max_position=max_position(source, text_config),
             pooling=pooled,
+            pairs=pairs,
             generates=has_head,
             sampling=files.sampling(),
             codes=files.weights() if isinstance(files, _Directory) and files.quantisation is not None else None,
@@ -138,12 +145,14 @@ def load_model(
     return model
 
 
-def describe_model(source: str, *, dtype: str = "auto", progress: Progress | None = None) -> Model | None:
+def describe_model(
+    source: str, *, dtype: str = "auto", pooling: str = "", progress: Progress | None = None
+) -> Model | None:
     """As `load_model` for the CPU, but the weights stay in their files: `Model.weights` has them, `Model.hf` none.
 
     Returns:
-        None where the configuration alone does not describe the family's layers, and for models that give embeddings:
-        `load_model` has to look.
+        None where the configuration alone does not describe the family's layers, and for models with hidden states that
+        are read: `load_model` has to look.
 
     Raises:
         ModelError: the model cannot be found or read, or lacks a tensor.
@@ -158,7 +167,8 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
         report("load", 0, _LOAD_STEPS)
         files = _open_files(source, found)
         config: Any = files.config
-        if files.is_encoder or not described(files.model_class) or files.pooling() is not None:
+        pooled = _pooling(source, files, pooling)
+        if files.is_encoder or not described(files.model_class) or (pooled is not None and pooled.needs_states):
             return None
         weights = files.weights()
         groups = layer_groups(source, config)
@@ -167,6 +177,7 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
         hf = check_complete(source, files.model_class.__name__, config, make, weights)
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
+        pooled, pairs = _open_pairs(source, files, pooled, tokenizer)
         end_tokens = files.end_tokens(tokenizer, config.vocab_size)
         report("load", 2, _LOAD_STEPS)
         model = Model(
@@ -182,6 +193,8 @@ def describe_model(source: str, *, dtype: str = "auto", progress: Progress | Non
             eos_token_ids=end_tokens,
             max_position=max_position(source, config),
             weights=weights,
+            pooling=pooled,
+            pairs=pairs,
             sampling=files.sampling(),
         )
         report("load", _LOAD_STEPS, _LOAD_STEPS)
@@ -251,7 +264,13 @@ class _Directory:
         check_numbers(source, "config.json", config.get_text_config(decoder=not self.is_encoder))
 
     def pooling(self) -> Pooling | None:
-        return directory_pooling(self._source, self.directory, self.config.get_text_config())
+        config: Any = self.config.get_text_config()
+        if is_classifier(config):
+            scoring = classifier_scoring(self._source, self.directory, config)
+            return replace(plain_pooling(LAST, config), size=len(scoring.labels), scoring=scoring)
+        if scores_by_tokens(self._source, self.directory):
+            return plain_pooling(RANK, config)
+        return directory_pooling(self._source, self.directory, config)
 
     def tokenizer(self) -> Tokenizer:
         try:
@@ -365,6 +384,10 @@ def _pooling(source: str, files: _Files, wanted: str) -> Pooling | None:
             has read nothing.
     """
     pooled = files.pooling()
+    if wanted and pooled is not None and pooled.scoring is not None:
+        raise ModelError(source, f"its head scores texts, so pooling {wanted!r} has nothing to take")
+    if wanted == RANK and files.is_encoder:
+        raise ModelError(source, "it is an encoder without a head: pooling rank reads a causal model's answer")
     if wanted:
         config = files.config.get_text_config()
         pooled = plain_pooling(wanted, config) if pooled is None else replace(pooled, kind=wanted)
@@ -378,6 +401,34 @@ def _pooling(source: str, files: _Files, wanted: str) -> Pooling | None:
     if pooled is not None and pooled.kind == CLS and not files.is_encoder:
         raise ModelError(source, "its embedding would be its first token's state, which has read no other token")
     return pooled
+
+
+def _open_pairs(
+    source: str, files: _Files, pooled: Pooling | None, tokenizer: Tokenizer
+) -> tuple[Pooling | None, PairReader | None]:
+    """The pooling with what is read of files and tokenizer to score, and what makes the tokens of a pair.
+
+    Raises:
+        ModelError: a causal model has no prompt for a query and a document, or a head or a token is not there.
+    """
+    if pooled is None or (pooled.embeds and pooled.kind != RANK):
+        return pooled, None
+    config: Any = files.config.get_text_config()
+    scoring = pooled.scoring
+    if scoring is None:
+        directory = files.directory if isinstance(files, _Directory) else None
+        scoring = token_scoring(source, directory, config, tokenizer)
+        form = template_form(tokenizer, scoring.instruction) or KNOWN_FORMS.get(config.model_type)
+        if form is None:
+            raise ModelError(source, "its chat template has no place for a query and a document, which it scores by")
+        return replace(pooled, size=len(scoring.labels), scoring=scoring), PairReader(tokenizer, form)
+    if files.is_encoder:
+        tells_apart = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.hf.model_input_names
+        return pooled, PairReader(tokenizer, second=config.vocab_size if tells_apart else 0)
+    weight, bias = head_of(source, files.weights())
+    form = template_form(tokenizer, scoring.instruction)
+    pairs = PairReader(tokenizer, form, padding_id=config.pad_token_id)
+    return replace(pooled, scoring=replace(scoring, weight=weight, bias=bias)), pairs
 
 
 def _has_head(files: _Files) -> bool:
@@ -404,6 +455,8 @@ def _encoder(
     tokenizer = files.tokenizer()
     report("load", 1, _LOAD_STEPS)
     assert pooled is not None
+    pooled, pairs = _open_pairs(found.name, files, pooled, tokenizer)
+    assert pooled is not None
     model_class, weights = encoder_class(found.name, files.config), files.weights()
     check_size(found.name, lambda: model_class(files.config), weights)
     hf, unused = load_encoder(found.name, found.path, files.config, dtype, device)
@@ -423,6 +476,7 @@ def _encoder(
         eos_token_ids=frozenset(),
         max_position=encoder_positions(found.name, hf, tokenizer.hf.model_max_length),
         pooling=replace(pooled, reads_whole=True),
+        pairs=pairs,
         generates=False,
     )
 
@@ -443,7 +497,11 @@ def _supported_class(source: str, config: PreTrainedConfig) -> Any:
     if model_class is None:
         raise ModelError(source, f"transformers has no causal language model of the kind {kind}")
     written = getattr(config, "architectures", None) or [model_class.__name__]
-    if any(name.endswith(("Classification", "Answering", "MaskedLM", "RewardModel")) for name in written):
+    scoring: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if is_classifier(config) and scoring is not None:
+        if not issubclass(scoring, GenericForSequenceClassification):
+            raise ModelError(source, f"its weights are a {written[0]}, whose head is not one linear of the last state")
+    elif any(name.endswith(("Classification", "Answering", "MaskedLM", "RewardModel")) for name in written):
         raise ModelError(source, f"its weights are a {written[0]}, which is not a causal language model")
     if getattr(model_class, "_is_stateful", False) and model_class.__name__ not in RECURRENT:
         served = ", ".join(sorted(RECURRENT))
@@ -490,6 +548,7 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     unused, config = set(report["unexpected_keys"]), files.config.get_text_config(decoder=True)
     unused |= {name for name in files.weights().names() if left_out(name)}
+    unused -= {"score.weight", "score.bias"} if is_classifier(files.config) else set()
     check_all_used(source, config, files.weights(), set(files.weights().names()) - unused)
     check_finite(source, hf)
     page_convolutions(hf)

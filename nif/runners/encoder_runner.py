@@ -36,12 +36,13 @@ class EncoderRunner:
     quantize = "none"
 
     def __init__(self, model: "Model") -> None:
-        assert model.pooling is not None, "an encoder is served for its embeddings"
+        assert model.pooling is not None, "an encoder is served for its embeddings or its scores"
         self.device = model.device
         self.vocab_size = model.vocab_size
         self.groups = model.groups
         self._model = model
         self._pooling = model.pooling
+        self._second = 0 if model.pairs is None else model.pairs.second
         self._pool = torch.empty(0, dtype=torch.int32)  # [num_blocks, block_size] token ids, in host memory
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
@@ -101,7 +102,14 @@ class EncoderRunner:
         lengths = torch.tensor([len(text) for text in texts], device=self.device)
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=self._padding_id)
         mask = (torch.arange(ids.shape[1], device=self.device)[None] < lengths[:, None]).long()
-        output = self._model.hf(input_ids=ids.to(self.device), attention_mask=mask)
+        kinds = {}
+        if self._second:
+            kinds["token_type_ids"] = (ids // self._second).to(self.device)
+            ids = ids % self._second
+        output = self._model.hf(input_ids=ids.to(self.device), attention_mask=mask, **kinds)
+        if not self._pooling.embeds:
+            scores: torch.Tensor = output.logits.float()
+            return scores.cpu()
         states: torch.Tensor = output.last_hidden_state.float()
         if self._pooling.kind == CLS:
             pooled = states[:, 0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig
+from transformers import BertConfig, BertForTokenClassification, LlamaConfig
 
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
@@ -158,8 +158,8 @@ def test_a_head_that_decides_something_else_gives_no_embeddings(tmp_path: Path, 
     directory = build_embedder("bert mean", tmp_path, tiny_models)
     config = BertConfig.from_pretrained(directory)
     torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(directory)
-    with pytest.raises(ModelError, match="BertForSequenceClassification"):
+    BertForTokenClassification(config).save_pretrained(directory)
+    with pytest.raises(ModelError, match="BertForTokenClassification"):
         load_model(str(directory), n_gpu_layers=0)
 
 

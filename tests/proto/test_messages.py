@@ -10,7 +10,7 @@ import pytest
 
 from genbatch.proto.codec import REQUEST_LIMITS, decode, encode
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, Message, Payer, check_type, held_bytes
+from genbatch.proto.messages import GenerateRequest, Message, Payer, Scores, Usage, check_type, held_bytes, ranking_of
 from genbatch.proto.validation import RequestLimits, validate_request
 
 LIMITS = RequestLimits()
@@ -168,3 +168,9 @@ def test_what_a_request_holds_is_counted_in_full(params: dict[str, Any]) -> None
     finally:
         tracemalloc.stop()
     assert held <= counted + 4096 and counted < 3 * held
+
+
+def test_a_ranking_keeps_the_order_of_equal_scores() -> None:
+    scores = Scores(scores=[[0.5], [0.75], [0.5]], usage=Usage(prompt_tokens=1, completion_tokens=0))
+    assert [one.index for one in ranking_of(scores).results] == [1, 0, 2]
+    assert [one.score for one in ranking_of(scores, 2).results] == [0.75, 0.5]

@@ -2,7 +2,7 @@
 
 Those that generate are in `generating.py`; those that tell about the service, and the page, are here.
 
-So are embeddings, and what is served as OpenAPI and as a page, made of the table that the routes are made of.
+What is served as OpenAPI and as a page is made of the table that the routes are made of.
 """
 
 import html
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,13 +24,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from genbatch.actors.gateways.http.anthropic import CountFields, MessageFields, read_count, read_message
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.front import Front
-from genbatch.actors.gateways.http.generating import Generating, Messages, NewFields, Responses, cancel_when_gone
+from genbatch.actors.gateways.http.generating import Generating, Messages, NewFields, Responses
 from genbatch.actors.gateways.http.llama_cpp import (
     InfillFields,
     LlamaCompletionFields,
@@ -58,77 +58,23 @@ from genbatch.actors.gateways.http.openai_request import (
     read_messages,
 )
 from genbatch.actors.gateways.http.responses import ResponseFields
-from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
+from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
+from genbatch.actors.gateways.http.text_endpoints import (
+    ClassifyFields,
+    EmbeddingFields,
+    RerankFields,
+    ScoreFields,
+    TextEndpoint,
+    classify,
+    embed,
+    rerank,
+    rerank_cut,
+    score,
+)
 from genbatch.actors.observing.metrics import render
-from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.security.security import Security
 from genbatch.proto.errors import EngineError, Forbidden, GenbatchError
-from genbatch.proto.messages import Embeddings, GenerateRequest, ModelCard, check_type
-
-NO_EMBEDDINGS = (
-    "there are no embeddings: {} was trained to continue text, and its hidden states are no measure of what a text "
-    "means; use a model that was trained for embeddings"
-)
-
-
-class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/embeddings takes. Ranges are those of EmbedRequest."""
-
-    input: str | list[str | int | list[int]]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    user: str | None = None
-    priority: int | None = None
-    deadline_s: float | None = None
-
-
-# What goes to the service as it is.
-_PARAMETERS = ("input", "encoding_format", "dimensions", "priority", "deadline_s")
-
-
-class EmbeddingEndpoint:
-    """POST of texts, answered with a vector for each.
-
-    Args:
-        calls: who answers.
-        open_calls: where running calls are kept.
-        new_fields: how the fields of a body are read.
-    """
-
-    def __init__(self, calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields = Fields) -> None:
-        self._calls = calls
-        self._open_calls = open_calls
-        self._new_fields = new_fields
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; a client that goes away cancels it."""
-        caller: HTTPCaller = scope["state"]["caller"]
-        reader = self._new_fields()
-        fields = reader.read(decode_json(scope["state"]["body"]), EmbeddingFields)
-        card = await self._calls.model(fields.model)
-        if card.embedding_size is None:
-            raise Refusal(404, "no_embeddings", NO_EMBEDDINGS.format(card.id))
-        params = {name: value for name in _PARAMETERS if (value := getattr(fields, name)) is not None}
-        params["model"] = card.id
-        response: JSON | None = None
-        async with background() as nursery:
-            nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
-            with self._open_calls.open():
-                body = _body(await self._calls.embed(params, caller), card.id)
-                response = JSON(body, headers=reader.headers)
-        if response is not None:
-            await response(scope, receive, send)
-
-
-def _body(found: Embeddings, model: str) -> dict[str, Any]:
-    data = [
-        {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found.embeddings)
-    ]
-    num_tokens = found.usage.prompt_tokens
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": model, "usage": usage}
-
+from genbatch.proto.messages import GenerateRequest, ModelCard, check_type
 
 _SCHEMAS = "#/components/schemas/{name}"
 
@@ -390,6 +336,8 @@ class ServiceRoutes:
         made["generates"] = card.generates
         if card.embedding_size is not None:
             made["embedding_size"] = card.embedding_size
+        if card.labels:
+            made["labels"] = card.labels
         return made
 
     async def tokenize(self, request: Request) -> Response:
@@ -476,7 +424,7 @@ def make_metrics_app(calls: HTTPCalls) -> ASGIApp:
 
 
 # The bodies of OpenAI's and Anthropic's endpoints.
-_BODIES = (ChatFields, CompletionFields, ResponseFields, MessageFields, EmbeddingFields)
+_BODIES = (ChatFields, CompletionFields, ResponseFields, MessageFields, EmbeddingFields, RerankFields, ScoreFields)
 
 
 def make_app(
@@ -516,12 +464,7 @@ def make_app(
         Endpoint("/v1/messages/count_tokens", service.count_tokens, "How many tokens that would be.", CountFields),
         Endpoint("/v1/models", service.models, "The models that are served."),
         Endpoint("/v1/models/{name:path}", service.model, "One of them."),
-        Endpoint(
-            "/v1/embeddings",
-            EmbeddingEndpoint(calls, open_calls, new_fields),
-            "What texts mean, as vectors. OpenAI's.",
-            EmbeddingFields,
-        ),
+        *_reading_endpoints(calls, open_calls, new_fields),
         Endpoint(
             "/v1/fim/completions",
             Generating(read_fim, calls, open_calls, new_fields),
@@ -571,6 +514,25 @@ def make_app(
         hosts=security.allowed_hosts,
         origins=security.allowed_origins,
     )
+
+
+def _reading_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields) -> list[Endpoint]:
+    by_vllm, by_cohere = (
+        TextEndpoint(RerankFields, answer, calls, open_calls, new_fields) for answer in (rerank, rerank_cut)
+    )
+    scoring = TextEndpoint(ScoreFields, score, calls, open_calls, new_fields)
+    classifying = TextEndpoint(ClassifyFields, classify, calls, open_calls, new_fields)
+    embedding = TextEndpoint(EmbeddingFields, embed, calls, open_calls, new_fields)
+    return [
+        Endpoint("/v1/embeddings", embedding, "What texts mean, as vectors. OpenAI's.", EmbeddingFields),
+        Endpoint("/v1/rerank", by_vllm, "Documents by relevance. Jina's, Cohere's older, vLLM's.", RerankFields),
+        Endpoint("/rerank", by_vllm, "The same; with texts in the shape of text-embeddings-inference.", RerankFields),
+        Endpoint("/v2/rerank", by_cohere, "Documents by relevance. Cohere's.", RerankFields),
+        Endpoint("/v1/score", scoring, "The score of each pair of texts. vLLM's.", ScoreFields),
+        Endpoint("/score", scoring, "The same.", ScoreFields),
+        Endpoint("/v1/classify", classifying, "The label of each text. vLLM's.", ClassifyFields),
+        Endpoint("/classify", classifying, "The same.", ClassifyFields),
+    ]
 
 
 def _ollama_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields) -> list[Endpoint]:

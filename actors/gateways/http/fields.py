@@ -64,6 +64,7 @@ HINTS = frozenset(
 REFUSED = {
     "functions": "is the old name of tools",
     "function_call": "is the old name of tool_choice",
+    "rank_fields": "documents are ranked by their text",
     "audio": "only text can be generated",
     "modalities": "only text can be generated",
     "web_search_options": "the web cannot be searched",

@@ -10,7 +10,7 @@ import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.proto.errors import ModelNotFound, Unavailable
-from genbatch.proto.messages import Embeddings, Health, ModelCard, Models, Result, Text, Token, TokenIds
+from genbatch.proto.messages import Embeddings, Health, ModelCard, Models, Result, Scores, Text, Token, TokenIds
 
 TextOf = Callable[[int], Awaitable[str]]
 
@@ -103,6 +103,12 @@ class HTTPCalls:
         """A vector for each text."""
         answer = await self._call("embed", params, caller)
         assert isinstance(answer, Embeddings)
+        return answer
+
+    async def score(self, params: dict[str, Any], caller: HTTPCaller) -> Scores:
+        """The scores of each document."""
+        answer = await self._call("score", params, caller)
+        assert isinstance(answer, Scores)
         return answer
 
     async def tokenize(self, params: dict[str, Any], caller: HTTPCaller) -> list[int]:

@@ -218,7 +218,7 @@ async def test_a_deadline_and_a_caller_that_leaves_end_their_texts(
             nursery.start_soon(late)
             await wait_all_tasks_blocked()
             mock_clock.jump(3.5)
-        assert "before all embeddings" in str(ends[0])
+        assert "before all texts" in str(ends[0])
         async with trio.open_nursery() as nursery:
             nursery.start_soon(embed, bench, [[5]])
             await wait_all_tasks_blocked()

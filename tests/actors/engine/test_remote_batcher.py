@@ -45,6 +45,7 @@ from genbatch.proto.messages import (
     Models,
     ModelsRequest,
     Result,
+    ScoreRequest,
     StatsRequest,
     Text,
     Token,
@@ -393,10 +394,13 @@ async def test_a_callers_own_fault_ends_its_request_only(bench: Bench, mock_cloc
     await until(lambda: bench.engine.left == ["bad"])
 
 
+@pytest.mark.parametrize("texts", [EmbedRequest(input=["a", "b"]), ScoreRequest(documents=["a", "b"], query="q")])
 @pytest.mark.trio
-async def test_embeddings_cross_and_are_asked_again_of_a_new_engine(bench: Bench, mock_clock: MockClock) -> None:
+async def test_texts_cross_and_are_asked_again_of_a_new_engine(
+    bench: Bench, mock_clock: MockClock, texts: EmbedRequest | ScoreRequest
+) -> None:
     ends: list[Any] = []
-    wanted = Embed(EmbedRequest(input=["a", "b"]), "somebody", request_id="r")
+    wanted = Embed(texts, "somebody", request_id="r")
 
     async def ask(call: Embed) -> None:
         try:

@@ -32,6 +32,7 @@ from genbatch.proto.messages import (
     ModelCard,
     ModelsRequest,
     Result,
+    ScoreRequest,
     StatsRequest,
     Text,
     Token,
@@ -55,7 +56,7 @@ class Scripted:
         self.on_token: list[Callable[[Token], None] | None] = []
         self.ends: list[trio.MemorySendChannel[Result | GenbatchError]] = []
         self.drained: list[float] = []
-        self.embedded: list[EmbedRequest] = []
+        self.embedded: list[EmbedRequest | ScoreRequest] = []
 
     async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         self.asked.append(request)
@@ -67,7 +68,7 @@ class Scripted:
             raise end
         return end
 
-    async def embed(self, request: EmbedRequest) -> Embedded:
+    async def embed(self, request: EmbedRequest | ScoreRequest) -> Embedded:
         self.embedded.append(request)
         send, receive = trio.open_memory_channel[Result | GenbatchError](1)
         self.ends.append(send)
@@ -209,14 +210,18 @@ async def test_a_request_is_replayed_once_and_what_a_replica_decides_is_final(nu
     fleet.check_integrity()
 
 
+@pytest.mark.parametrize("wanted", [EmbedRequest(input=["a", "b"]), ScoreRequest(documents=["a", "b"])])
 @pytest.mark.trio
-async def test_texts_are_embedded_by_another_replica_where_theirs_is_lost(nursery: trio.Nursery) -> None:
+async def test_texts_are_read_by_another_replica_where_theirs_is_lost(
+    nursery: trio.Nursery, wanted: EmbedRequest | ScoreRequest
+) -> None:
     fleet, replicas = fleet_of("one", "two", "three")
     ends: list[Any] = []
 
     async def ask(deadline_s: float | None = None) -> None:
         try:
-            ends.append(await fleet.call(Embed(EmbedRequest(input=["a", "b"], deadline_s=deadline_s), "c")))
+            request = msgspec.structs.replace(wanted, deadline_s=deadline_s)
+            ends.append(await fleet.call(Embed(request, "c")))
         except GenbatchError as error:
             ends.append(error)
 

@@ -20,8 +20,10 @@ from transformers import (
     FalconForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
     LlamaConfig,
-    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MambaConfig,
     MambaForCausalLM,
     NemotronConfig,
@@ -173,10 +175,15 @@ _REFUSED: dict[str, tuple[Any, PreTrainedConfig, str]] = {
         NemotronConfig(**_SIZES, num_key_value_heads=2, head_dim=8, intermediate_size=64),
         "only the native runner",
     ),
-    "classification": (
-        LlamaForSequenceClassification,
+    "classification of tokens": (
+        LlamaForTokenClassification,
         LlamaConfig(**_SIZES, intermediate_size=64, pad_token_id=2),
-        "LlamaForSequenceClassification",
+        "LlamaForTokenClassification",
+    ),
+    "a head of its own": (
+        GPTNeoXForSequenceClassification,
+        GPTNeoXConfig(**_SIZES, intermediate_size=64, pad_token_id=2),
+        "head is not one linear",
     ),
 }
 

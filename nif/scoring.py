@@ -1,0 +1,179 @@
+"""Scoring: how a reranker or a classifier makes numbers of a text, or of a query and a document.
+
+    scoring = classifier_scoring("bge", directory, config)      # *ForSequenceClassification
+    scoring = token_scoring("reranker", directory, tokenizer)   # LogitScore of sentence-transformers, or pooling "rank"
+    scores = scoring.finish(pooled, activates=True)
+
+A classifier's numbers are those of its head, one a label. A causal model that answers yes or no has one: the difference
+of two tokens' logits behind the prompt. sentence-transformers' files name tokens and activation; without these the
+activation is the one that its CrossEncoder and transformers' pipelines take.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from genbatch.nif.errors import ModelError
+
+if TYPE_CHECKING:
+    from genbatch.nif.models.weight_source import WeightSource
+    from genbatch.nif.text.tokenizer import Tokenizer
+
+SIGMOID, SOFTMAX, IDENTITY = "sigmoid", "softmax", "identity"
+_ACTIVATIONS = {
+    "torch.nn.modules.activation.Sigmoid": SIGMOID,
+    "torch.nn.Sigmoid": SIGMOID,
+    "torch.nn.modules.activation.Softmax": SOFTMAX,
+    "torch.nn.Softmax": SOFTMAX,
+    "torch.nn.modules.linear.Identity": IDENTITY,
+    "torch.nn.Identity": IDENTITY,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How scores are made of a pooled state or of logits.
+
+    Args:
+        labels: the names of the numbers.
+        activation: SIGMOID, SOFTMAX or IDENTITY.
+        weight, bias: of the head, [labels, hidden] and [labels] float32; None where the model's runner applies it.
+        tokens: whose logits are compared: the one for yes, and the one for no where there is one. None: a head is read.
+        instruction: what the model's files say in front of every pair; "": nothing.
+    """
+
+    labels: tuple[str, ...]
+    activation: str
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    tokens: tuple[int, ...] | None = None
+    instruction: str = ""
+
+    def finish(self, pooled: torch.Tensor, *, activates: bool) -> torch.Tensor:
+        """The scores, [labels] float32.
+
+        Args:
+            pooled: the state [hidden], the scores of a runner that applies the head [labels], or the logits [vocab].
+            activates: whether the activation is applied.
+        """
+        scores = pooled.float()
+        if self.tokens is not None:
+            yes, *no = (scores[token] for token in self.tokens)
+            scores = (yes - no[0] if no else yes)[None]
+        elif self.weight is not None:
+            scores = torch.nn.functional.linear(scores, self.weight, self.bias)
+        if not activates or self.activation == IDENTITY:
+            return scores
+        return scores.sigmoid() if self.activation == SIGMOID else scores.softmax(0)
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether the weights are those of a model with a head that scores whole texts."""
+    written = getattr(config, "architectures", None) or [""]
+    return bool(written[0].endswith("ForSequenceClassification"))
+
+
+def classifier_scoring(model: str, directory: Path, config: Any) -> Scoring:
+    """How a `*ForSequenceClassification` scores, its head left to its runner.
+
+    Raises:
+        ModelError: its files want an activation that is not served.
+    """
+    labels = tuple(str(config.id2label.get(number, number)) for number in range(config.num_labels))
+    settings = _read(model, directory / "config_sentence_transformers.json")
+    if _default_prompt(settings):
+        raise ModelError(model, "it wants a prompt in front of every pair, which is served for chat templates only")
+    if (activation := _named_activation(model, settings, config)) is None:
+        multiple = getattr(config, "problem_type", None) == "multi_label_classification"
+        activation = SIGMOID if len(labels) == 1 or multiple else SOFTMAX
+    return Scoring(labels=labels, activation=activation)
+
+
+def head_of(model: str, weights: "WeightSource") -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight and the bias of a decoder's head, float32.
+
+    Raises:
+        ModelError: the files have none.
+    """
+    names = weights.names()
+    if "score.weight" not in names:
+        raise ModelError(model, "its weights lack score.weight, the head that scores")
+    bias = weights.tensor("score.bias").whole().float() if "score.bias" in names else None
+    return weights.tensor("score.weight").whole().float(), bias
+
+
+def scores_by_tokens(model: str, directory: Path) -> bool:
+    """Whether sentence-transformers' files compare two tokens' logits."""
+    return _logit_score(model, directory) is not None
+
+
+def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "Tokenizer") -> Scoring:
+    """How a causal model scores by the tokens that its files name; "yes" and "no" where they name none.
+
+    Args:
+        directory: of sentence-transformers' files; None: there are none.
+
+    Raises:
+        ModelError: the tokens are not there.
+    """
+    named = None if directory is None else _logit_score(model, directory)
+    if named is None:
+        found = [tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
+    else:
+        found = [named[key] for key in ("true_token_id", "false_token_id") if named.get(key) is not None]
+    tokens = tuple(token for token in found if isinstance(token, int) and 0 <= token < config.vocab_size)
+    if not tokens or len(tokens) != len(found):
+        raise ModelError(model, f"it scores by the logits of the tokens {found}, which are no tokens of its")
+    settings = {} if directory is None else _read(model, directory / "config_sentence_transformers.json")
+    activation = _named_activation(model, settings, config) or SIGMOID
+    return Scoring(labels=("relevance",), activation=activation, tokens=tokens, instruction=_default_prompt(settings))
+
+
+def _logit_score(model: str, directory: Path) -> dict[str, Any] | None:
+    """The settings of the module LogitScore; None where modules.json has none."""
+    path = directory / "modules.json"
+    modules = _parse(model, path) if path.is_file() else None
+    for module in modules if isinstance(modules, list) else ():
+        if isinstance(module, dict) and str(module.get("type")).endswith(".LogitScore"):
+            place = (directory / str(module.get("path", "")) / "config.json").resolve()
+            if not place.is_relative_to(directory.resolve()):
+                raise ModelError(model, f"modules.json names the folder {module.get('path')!r}, outside the model's")
+            return _read(model, place)
+    return None
+
+
+def _named_activation(model: str, settings: Mapping[str, Any], config: Any) -> str | None:
+    """The activation that the files name; None where they name none."""
+    inside = getattr(config, "sentence_transformers", None)
+    named = settings.get("activation_fn")
+    named = named or (inside.get("activation_fn") if isinstance(inside, dict) else None)
+    named = named or getattr(config, "sbert_ce_default_activation_function", None)
+    if named is None:
+        return None
+    if named not in _ACTIVATIONS:
+        raise ModelError(model, f"its scores go through {str(named)[:80]}; served are Sigmoid, Softmax and Identity")
+    return _ACTIVATIONS[named]
+
+
+def _default_prompt(settings: Mapping[str, Any]) -> str:
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    return str(prompts.get(name) or "") if isinstance(prompts, dict) and name is not None else ""
+
+
+def _read(model: str, path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is not there."""
+    found = _parse(model, path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ModelError(model, f"{path.name} is no JSON object")
+    return found
+
+
+def _parse(model: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ModelError(model, f"{path.name} cannot be read: {fault}") from fault

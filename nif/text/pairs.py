@@ -1,0 +1,178 @@
+"""Pairs: a query and a document as the token ids that a reranker reads.
+
+    pairs = PairReader(tokenizer, form=None, second=0)
+    tokens = pairs.tokens("who?", "it was them")
+
+A classifier's tokenizer joins two texts by itself. A causal model reads them in a prompt: its chat template knows the
+roles "query" and "document", or it is of a kind that has a prompt of its own.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from genbatch.nif.text.detokenizer import raised
+from genbatch.nif.text.templates import ChatTemplateError
+from genbatch.nif.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+_MARKS = {"system": "genbatch-instruction", "query": "genbatch-query", "document": "genbatch-document"}
+
+
+@dataclass(frozen=True, slots=True)
+class PairForm:
+    """A prompt with places for an instruction, a query and a document, in this order.
+
+    Args:
+        parts: the text in front of each place, and behind the last one.
+        instruction: for requests that give none.
+        strips: whether spaces around what is put in are dropped.
+    """
+
+    parts: tuple[str, str, str, str]
+    instruction: str
+    strips: bool = False
+
+    def text(self, instruction: str | None, query: str, document: str) -> str:
+        """The prompt."""
+        filled = [self.instruction if instruction is None else instruction, query, document]
+        filled = [text.strip() for text in filled] if self.strips else filled
+        return "".join(part + text for part, text in zip(self.parts, [*filled, ""], strict=True))
+
+
+QWEN3 = PairForm(
+    (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: ',
+        "\n<Query>: ",
+        "\n<Document>: ",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ),
+    "Given a web search query, retrieve relevant passages that answer the query",
+)
+"""What Qwen3-Reranker was trained with."""
+KNOWN_FORMS = {"qwen3": QWEN3}
+"""By transformers' kind of model, where the chat template has no places for a pair."""
+
+
+def template_form(tokenizer: Tokenizer, instruction: str) -> PairForm | None:
+    """The form of the model's chat template; None where it has no place for a query and a document.
+
+    Args:
+        instruction: what the model's files say in front of every pair; "": nothing.
+    """
+    if not tokenizer.has_chat_template:
+        return None
+    whole, pair = _rendered(tokenizer, ("system", "query", "document")), _rendered(tokenizer, ("query", "document"))
+    if pair is None or instruction:
+        return None if whole is None else replace(whole, instruction=instruction)
+    if whole is None or whole.parts[2:] != pair.parts[2:]:
+        return pair
+    # What the template says where no instruction is given is the text between these two.
+    start, end, text = whole.parts[0], whole.parts[1], pair.parts[1]
+    if len(start) + len(end) < len(text) and text.startswith(start) and text.endswith(end):
+        return replace(whole, instruction=text[len(start) : len(text) - len(end)])
+    return pair
+
+
+def _rendered(tokenizer: Tokenizer, roles: tuple[str, ...]) -> PairForm | None:
+    """The form by what the template makes of messages of these roles; None where it has not each once, in order."""
+    marks = [_MARKS[role] for role in roles]
+    try:
+        prompt = tokenizer.start_prompt(
+            [{"role": role, "content": f" {mark} "} for role, mark in zip(roles, marks, strict=True)]
+        )
+        prompt.rendering.wait()
+        text = prompt.text
+    except ChatTemplateError:
+        return None
+    strips = not all(f" {mark} " in text for mark in marks)
+    parts, rest = [""] * (3 - len(roles)), text
+    for mark in marks:
+        before, found, rest = rest.partition(mark if strips else f" {mark} ")
+        if not found:
+            return None
+        parts.append(before)
+    if any(mark in part for mark in marks for part in (*parts, rest)):
+        return None
+    return PairForm((parts[0], parts[1], parts[2], rest), "", strips)
+
+
+class PairReader:
+    """Makes the tokens of pairs and of texts by themselves; safe to use on another thread.
+
+    Args:
+        tokenizer: the model's.
+        form: the prompt of a pair; None: the tokenizer joins the two.
+        second: added to the ids of the second text's tokens, for encoders that tell the two apart; 0: they do not.
+        padding_id: dropped from the end of a text, where transformers' head reads the last token that is no padding.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, form: PairForm | None = None, *, second: int = 0, padding_id: int | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._form = form
+        self.second = second
+        self._padding_id = padding_id
+
+    @property
+    def takes_instruction(self) -> bool:
+        """Whether a request may say what makes a document relevant."""
+        return self._form is not None and bool(self._form.instruction)
+
+    @property
+    def needs_query(self) -> bool:
+        """Whether a text without a query has no meaning for the model."""
+        return self._form is not None
+
+    def tokens(self, query: str | None, document: str, instruction: str | None = None) -> list[int]:
+        """The ids of a pair, or of a document by itself.
+
+        Raises:
+            TokenizerError: the tokenizer fails on this text.
+        """
+        if self._form is not None:
+            return self._tokenizer.encode_prompt(self._form.text(instruction, query or "", document))
+        tokens = self._tokenizer.encode(document) if query is None else self._joined(query, document)
+        while len(tokens) > 1 and tokens[-1] == self._padding_id:
+            tokens.pop()
+        return tokens
+
+    def cut(self, query: str | None, document: str, limit: int, instruction: str | None = None) -> list[int]:
+        """As `tokens`, of at most `limit` ids: the document loses its end.
+
+        The result is longer where the pair is too long without any document.
+        """
+        tokens = self.tokens(query, document, instruction)
+        num_tokens = self._count(document)
+        while len(tokens) > limit and document:
+            num_tokens -= len(tokens) - limit
+            document = self.beginning(document, num_tokens) if num_tokens > 0 else ""
+            tokens = self.tokens(query, document, instruction)
+        return tokens
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """The text of the first tokens of a text."""
+        offsets = self._encoding(text).offsets
+        return text if len(offsets) <= num_tokens else text[: offsets[num_tokens][0]]
+
+    def _count(self, text: str) -> int:
+        return len(self._encoding(text).ids)
+
+    def _encoding(self, text: str) -> "Encoding":
+        """The tokens of a text by itself, without special ones; one at a time, so that other threads can run."""
+        try:
+            return self._tokenizer.backend.encode_batch([text], add_special_tokens=False)[0]
+        except BaseException as fault:
+            raise raised(fault) from None
+
+    def _joined(self, query: str, document: str) -> list[int]:
+        try:
+            found = self._tokenizer.backend.encode_batch([(query, document)])[0]
+        except BaseException as fault:
+            raise raised(fault) from None
+        if not self.second:
+            return list(found.ids)
+        return [token + kind * self.second for token, kind in zip(found.ids, found.type_ids, strict=True)]
