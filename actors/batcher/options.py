@@ -153,8 +153,8 @@ class BatcherOptions:
             all of batch_timeout. If not given: 2, or 0 where batch_timeout or batch_size is given.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
         target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated
-            in chunks that fit. Prompts always get 1.5 times the time of the decodes beside them, so a step can take
-            longer. 0: chunks are as large as max_batch_tokens. If not given: 12 on a CPU, 20 on a GPU.
+            in chunks that fit. A step may always take 2.25 times as long as one in which all sequences decode, so it
+            can take longer. 0: chunks are as large as max_batch_tokens. If not given: 12 on a CPU, 20 on a GPU.
         max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. If not given: 4 a
             slot for clients, 1024 for the program that runs the Batcher.
         max_client_queue_share: share of the places in the queue that one client may fill, of those that others leave.

@@ -5,7 +5,7 @@ seconds a step may evaluate prompts. See ADRs/0040-a-step-has-a-time.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf, sqrt
 
@@ -14,11 +14,9 @@ from genbatch.nif.step_costs import StepTime, StepWork
 
 # However little time a step has for prompts, the first one gets so many of its tokens evaluated: prompts never starve.
 LEAST_PROMPT_TOKENS = 8
-# Prompts get so many times the time of the decodes beside them: a step takes at most 2.5 times as long as its decodes.
-PROMPT_SHARE = 1.5
-# Where many prompts wait beside few decodes they get more: so many times the decodes' time for a prompt a decode. Else
-# the prompts of a full service would wait longer and longer, while few sequences decode fast.
-BACKLOG_SHARE = 2.0
+# A step takes at most so many times as long as one in which all sequences decode, those with prompts included. The gap
+# between two tokens is to grow to 2.5 times its usual length at most, and a step's time varies by a tenth.
+STEP_SHARE = 2.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,10 @@ class PromptBudget:
 def prompt_budget(time: StepTime | None, decodes: StepWork, num_prompts: int, target_s: float) -> PromptBudget | None:
     """The time for prompts in a step beside sequences that decode; None where nothing bounds it.
 
-    A step is to take `target_s`. What the decodes leave of it goes to the prompts, but never less than `PROMPT_SHARE`
-    of the decodes' own time: so prompts always have 60 % of a step's time.
+    A step is to take `target_s`, or `STEP_SHARE` times as long as a step in which all sequences decode, if that is
+    longer. The prompts get the time that the decodes leave. All sequences are those that decode and the prompts: so
+    seven prompts beside one decode get as much time as one prompt beside seven decodes, and a full service does not
+    spend its steps on few decodes.
 
     Args:
         time: what has been learned of steps, if anything.
@@ -65,11 +65,9 @@ def prompt_budget(time: StepTime | None, decodes: StepWork, num_prompts: int, ta
     """
     if time is None or not decodes.decodes or not target_s:
         return None
-    decode_s = time.seconds(decodes)
-    share = max(PROMPT_SHARE, BACKLOG_SHARE * num_prompts / decodes.decodes)
-    return PromptBudget(
-        max(target_s - decode_s, share * decode_s), time.prompt, max(time.prefill, 1e-9), time.prefill_key
-    )
+    all_decode = replace(decodes, decodes=decodes.decodes + num_prompts)
+    step_s = max(target_s, STEP_SHARE * time.seconds(all_decode))
+    return PromptBudget(step_s - time.seconds(decodes), time.prompt, max(time.prefill, 1e-9), time.prefill_key)
 
 
 @dataclass(slots=True)
