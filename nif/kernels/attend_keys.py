@@ -9,8 +9,13 @@ import triton
 import triton.language as tl
 
 _MIN_DOT_ROWS = 16  # the smallest extent that tl.dot takes
-_MAX_SHARES = 64  # of one sequence's keys
-_MIN_SHARE = 256  # keys; with fewer, joining costs more than the parallelism brings
+SHARE = 256
+"""Keys of a share near the beginning; with fewer, joining costs more than the parallelism brings."""
+_FLAT_SHARES = tl.constexpr(32)  # of this size; behind them
+_SHARES_PER_DOUBLING = tl.constexpr(16)  # of twice the size, then of four times the size, ...
+_DOUBLINGS = tl.constexpr(17)  # reach 2**30 positions
+_REGISTERS = 65_536  # of a multiprocessor
+_BLOCK_OVERHEAD = 1024  # bytes of shared memory that the device takes for each program
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +53,78 @@ def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool, i
     return Tile(max(needed, 64), 64, 8 if head_size > 64 else 4, 2)
 
 
-def share_size(max_positions: int) -> int:
-    """Keys that one program takes of a decode; a power of two.
+def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared_memory: int) -> int:
+    """Decode programs that one multiprocessor runs at a time. A program more than these runs alone, after the others.
 
-    It depends on how long sequences may be and on nothing of the batch, so that what is summed with what, and so every
-    rounding, is a matter of the sequence alone.
+    Args:
+        tile: the decodes'.
+        element_size: bytes of an element of the cache.
+        shared_memory: bytes of a multiprocessor.
     """
-    return max(_MIN_SHARE, int(triton.next_power_of_2(-(-max_positions // _MAX_SHARES))))
+    if element_size > 2:
+        return 4  # float32 keeps keys in registers
+    padded = head_pad(head_size)
+    # Two pairs of keys' and values' buffers; beside them the query, the block ids and the weights.
+    shared = 4 * tile.keys * padded * element_size + 32 * padded + 3584
+    # As compiled; heads that do not fill the tile keep masks beside it.
+    registers = 112 if padded <= 64 else 176 if head_size < padded else 128 if padded == 256 else 136
+    return max(1, min(shared_memory // (shared + _BLOCK_OVERHEAD), _REGISTERS // (32 * tile.num_warps * registers)))
+
+
+def num_shares(length: int, share: int) -> int:
+    """How many shares the keys of so many positions are cut into, at least one.
+
+    The cuts are at fixed positions: every `share` keys 32 times, then 16 times for each doubling of the length, with
+    shares of twice the size. So a short sequence has as many shares as it can use however long sequences may be, a long
+    one has few, and every sum and rounding is a matter of the sequence alone.
+    """
+    most_flat, per_doubling = int(_FLAT_SHARES.value), int(_SHARES_PER_DOUBLING.value)
+    count, flat = min(-(-length // share), most_flat), most_flat * share
+    while flat < length:
+        share *= 2
+        count += min(-(-(length - flat) // share), per_doubling)
+        flat *= 2
+    return max(1, count)
 
 
 def max_shares(num_sequences: int, max_kv_len: int, share: int) -> int:
-    """Most shares that decodes of so many sequences have; none has fewer than one."""
-    return num_sequences * max(1, -(-max_kv_len // share))
+    """Most shares that decodes of so many sequences have."""
+    return num_sequences * num_shares(max_kv_len, share)
+
+
+@triton.jit
+def whole_shares(positions, SHARE: tl.constexpr):
+    """How many whole shares lie before each position, which is also the number of the share that it is in."""
+    count = tl.minimum(positions // SHARE, _FLAT_SHARES)
+    for doubling in tl.static_range(_DOUBLINGS):
+        behind = positions - ((_FLAT_SHARES * SHARE) << doubling)
+        count += tl.minimum(tl.maximum(behind, 0) // ((2 * SHARE) << doubling), _SHARES_PER_DOUBLING)
+    return count
+
+
+@triton.jit
+def share_begin(number, SHARE: tl.constexpr):
+    """The position at which a share begins."""
+    doublings = tl.maximum(number - _FLAT_SHARES + _SHARES_PER_DOUBLING, 0) // _SHARES_PER_DOUBLING
+    # Shares 16, 32, 48, 64, ... begin at 16, 32, 64, 128, ... times the smallest size.
+    size = (doublings * 0 + SHARE) << tl.maximum(doublings - 1, 0)
+    return tl.where(
+        number < _FLAT_SHARES,
+        number * SHARE,
+        (number - doublings * _SHARES_PER_DOUBLING) * 2 * size,
+    )
+
+
+@triton.jit
+def share_end(begin, SHARE: tl.constexpr):
+    """The position behind a share that begins at `begin`."""
+    largest = begin | (begin >> 1)
+    largest |= largest >> 2
+    largest |= largest >> 4
+    largest |= largest >> 8
+    largest |= largest >> 16
+    # The largest power of two up to `begin`, of which a share is a sixteenth.
+    return begin + tl.maximum((largest + 1) // (2 * _SHARES_PER_DOUBLING), SHARE)
 
 
 # exp(x) = exp2(x * log2(e)), and exp2 is the instruction that the GPU has.

@@ -1,8 +1,9 @@
 """Attention over a paged KV cache: decodes cut into shares of keys, and ragged prefill chunks beside them.
 
-A decode's keys are cut at fixed positions, every `share` of them. A plan, made once a step on the device, lists the
-shares of all sequences. A fixed number of programs works through the list: one long sequence is spread over the whole
-GPU whatever the others are, and nothing about the launch depends on lengths. A second kernel joins the shares.
+A decode's keys are cut at fixed positions (see `attend_keys.num_shares`). A plan, made once a step on the device,
+lists the shares of all sequences. A fixed number of programs works through the list: one long sequence is spread over
+the whole GPU whatever the others are, and nothing about the launch depends on lengths. A second kernel joins the
+shares.
 
 K and V are [num_blocks, num_kv_heads, block_size, head_size]; a block may lie anywhere in a larger tensor as long as
 its last three dimensions are contiguous. The twins are `reference.paged_attention` and `reference.plan_shares`.
@@ -18,18 +19,23 @@ import triton
 import triton.language as tl
 
 from genbatch.nif.kernels.attend_keys import (
+    SHARE,
     Tile,
     attend_keys,
     finish_softmax,
     head_pad,
     join_softmax,
     max_shares,
+    num_shares,
+    programs_per_processor,
+    share_begin,
+    share_end,
     tile_shape,
+    whole_shares,
 )
 
 _PLAN_CHUNK = 128  # sequences that the plan looks at together
 _SHARES_AT_ONCE = 16  # that are joined together
-_PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit
@@ -50,8 +56,9 @@ def _shares_of(
     kv_len = tl.minimum(tl.load(kv_lens_ptr + sequences, mask=known, other=0), longest)
     first = tl.zeros_like(kv_len)
     if HAS_WINDOW:
-        first = tl.maximum(kv_len - window, 0) // SHARE
-    return tl.where(end - begin == 1, tl.maximum(tl.cdiv(kv_len, SHARE) - first, 1), 0)
+        first = whole_shares(tl.maximum(kv_len - window, 0), SHARE)
+    last = whole_shares(tl.maximum(kv_len - 1, 0), SHARE)
+    return tl.where(end - begin == 1, last - first + 1, 0)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "longest", "window"])
@@ -180,12 +187,14 @@ def _chunk_attention_kernel(
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-        for share in range(first_key // SHARE, tl.cdiv(end_key, SHARE)):
+        begin = share_begin(whole_shares(first_key, SHARE), SHARE)
+        while begin < end_key:
+            end = share_end(begin, SHARE)
             more_output, more_maximum, more_total = attend_keys(
                 query,
                 query_positions,
-                tl.maximum(share * SHARE, first_key),
-                tl.minimum((share + 1) * SHARE, end_key),
+                tl.maximum(begin, first_key),
+                tl.minimum(end, end_key),
                 table_ptr,
                 key_ptr,
                 value_ptr,
@@ -203,6 +212,7 @@ def _chunk_attention_kernel(
                 HAS_WINDOW,
             )
             output, maximum, total = join_softmax(output, maximum, total, more_output, more_maximum, more_total)
+            begin = end
     output = finish_softmax(output, maximum, total, heads, used, sinks_ptr, HAS_SINKS)
     out_offsets = ((query_start + tokens).to(tl.int64) * tl.num_programs(1) * GROUP + heads) * HEAD
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
@@ -260,15 +270,15 @@ def _decode_attention_kernel(
         oldest = 0
         if HAS_WINDOW:
             oldest = tl.maximum(kv_len - window, 0)
-        share = oldest // SHARE + listed - first_listed
+        begin = share_begin(whole_shares(oldest, SHARE) + listed - first_listed, SHARE)
         heads = kv_head * GROUP + rows
         row_offsets = token.to(tl.int64) * query_token_stride + heads * query_head_stride
         query = tl.load(query_ptr + row_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
         output, maximum, total = attend_keys(
             query,
             tl.where(used, kv_len - 1, -1),
-            tl.maximum(share * SHARE, oldest // KEYS * KEYS),
-            tl.minimum((share + 1) * SHARE, kv_len),
+            tl.maximum(begin, oldest // KEYS * KEYS),
+            tl.minimum(share_end(begin, SHARE), kv_len),
             table_ptr + tl.cast(sequence, tl.int64) * table_width,
             key_ptr + kv_head * BLOCK_SIZE * HEAD,
             value_ptr + kv_head * BLOCK_SIZE * HEAD,
@@ -361,13 +371,15 @@ class AttentionSetting:
 
     Args:
         num_processors: multiprocessors of the GPU, which decide how many programs work through a plan.
-        share: keys a share, a power of two; see `attention_tiles.share_size`.
+        shared_memory: bytes of each of them.
         in_order: whether a token's output is to be the same whether it comes in a chunk or alone; slower.
+        share: keys of a share near the beginning, a power of two; see `attend_keys.num_shares`.
     """
 
     num_processors: int
-    share: int
+    shared_memory: int = 228 * 1024
     in_order: bool = False
+    share: int = SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +426,7 @@ def plan_shares(
         CHUNK=_PLAN_CHUNK,
         num_warps=4,
     )
-    return SharePlan(owners, firsts, most // num_sequences, setting)
+    return SharePlan(owners, firsts, num_shares(max_kv_len, setting.share), setting)
 
 
 def paged_attention(
@@ -504,7 +516,9 @@ def paged_attention(
     partial_shape = (most_shares if joins else 1, num_heads)
     partial = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=device)
     stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=device)
-    num_programs = min(most_shares * num_kv_heads, _PROGRAMS_PER_PROCESSOR * setting.num_processors)
+    tile = tile_shape(group, head_size, query.element_size(), decode=True)
+    resident = programs_per_processor(tile, head_size, query.element_size(), setting.shared_memory)
+    num_programs = min(most_shares * num_kv_heads, resident * setting.num_processors)
     _decode_attention_kernel[(num_programs,)](
         out,
         partial,
@@ -521,7 +535,7 @@ def paged_attention(
         *numbers,
         KV_HEADS=num_kv_heads,
         SHARE=setting.share,
-        **shape(tile_shape(group, head_size, query.element_size(), decode=True)),
+        **shape(tile),
     )
     if joins:
         _join_shares_kernel[(num_sequences, num_heads)](

@@ -11,7 +11,7 @@ import triton
 from genbatch.nif.cuda_device import on_device, runs_on_device
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError, ModelError, OptionError
-from genbatch.nif.kernels.attend_keys import max_shares, share_size
+from genbatch.nif.kernels.attend_keys import max_shares
 from genbatch.nif.kernels.elementwise import copy_blocks, write_kv
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention
 from genbatch.nif.kernels.sample import draw_tokens, next_tokens
@@ -94,12 +94,7 @@ class TritonRunner:
         self.groups = model.groups
         self._model = model
         self._longest = min(model.max_position, longest or model.max_position)
-        num_processors = (
-            torch.cuda.get_device_properties(model.device).multi_processor_count
-            if model.device.type == "cuda"
-            else _INTERPRETED_PROCESSORS
-        )
-        self._setting = AttentionSetting(num_processors, share_size(self._longest), in_order=batch_invariant)
+        self._setting = _attention_setting(model.device, in_order=batch_invariant)
         with on_device(model.device):
             self._lean = LeanLlama(model, self._setting, quantize) if lean else None
             self._lora = DeviceLora(model) if lean else LoraHooks(model.hf, model.device)
@@ -331,6 +326,15 @@ class TritonRunner:
         for block in blocks:
             if not 0 <= block < count:
                 raise BatchError(f"group {group}: block id {block} is outside 0..{count - 1}")
+
+
+def _attention_setting(device: torch.device, *, in_order: bool) -> AttentionSetting:
+    if device.type != "cuda":
+        return AttentionSetting(_INTERPRETED_PROCESSORS, in_order=in_order)
+    properties = torch.cuda.get_device_properties(device)
+    return AttentionSetting(
+        properties.multi_processor_count, properties.shared_memory_per_multiprocessor, in_order=in_order
+    )
 
 
 class TritonStep:

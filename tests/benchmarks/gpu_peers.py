@@ -9,7 +9,6 @@ import torch
 from gpu_loads import Plan, Request
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from genbatch.nif.kernels.attend_keys import share_size
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.attention import ATTENTION_NAME
@@ -98,9 +97,7 @@ def peer_flashinfer(plan: Plan, batch_size: int) -> tuple[float, float]:
         plan.block_size, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
     )  # fmt: skip
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    shares = plan_shares(
-        starts, lengths, AttentionSetting(processors, share_size(plan.context)), max_kv_len=plan.context
-    )
+    shares = plan_shares(starts, lengths, AttentionSetting(processors), max_kv_len=plan.context)
     scale = head_size**-0.5
 
     def ours() -> torch.Tensor:

@@ -11,6 +11,7 @@ second run takes seconds.
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import torch
 import triton
 
-from genbatch.nif.kernels.attend_keys import share_size
+from genbatch.nif.kernels.attend_keys import Tile, programs_per_processor
 from genbatch.nif.kernels.elementwise import add_rms_norm, copy_blocks, rope_and_write, silu_mul, write_kv
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile, pack
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
@@ -78,7 +79,7 @@ def attention(
     pool = meta(64, 28, 2, kv_heads, BLOCK_SIZE, head_size, dtype=dtype)
     cache = pool[:, 0, 0]
     starts, lengths = ints(rows + 1), ints(rows)
-    setting = AttentionSetting(132, share_size(LONGEST), in_order)
+    setting = AttentionSetting(132, in_order=in_order)
     plan = plan_shares(starts, lengths, setting, max_kv_len=LONGEST, window=window)
     paged_attention(
         meta(rows * query_len, heads, head_size, dtype=dtype),
@@ -201,6 +202,14 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
     is_narrow = "'query_ptr': '*fp32'" in kernel.variant  # whose dot products are no matrix instructions
     if kernel.name in ATTENTION and not is_narrow and kernel.copies < LEAST_COPIES:
         found.append(f"copies {kernel.copies} times ahead of use, not {LEAST_COPIES}: its loop is not pipelined")
+    if kernel.name == "_decode_attention_kernel" and not is_narrow:
+        head, warps = (int(_constant(kernel.variant, name)) for name in ("HEAD", "num_warps"))
+        tile = Tile(0, int(_constant(kernel.variant, "KEYS")), warps, 0)
+        room = (SHARED_MEMORY[capability] + 1) * 1024
+        assumed = programs_per_processor(tile, head, 2, room)
+        real = min(room // (kernel.shared + 1024), 65_536 // (32 * warps * kernel.registers))
+        if real < assumed:
+            found.append(f"{real} programs run at a time on a multiprocessor, and {assumed} are launched")
     if kernel.name in STREAMING and not kernel.loads_wide and not is_narrow:
         found.append("loads nothing 16 bytes at a time")
     if kernel.name == "_chunk_attention_kernel" and not is_narrow and "'SHARE': 0" in kernel.variant:
@@ -210,6 +219,12 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
         if kernel.products != wanted:
             found.append(f"multiplies with {kernel.products or 'nothing'}, not {wanted}")
     return found
+
+
+def _constant(variant: str, name: str) -> str:
+    found = re.search(rf"'{name}': (\d+)", variant)
+    assert found, f"{name} is not in {variant}"
+    return found[1]
 
 
 def sizes_that_recompile(capability: int) -> list[str]:

@@ -51,6 +51,16 @@ def paged_attention(
     return out
 
 
+def share_ends(length: int, share: int) -> list[int]:
+    """Where the shares end that hold the keys of so many positions."""
+    ends: list[int] = []
+    while not ends or ends[-1] < length:
+        ends.append((ends[-1] if ends else 0) + share)
+        if len(ends) >= 32 and len(ends) % 16 == 0:
+            share *= 2
+    return ends
+
+
 def plan_shares(
     query_starts: torch.Tensor, kv_lens: torch.Tensor, *, max_kv_len: int, share: int, window: int | None = None
 ) -> tuple[list[int], list[int]]:
@@ -60,7 +70,8 @@ def plan_shares(
     for entry, kv_len in enumerate(kv_lens.clamp(max=max_kv_len).tolist()):
         if int(query_starts[entry + 1] - query_starts[entry]) == 1:
             oldest = 0 if window is None else max(0, kv_len - window)
-            owners += [entry] * max(1, -(-kv_len // share) - oldest // share)
+            attended = [cut for cut in share_ends(kv_len, share) if cut > oldest]
+            owners += [entry] * max(1, len(attended))
         firsts.append(len(owners))
     return owners, firsts
 

@@ -1,5 +1,6 @@
 """Paged attention against its plain-torch twin."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.kernels import paged_attention as paged_attention_module
-from genbatch.nif.kernels.attend_keys import max_shares, share_size, tile_shape
+from genbatch.nif.kernels.attend_keys import SHARE, max_shares, num_shares, programs_per_processor, tile_shape
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from tests.nif.kernels import reference
 
@@ -131,19 +132,19 @@ def test_one_long_sequence_among_short_ones_in_a_mixed_step_equals_the_twin(devi
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 99)), min_size=1, max_size=9),
-    st.sampled_from([None, 1, 8, 20]),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 999)), min_size=1, max_size=9),
+    st.sampled_from([None, 1, 8, 20, 400]),
     st.sampled_from([8, 16]),
 )
 def test_the_plan_lists_every_share_of_every_decode_once(device, entries, window, share):
     starts = torch.tensor([0] + [n for n, _ in entries]).cumsum(0).int().to(device)
     kv_lens = torch.tensor([n - 1 + held for n, held in entries], dtype=torch.int32, device=device)
     setting = AttentionSetting(num_processors=1, share=share)
-    plan = plan_shares(starts, kv_lens, setting, max_kv_len=100, window=window)
-    owners, firsts = reference.plan_shares(starts, kv_lens, max_kv_len=100, share=share, window=window)
+    plan = plan_shares(starts, kv_lens, setting, max_kv_len=1000, window=window)
+    owners, firsts = reference.plan_shares(starts, kv_lens, max_kv_len=1000, share=share, window=window)
     assert plan.firsts.tolist() == firsts
     assert plan.owners[: len(owners)].tolist() == owners
-    assert len(owners) <= len(plan.owners) == max_shares(len(entries), 100, share)
+    assert len(owners) <= len(plan.owners) == max_shares(len(entries), 1000, share)
 
 
 def test_a_plan_of_more_sequences_than_are_looked_at_together(device, monkeypatch):
@@ -260,10 +261,49 @@ def test_chunks_in_order_have_the_decodes_tile_so_that_they_round_alike():
         assert (chunk.rows, chunk.keys, chunk.num_warps) == (decode.rows, decode.keys, decode.num_warps)
 
 
-@given(st.integers(1, 2**20))
-def test_shares_are_whole_tiles_and_a_sequence_has_few(longest):
-    share = share_size(longest)
-    assert share & (share - 1) == 0
-    assert share >= 256
-    assert max_shares(1, longest, share) <= 64
-    assert all(share % tile_shape(4, head, size, decode=True).keys == 0 for head in (64, 256) for size in (2, 4))
+@given(st.integers(0, 2**20), st.sampled_from([16, SHARE]))
+def test_the_number_of_shares_is_the_twins(length, share):
+    assert num_shares(length, share) == len(reference.share_ends(length, share))
+
+
+@pytest.mark.parametrize(
+    ("length", "shares"), [(0, 1), (256, 1), (257, 2), (2048, 8), (8192, 32), (16_384, 48), (32_768, 64), (131_072, 96)]
+)
+def test_a_short_sequence_has_as_many_shares_as_it_can_use_and_a_long_one_has_few(length, shares):
+    """Whatever the longest possible sequence is: 131,072 positions gave a sequence of 2,048 one share a KV head."""
+    assert num_shares(length, SHARE) == shares
+
+
+def test_shares_are_whole_tiles():
+    assert all(SHARE % tile_shape(4, head, size, decode=True).keys == 0 for head in (64, 256) for size in (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("head_size", "shared_kib", "programs"),
+    [(128, 228, 3), (128, 164, 2), (128, 100, 1), (96, 228, 2), (64, 228, 4), (64, 100, 2), (256, 228, 2)],
+)
+def test_as_many_programs_are_launched_as_run_at_a_time(head_size, shared_kib, programs):
+    tile = tile_shape(4, head_size, 2, decode=True)
+    assert programs_per_processor(tile, head_size, 2, shared_kib * 1024) == programs
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_shares_of_all_sizes_are_joined(device, in_order):
+    """Lengths on both sides of every cut, up to shares of eight times the size."""
+    lengths = [(1, n) for n in (511, 512, 513, 1024, 1025, 2049, 4100)]
+    case = make_case(lengths, kv_heads=1, group=2, head_size=16, block_size=16, dtype=torch.float32, device=device)
+    check(case, share=16, in_order=in_order, scale=0.25)
+    check(case, share=16, in_order=in_order, scale=0.25, window=700)
+
+
+def test_a_chunk_over_shares_of_several_sizes_rounds_as_its_tokens_do_alone(device):
+    case = make_case([(9, 1030)], kv_heads=1, group=2, head_size=16, block_size=16, dtype=torch.float32, device=device)
+    together = attend(case, share=16, in_order=True, scale=0.25)
+    for token in range(9):
+        alone = dataclasses.replace(
+            case,
+            query=case.query[token : token + 1],
+            query_starts=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            kv_lens=torch.tensor([1022 + token], dtype=torch.int32, device=device),
+        )
+        assert torch.equal(attend(alone, share=16, in_order=True, scale=0.25)[0], together[token])

@@ -366,7 +366,9 @@ class FakeGpu:
             "graph": self._capture,
             "graph_pool_handle": object,
             "synchronize": lambda *_: self._synchronize(),
-            "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=self._num_processors),
+            "get_device_properties": lambda *_: SimpleNamespace(
+                multi_processor_count=self._num_processors, shared_memory_per_multiprocessor=228 * 1024
+            ),
             "is_available": lambda: True,
             "_lazy_init": lambda: None,
         }
