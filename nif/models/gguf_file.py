@@ -244,6 +244,7 @@ class GgufFamily:
         settings: keys of the metadata, without the architecture, and transformers' names for them.
         fixed: what the files do not say.
         bare: tensors of a layer that transformers names without ".weight".
+        may_have_biases: some files have biases, which their tensors alone tell.
     """
 
     layer_names: dict[str, str]
@@ -253,8 +254,10 @@ class GgufFamily:
     settings: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
     bare: dict[str, str] = field(default_factory=dict)
+    may_have_biases: bool = False
 
 
+_BIASES = {"blk.0.attn_q.bias": "attention_bias", "blk.0.ffn_down.bias": "mlp_bias"}
 _SETTINGS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -277,7 +280,7 @@ _SANDWICH_NAMES = {
 _FUSED_NAMES = {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 FAMILIES = {
-    "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True),
+    "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True, may_have_biases=True),
     "qwen2": GgufFamily(_LAYER_NAMES),
     "qwen3": GgufFamily(_LAYER_NAMES),
     "gemma": GgufFamily(_LAYER_NAMES, norm_offset=-1.0, settings=_SETTINGS),
@@ -320,8 +323,9 @@ FAMILIES = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
+        may_have_biases=True,
     ),
-    "smollm3": GgufFamily(_LAYER_NAMES, rotates_pairs=True, settings=_SETTINGS),
+    "smollm3": GgufFamily(_LAYER_NAMES, rotates_pairs=True, settings=_SETTINGS, may_have_biases=True),
     "glm4": GgufFamily(
         {
             **_LAYER_NAMES,
@@ -400,12 +404,15 @@ class GgufWeights:
             raise self._file.fault(f"the tensor for {name} is missing")
         found = self._file.tensor(self._stored[name])
         norm = "norm" in name and name.endswith(".weight")
+        rows, order = found.rows, self._row_order(name, found.shape[0])
+        if order is not None and name.endswith(".bias"):  # one row, of which each element belongs to one of a weight's
+            rows, order = rows.reshape(len(order), -1)[order].reshape(1, -1), None
         return StoredTensor(
             name,
             found.kind,
             found.shape,
-            found.rows,
-            self._row_order(name, len(found.rows)),
+            rows,
+            order,
             self._family.norm_offset if norm else 0.0,
         )
 
@@ -427,8 +434,8 @@ class GgufWeights:
         return f"{_TOP_NAMES[top]}.{suffix}" if top in _TOP_NAMES else None
 
     def _row_order(self, name: str, count: int) -> np.ndarray | None:
-        """Undoes what llama.cpp's converter does to the rows of Llama's queries and keys."""
-        if not self._family.rotates_pairs or not re.search(r"\.[qk]_proj\.weight$", name):
+        """Undoes what llama.cpp's converter does to the rows and biases of Llama's queries and keys."""
+        if not self._family.rotates_pairs or not re.search(r"\.[qk]_proj\.(weight|bias)$", name):
             return None
         heads = self._config.num_attention_heads if ".q_proj." in name else self._config.num_key_value_heads
         if count % (2 * heads):
@@ -452,12 +459,14 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     names = known.get(architecture) if family is None or not family.settings else family.settings
     if names is None:
         raise file.fault(f"transformers does not know the architecture {architecture!r}")
+    biases = [ours for name, ours in _BIASES.items() if name in file.names()]
     named_mistral = "mistral" in str(file.metadata.get("general.name")).lower()
-    kind = "mistral" if architecture == "llama" and named_mistral else architecture
+    kind = "mistral" if architecture == "llama" and named_mistral and not biases else architecture
     settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {})
     if family is not None:
         kind = family.kind or kind
         settings.update(family.fixed)
+        settings.update(dict.fromkeys(biases, True) if family.may_have_biases else {})
     settings["tie_word_embeddings"] = "output.weight" not in file.names()
     for key, value in file.metadata.items():
         prefix, _, rest = key.partition(".")

@@ -20,6 +20,7 @@ from genbatch.nif.native.runner import native_runner
 from tests.nif.models.gguf_files import batch_of
 
 ARCH = {
+    "llama_odd": gguf.MODEL_ARCH.LLAMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "phi3": gguf.MODEL_ARCH.PHI3,
@@ -62,6 +63,13 @@ MORE = {
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
     },
+}
+
+
+# What a file says in another way than the models of the native tests.
+CHANGED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": []},
+    "llama_odd": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 
 
@@ -121,9 +129,9 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         data = parameter.numpy()
         if "norm" in key and key.endswith("weight"):
             data = data - np.float32(family.norm_offset)
-        if family.rotates_pairs and key.endswith(("q_proj.weight", "k_proj.weight")):
+        if family.rotates_pairs and ("q_proj." in key or "k_proj." in key):
             heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
-            data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         if name == "gpt_oss" and ("experts" in key or "sinks" in key):
             put_gpt_oss(writer, key, data)
             continue
@@ -168,7 +176,7 @@ def written(path: Path, name: str, model: Any) -> GgufFile:
 
 @pytest.mark.parametrize("name", ARCH)
 def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path, name: str) -> None:
-    model = models.random_model(name, **({"mlp_only_layers": []} if name == "qwen3_moe" else {}))
+    model = models.random_model(name, **CHANGED.get(name, {}))
     if name in ("gemma2", "gemma3"):
         model.config.query_pre_attn_scalar = model.config.head_dim  # what llama.cpp takes, as its files do not say
         model.config.rope_parameters.get("sliding_attention", {})["rope_theta"] = 10000.0  # and this
@@ -230,7 +238,7 @@ def test_an_answer_in_harmony_ends_with_its_last_message_or_a_call_and_not_with_
 
 # What a file does not say has to be as its family's always is.
 RUN: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "gpt_oss": {}}
-RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}}
+RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}, "llama_odd": CHANGED["llama_odd"]}
 
 
 @pytest.mark.parametrize("name", RUN)
