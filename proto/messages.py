@@ -2,8 +2,9 @@
 model is served, and how the service is.
 """
 
+import math
 import sys
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -114,6 +115,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reasoning_content: str | None = None
 
 
+class Range(NamedTuple):
+    """Which values of a parameter are taken: from `low`, or above `low`, to `high`."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+# Counts beyond this are mistakes, and would not fit the integers of the native layer.
+MAX_COUNT = 2**31 - 1
+# The ranges other services document; beyond them logits are drowned, not biased.
+MAX_PENALTY = 2.0
+MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What to generate; exactly one of `prompt`, `token_ids` and `messages` is given.
 
@@ -168,13 +184,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     token_ids: list[int] | None = None
     messages: list[Message] | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Annotated[float | None, Range(0, math.inf)] = None
+    top_k: Annotated[int | None, Range(0, MAX_COUNT)] = None
+    top_p: Annotated[float | None, Range(0, 1, above=True)] = None
+    min_p: Annotated[float | None, Range(0, 1)] = None
+    repetition_penalty: Annotated[float | None, Range(1 / MAX_REPETITION, MAX_REPETITION)] = None
+    presence_penalty: Annotated[float, Range(-MAX_PENALTY, MAX_PENALTY)] = 0.0
+    frequency_penalty: Annotated[float, Range(-MAX_PENALTY, MAX_PENALTY)] = 0.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: list[str] = []

@@ -8,12 +8,13 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_type_hints
 
 import msgspec
 
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import (
+    MAX_COUNT,
     DetokenizeRequest,
     DrainRequest,
     EmbedRequest,
@@ -119,9 +120,6 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
         InvalidRequest: with the path of the parameter at fault.
     """
     wanted = request.response_format
-    if wanted is not None:
-        # One made in Python was never decoded, and a struct within another is taken as it is.
-        check_type({"response_format": msgspec.structs.asdict(wanted)}, _Shaped)
     if wanted is not None and (wanted.type == "json_schema") != (wanted.schema is not None):
         rule = "is missing" if wanted.schema is None else f"goes with the type json_schema only, not {wanted.type}"
         raise InvalidRequest(SCHEMA_FIELD, rule)
@@ -169,14 +167,9 @@ def _check_excluded(request: GenerateRequest, given: str) -> None:
             raise InvalidRequest(name, f"cannot be combined with {given}: the answer must match it, and end there")
 
 
-# Counts beyond this are mistakes, and would not fit the integers of the native layer.
-MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 100
-# The ranges other services document; beyond them logits are drowned, not biased.
-MAX_PENALTY = 2.0
-MAX_LOGIT_BIAS = 100.0
-MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
+MAX_LOGIT_BIAS = 100.0  # the range other services document
 MAX_NAME_LENGTH = 128  # characters of a role or a tenant
 MAX_PATH_LENGTH = 4096  # characters; as much as systems take
 MAX_PAYER_LENGTH = 256  # characters of the name of a fleet's client
@@ -186,23 +179,40 @@ MAX_TOOLS = 128
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+# The ranges that the fields of a request declare beside their types.
+_RANGES = {
+    name: found
+    for name, kind in get_type_hints(GenerateRequest, include_extras=True).items()
+    for found in getattr(kind, "__metadata__", ())
+}
+
+
 class _Offered(msgspec.Struct):
     """Puts the right path in front of what is wrong within a tool."""
 
     tools: list[Tool]
 
 
-def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Checks what can be checked without the model; the one place where ranges are.
-
-    Types are checked too, because a request made in Python was never decoded.
+def check_types(request: GenerateRequest) -> None:
+    """Check the types of a request that a program has made: a Struct's constructor checks none.
 
     Raises:
         InvalidRequest: with the path of the first parameter at fault.
     """
     check_type(msgspec.structs.asdict(request), GenerateRequest)
+    # A struct within another is taken as it is.
     if request.tools:
         check_type({"tools": [msgspec.structs.asdict(tool) for tool in request.tools]}, _Offered)
+    if request.response_format is not None:
+        check_type({"response_format": msgspec.structs.asdict(request.response_format)}, _Shaped)
+
+
+def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
+    """Check the ranges and rules that need no model. The types are right: a door has checked them, or `check_types`.
+
+    Raises:
+        InvalidRequest: with the path of the first parameter at fault.
+    """
     _check_prompt(request, limits)
     _check_tools(request)
     _check_lengths(request, limits)
@@ -439,13 +449,8 @@ def _check_deadline(request: GenerateRequest | EmbedRequest | ScoreRequest, limi
 
 
 def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
-    _check_given_range("temperature", request.temperature, 0, math.inf)
-    _check_given_range("top_k", request.top_k, 0, MAX_COUNT)
-    _check_given_range("top_p", request.top_p, 0, 1, above=True)
-    _check_given_range("min_p", request.min_p, 0, 1)
-    _check_given_range("repetition_penalty", request.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
-    _check_range("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    for name, (low, high, above) in _RANGES.items():
+        _check_given_range(name, getattr(request, name), low, high, above=above)
     _check_count("logit_bias", len(request.logit_bias or ()), limits.max_logit_bias)
     for token_id, bias in (request.logit_bias or {}).items():
         _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

@@ -23,6 +23,8 @@ def test_a_trace_sees_the_request_and_what_checks_it() -> None:
         assert any("validate_request" in check for check in trace.checks), trace.checks
         assert {"actors/batcher/batcher.py", "nif/context/context.py", "proto/messages.py"} <= trace.files
     assert "actors/gateways/http/openai_request.py" in chat.files
+    assert len(chat.shapes) <= 10, chat.shapes
+    assert len(chat.checks) == 2, f"the door checks the body's types, the Batcher the ranges: {chat.checks}"
     assert "clients/remote.py" in stream.files and "clients/remote.py" not in chat.files
 
 

@@ -157,7 +157,7 @@ class Arrivals:
 
     def _generation(self, message: Generate, from_: "From[Any]") -> GenerationRequest:
         wanted, intake = message.request, self._intake
-        intake.check(wanted)
+        intake.check(message)
         adapter = intake.adapter(wanted.model)
         intake.check_beams(message.beam_width, wanted)
         grammar = intake.grammar(wanted)
@@ -207,7 +207,7 @@ class Arrivals:
         if self._intake.adapter(wanted.model) is not None:
             given = "scores" if scores else "embeddings"
             raise InvalidRequest("model", f"an adapter changes what is generated; {given} are the model's own")
-        width = intake.check(wanted)
+        width = intake.check(wanted, is_validated=message.is_validated)
         account = charged_account(message.client, wanted.tenant, embeds=True)
         limits = self._limits(wanted.deadline_s, message.client)
         self._admit(message.client, account, width, limits, embeds=True)

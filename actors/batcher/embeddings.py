@@ -227,8 +227,11 @@ class TextIntake(Generic[Asked]):
             return self._max_positions
         return min(self._max_positions, pooling.max_tokens)
 
-    def check(self, wanted: Asked) -> int:
+    def check(self, wanted: Asked, *, is_validated: bool) -> int:
         """Check a request without tokenizing; returns how many of its texts wait or run at a time.
+
+        Args:
+            is_validated: see Generate.
 
         Raises:
             InvalidRequest: the request cannot be served.
@@ -306,11 +309,12 @@ class TextIntake(Generic[Asked]):
 class EmbedIntake(TextIntake[EmbedRequest]):
     """Checks and tokenizes texts to embed."""
 
-    def check(self, wanted: EmbedRequest) -> int:
+    def check(self, wanted: EmbedRequest, *, is_validated: bool) -> int:
         pooling, vocab_size = self._model.pooling, self._model.vocab_size
         if pooling is None or not pooling.embeds:
             raise InvalidRequest("input", NO_EMBEDDINGS if pooling is None else NO_VECTORS)
-        validate_embed(wanted, self._options.limits)
+        if not is_validated:
+            validate_embed(wanted, self._options.limits)
         self.check_priority(wanted)
         if wanted.dimensions not in (None, pooling.size, *pooling.shorter):
             others = f", and {_sizes(pooling.shorter)}" if pooling.shorter else "; it was not trained for others"

@@ -19,6 +19,7 @@ from typing import Any
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
 from genbatch.actors.batcher.generation import BeamGeneration, Generation, GenerationRequest
+from genbatch.actors.batcher.messages import Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.output import Output, OutputRules, Reading
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt
@@ -51,7 +52,6 @@ from genbatch.proto.validation import (
     has_shape,
     holds_to_tools,
     validate_detokenize,
-    validate_request,
     validate_tokenize,
 )
 
@@ -112,11 +112,13 @@ class Intake:
         """Whether the model continues text."""
         return self._model.generates
 
-    def check(self, wanted: GenerateRequest) -> None:
-        """Raises InvalidRequest for whatever can be told without tokenizing."""
+    def check(self, message: Generate) -> None:
+        """Raise InvalidRequest for a fault that shows without tokenizing."""
+        wanted = message.request
         if not self._model.generates:
             raise InvalidRequest("model", f"{self._model.name} {NO_TEXT}")
-        validate_request(wanted, self._options.limits)
+        if not message.is_validated:
+            validate_generate(message, self._options.limits)
         if wanted.priority and not self._options.priority_ageing_s:
             raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
         self._check_length(wanted)

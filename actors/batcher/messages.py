@@ -16,6 +16,7 @@ from genbatch.proto.messages import (
     Token,
     TokenizeRequest,
 )
+from genbatch.proto.validation import RequestLimits, check_types, validate_request
 
 if TYPE_CHECKING:  # imports torch, which a gateway process does without
     from genbatch.actors.batcher.kept_logits import Keep
@@ -72,6 +73,7 @@ class Generate:
         keep: where to put logits; None keeps none.
         drawn: what each choice has drawn on engines that died: it goes on after that. Empty for a new request. Only an
             engine's link sets it.
+        is_validated: whether the gateway's end of an engine's link has validated the request. Only that link sets it.
     """
 
     request: GenerateRequest
@@ -83,6 +85,7 @@ class Generate:
     keep: "Keep | None" = None
     shows: bool = field(default=True, kw_only=True)
     drawn: tuple[DrawnTokens, ...] = field(default=(), kw_only=True)
+    is_validated: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +94,26 @@ class Embed:
 
     Args:
         request: the texts to embed or to score.
-        client, request_id: see Generate.
+        client, request_id, is_validated: see Generate.
     """
 
     request: EmbedRequest | ScoreRequest
     client: str = ""
     request_id: str = field(default="", kw_only=True)
+    is_validated: bool = field(default=False, kw_only=True)
+
+
+def validate_generate(message: Generate, limits: RequestLimits) -> None:
+    """Validate a request where it comes in.
+
+    A door has checked the types of a client's request. The program that runs the Batcher has made its own in Python.
+
+    Raises:
+        InvalidRequest: with the path of the first parameter at fault.
+    """
+    if not message.client:
+        check_types(message.request)
+    validate_request(message.request, limits)
 
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True):

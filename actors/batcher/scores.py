@@ -31,11 +31,12 @@ class ScoringRequest(TextsRequest[ScoreRequest]):
 class ScoreIntake(TextIntake[ScoreRequest]):
     """Checks and tokenizes documents to score."""
 
-    def check(self, wanted: ScoreRequest) -> int:
+    def check(self, wanted: ScoreRequest, *, is_validated: bool) -> int:
         pooling, pairs = self._model.pooling, self._model.pairs
         if pooling is None or pairs is None:
             raise InvalidRequest("model", NO_SCORES)
-        validate_score(wanted, self._options.limits)
+        if not is_validated:
+            validate_score(wanted, self._options.limits)
         self.check_priority(wanted)
         if wanted.query is None and pairs.needs_query:
             raise InvalidRequest("query", f"is missing: {self._model.name} scores a document by a query")

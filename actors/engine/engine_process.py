@@ -159,11 +159,12 @@ class EngineSession:
             beam_width=submit.beam_width,
             shows=submit.streams,
             drawn=submit.drawn,
+            is_validated=True,
         )
         return Final(submit.id, await self._batcher.call(call, timeout=None))
 
     async def _embed(self, submit: SubmitEmbed | SubmitScore) -> FinalEmbedded:
-        call = Embed(submit.request, submit.client, request_id=submit.request_id)
+        call = Embed(submit.request, submit.client, request_id=submit.request_id, is_validated=True)
         return FinalEmbedded(submit.id, await self._batcher.call(call, timeout=None))
 
     async def _answer(self, ask: Ask) -> Answer:

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from genbatch.actors.batcher.draining import Draining, DrainOver
-from genbatch.actors.batcher.messages import Embed, Generate
+from genbatch.actors.batcher.messages import Embed, Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Stage, Wanted
 from genbatch.actors.engine.child_process import Join
@@ -70,7 +70,7 @@ from genbatch.proto.messages import (
     StatsRequest,
 )
 from genbatch.proto.methods import method_of
-from genbatch.proto.validation import MAX_SEED, validate_request, validate_texts
+from genbatch.proto.validation import MAX_SEED, validate_texts
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ class RemoteBatcher(GenServer):
         else:
             if message.keep is not None:
                 raise InvalidRequest(None, "logits are kept by an engine in the caller's process only")
-            validate_request(message.request, self.options.limits)
+            validate_generate(message, self.options.limits)
         try:
             encode(message.request)
         except (TypeError, ValueError, OverflowError) as error:

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Embed, Embedded, Generate, charged_account
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate, charged_account, validate_generate
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, account_in_fleet, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
 from genbatch.proto.errors import (
@@ -64,7 +64,7 @@ from genbatch.proto.messages import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from genbatch.proto.validation import RequestLimits, validate_request, validate_texts
+from genbatch.proto.validation import RequestLimits, validate_texts
 
 # What a refused caller is told while no replica is there: about a small model's load time.
 RETRY_MS = 2000
@@ -271,7 +271,7 @@ class Fleet:
         if message.keep is not None or message.beam_width > 1:
             raise InvalidRequest(None, "logits are kept, and beams searched, by an engine in the caller's process only")
         request = message.request
-        validate_request(request, self.limits.limits)
+        validate_generate(message, self.limits.limits)
         seen = content_blocks(request, request.tenant)
         with self._opened() as scope, scope:
             return await self._generate(message, request, seen)

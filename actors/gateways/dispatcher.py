@@ -278,9 +278,8 @@ class Dispatcher:
 
     async def _answer(self, method: Method, params: dict[Any, Any] | msgspec.Struct, caller: Caller) -> object:
         """The answer to a call that may be made."""
-        if method.request is GenerateRequest:
-            return await self._generate(params, caller)
-        request = check_type(params, method.request)
+        # A request in place of a map comes from a door in this program, which has made it of checked values.
+        request = params if isinstance(params, method.request) else _typed(params, method)
         if method.validate is not None:
             method.validate(request)
         match request:
@@ -291,6 +290,8 @@ class Dispatcher:
                     version=WIRE_VERSION,
                     stream_options=STREAM_OPTIONS,
                 )
+            case GenerateRequest():
+                return await self._generate(request, caller)
             case EmbedRequest():
                 return await self._embed(request, caller)
             case ScoreRequest():
@@ -309,8 +310,8 @@ class Dispatcher:
     async def _ask(self, request: msgspec.Struct, method: Method) -> object:
         return await self._batcher.call(request, timeout=method.timeout_s, control=method.lane is Lane.CONTROL)
 
-    async def _generate(self, params: dict[Any, Any] | msgspec.Struct, caller: Caller) -> object:
-        request = _claimed(to_generate_request(params), caller)
+    async def _generate(self, request: GenerateRequest, caller: Caller) -> object:
+        request = _claimed(request, caller)
         payer = caller.payer
         if request.payer is not None:
             # guard: who may say whom it asks for
@@ -344,6 +345,14 @@ class Dispatcher:
             return await self._ask(request, METHODS["health"])
         except (ActorDown, CallTimeout):  # a health check is always answered
             return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
+
+
+def _typed(params: object, method: Method) -> msgspec.Struct:
+    """A map of parameters as the method's request; raises InvalidRequest with the path of the first fault."""
+    if method.request is GenerateRequest:
+        return to_generate_request(params)
+    request: msgspec.Struct = check_type(params, method.request)
+    return request
 
 
 def _numbers(vector: bytes) -> list[float]:

@@ -302,7 +302,7 @@ class ReplayedIntake(Intake):
         self._system_prompts = header.system_prompts
         self._known: dict[str, LoraAdapter] = {}
 
-    def check(self, wanted: GenerateRequest) -> None:
+    def check(self, message: Generate) -> None:
         """It was found to be fine."""
 
     def adapter(self, name: str | None) -> LoraAdapter | None:

@@ -197,7 +197,7 @@ class Mailbox(Lifetime):
         self.max_size = max_size
         self.telemetry = telemetry
         self.owner: trio.lowlevel.Task | None = None
-        self.calls: dict[From[Any], None] = {}  # delivered or waiting here, not answered; a dict, for its order
+        self.calls: dict[From[Any], object] = {}  # the requests that are delivered or wait here, and are not answered
         self.monitors: dict[Monitor, None] = {}  # what the actor watches
         self.closed: Reason | None = None
         self.ended = trio.Event()
@@ -299,11 +299,10 @@ T = TypeVar("T")
 class From(Lifetime, Generic[T]):
     """Who waits for a reply of type T. It ends when it is answered or when the caller stops waiting."""
 
-    __slots__ = ("_mailbox", "_replied", "_task", "request")
+    __slots__ = ("_mailbox", "_replied", "_task")
 
-    def __init__(self, request: object, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
         super().__init__()
-        self.request = request
         self._mailbox = mailbox
         self._task = trio.lowlevel.current_task()
         self._replied = False
@@ -321,7 +320,7 @@ class From(Lifetime, Generic[T]):
 
     def reply(self, result: "outcome.Outcome[T]") -> None:
         """Answers, the one time the actor may."""
-        assert not self._replied, f"a second reply to {self.request!r}"
+        assert not self._replied, f"a second reply to one call of {self._mailbox.name!r}"
         self._replied = True
         if self.alive:
             self._settle(result)
@@ -399,12 +398,12 @@ class ActorRef:
         try:
             mailbox = self._find()
             assert mailbox.owner is not trio.lowlevel.current_task(), f"{self.name!r} would wait for itself"
-            from_: From[Any] = From(request, mailbox)
+            from_: From[Any] = From(mailbox)
             mailbox.put(from_, control=control)
         except ActorError:
             await trio.lowlevel.checkpoint()  # a caller that retries in a loop must let the actor run
             raise
-        mailbox.calls[from_] = None
+        mailbox.calls[from_] = request
         if timeout is None:
             return await from_.answer(inf)
         deadline = trio.current_time() + timeout
@@ -570,7 +569,7 @@ class GenServer:
 
     async def _handle(self, envelope: object) -> None:
         if isinstance(envelope, From):
-            value = await self.handle_call(envelope.request, envelope)
+            value = await self.handle_call(self._mailbox.calls[envelope], envelope)
             if value is not NOREPLY:
                 reply(envelope, value)
         elif isinstance(envelope, Cast):

@@ -11,9 +11,15 @@ import pytest
 from genbatch.proto.codec import REQUEST_LIMITS, decode, encode
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, Message, Payer, Scores, Usage, check_type, held_bytes, ranking_of
-from genbatch.proto.validation import RequestLimits, validate_request
+from genbatch.proto.validation import RequestLimits, check_types, validate_request
 
 LIMITS = RequestLimits()
+
+
+def _validate_made(request: GenerateRequest) -> None:
+    """As the Batcher validates what the program that runs it has made."""
+    check_types(request)
+    validate_request(request, LIMITS)
 
 
 def fault_of(**fields: Any) -> str | None:
@@ -21,7 +27,7 @@ def fault_of(**fields: Any) -> str | None:
     if not fields.keys() & {"token_ids", "messages"}:
         fields = {"prompt": "x"} | fields
     with pytest.raises(InvalidRequest) as info:
-        validate_request(GenerateRequest(**fields), LIMITS)
+        _validate_made(GenerateRequest(**fields))
     assert info.value.code == "invalid_request"
     return info.value.field
 
@@ -116,7 +122,7 @@ def test_a_fault_inside_a_list_is_named_by_its_path(fields: dict[str, Any], path
 )
 def test_a_request_has_exactly_one_prompt(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="exactly one") as info:
-        validate_request(GenerateRequest(**given), LIMITS)
+        _validate_made(GenerateRequest(**given))
     assert info.value.field == "prompt"
 
 

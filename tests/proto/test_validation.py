@@ -7,7 +7,7 @@ import pytest
 from genbatch.proto.codec import REQUEST_LIMITS, decode, encode, to_generate_request
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, ResponseFormat
-from genbatch.proto.validation import Grammar, RequestLimits, grammar_of, validate_request
+from genbatch.proto.validation import Grammar, RequestLimits, check_types, grammar_of, validate_request
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 
@@ -81,8 +81,10 @@ def nested(depth: int) -> dict[str, Any]:
     ],
 )
 def test_what_is_wrong_with_it_names_its_field(params: dict[str, Any], field: str, message: str) -> None:
+    request = GenerateRequest(prompt="x", **params)
     with pytest.raises(InvalidRequest, match=message) as caught:
-        validate_request(GenerateRequest(prompt="x", **params), RequestLimits())
+        check_types(request)
+        validate_request(request, RequestLimits())
     assert caught.value.field == field
 
 

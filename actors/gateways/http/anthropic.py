@@ -9,7 +9,7 @@ import msgspec
 
 from genbatch.actors.gateways.http.bodies import MESSAGES_PATH, describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.openai_request import OpenAIRequest
+from genbatch.actors.gateways.http.http_request import HTTPRequest, build_request, set_fields
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage
 
@@ -72,7 +72,7 @@ class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_field
     deadline_s: float | None = None
 
 
-def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
+def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
     """The request in a body for /v1/messages.
 
     Args:
@@ -85,9 +85,9 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
     fields = reader.read(body, MessageFields)
     params, names = _conversation(fields, reader)
     params |= {"max_tokens": fields.max_tokens, "reasoning": True}
-    for name in ("stop_sequences", "temperature", "top_p", "top_k", "deadline_s"):
-        if getattr(fields, name) is not None:
-            params["stop" if name == "stop_sequences" else name] = getattr(fields, name)
+    params |= set_fields(fields, ("temperature", "top_p", "top_k", "deadline_s"))
+    if fields.stop_sequences is not None:
+        params["stop"] = fields.stop_sequences
     shape, shape_name = fields.output_format, "output_format"
     if fields.output_config is not None and fields.output_config.format is not None:
         if shape not in (None, fields.output_config.format):
@@ -113,14 +113,12 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRe
         params["tool_choice"] = "required" if kind == "any" else kind
     else:
         raise InvalidRequest("tool_choice.type", f'must be "auto", "any", "tool" or "none", not {kind!r:.40}')
-    return OpenAIRequest(
-        kind="message",
+    names |= {"stop": "stop_sequences", "response_format": shape_name, "max_thinking_tokens": "thinking.budget_tokens"}
+    return HTTPRequest(
         model=fields.model,
-        params=[params],
+        requests=[build_request(params, names)],
         stream=bool(fields.stream),
-        names=names
-        | {"stop": "stop_sequences", "response_format": shape_name}
-        | {"max_thinking_tokens": "thinking.budget_tokens"},
+        names=names,
         body=body,
     )
 
@@ -254,7 +252,7 @@ class MessageAnswer:
         model: the model's id.
     """
 
-    def __init__(self, request: OpenAIRequest, model: str) -> None:
+    def __init__(self, request: HTTPRequest, model: str) -> None:
         self.id = "msg_" + secrets.token_hex(12)
         self._model = model
         self._has_begun = False

@@ -20,8 +20,9 @@ from starlette.types import Message, Receive, Scope, Send
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
 from genbatch.actors.gateways.http.bodies import JSON, decode_json, renamed
 from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.http_request import HTTPRequest
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
-from genbatch.actors.gateways.http.openai_request import OpenAIRequest, read_chat
+from genbatch.actors.gateways.http.openai_request import read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response
 from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls, OpenCalls, TokenNames
 from genbatch.actors.runtime.supervisor import background
@@ -145,7 +146,7 @@ class TokenQueue:
         self._changed.set()
 
 
-ReadBody = Callable[[dict[str, Any], Fields], OpenAIRequest]
+ReadBody = Callable[[dict[str, Any], Fields], HTTPRequest]
 NewFields = Callable[[], Fields]
 
 # With more tokens than this waiting for the socket, those of a choice share an event.
@@ -198,8 +199,7 @@ class Generating:
         fields = self._new_fields()
         request = self._asked(decode_json(state["body"]), caller, fields)
         card = await self._calls.model(request.model)
-        for params in request.params:
-            params["model"] = card.id
+        request.requests[:] = [msgspec.structs.replace(each, model=card.id) for each in request.requests]
         answer = self._answer(request, card.id, caller)
         caller = replace(caller, request_id=answer.id)
         if fields.ignored:
@@ -207,8 +207,9 @@ class Generating:
         # OpenAI's name of the id, Anthropic's, and the fields without effect.
         send = _with_headers(send, {"x-request-id": answer.id, "request-id": answer.id, **fields.headers})
         if request.suffix:
-            for params in request.params:
-                params["prompt"] = await self._fill_in.prompt(card.id, params["prompt"], request.suffix)
+            for index, each in enumerate(request.requests):
+                prompt = await self._fill_in.prompt(card.id, each.prompt or "", request.suffix)
+                request.requests[index] = msgspec.structs.replace(each, prompt=prompt)
         if request.stream:
             await self._stream(request, caller, answer, receive, send)
             return
@@ -221,18 +222,18 @@ class Generating:
         if response is not None:
             await response(scope, receive, send)
 
-    def _asked(self, body: dict[str, Any], caller: HTTPCaller, fields: Fields) -> OpenAIRequest:
+    def _asked(self, body: dict[str, Any], caller: HTTPCaller, fields: Fields) -> HTTPRequest:
         return self._read(body, fields)
 
     async def _count_tokens(self, model: str, text: str) -> int:
         wanted = {"prompt": text, "add_special_tokens": False, "model": model}
         return len(await self._calls.tokenize(wanted, OURSELVES))
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
+    def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return OpenAIAnswer(request, model, TokenNames() if request.ids_for_text else self._calls.texts(model))
 
     async def _results(
-        self, request: OpenAIRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
+        self, request: HTTPRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
     ) -> Sequence[Result]:
         """The results of all prompts; `put` gets their tokens. The first failure ends all of them."""
         if request.echo and request.num_top is not None:
@@ -243,33 +244,31 @@ class Generating:
         async def one(index: int) -> None:
             on_token = None if put is None else partial(_put, put, index * request.n)
             try:
-                suffix = f"/{index}" if len(request.params) > 1 else ""
+                suffix = f"/{index}" if len(request.requests) > 1 else ""
                 named = replace(caller, request_id=caller.request_id + suffix)
-                result = await self._calls.generate(request.params[index], named, on_token)
+                result = await self._calls.generate(request.requests[index], named, on_token)
                 results[index] = _finished(result)
             except GenbatchError as error:
                 failures.append(renamed(error, request.names))
                 nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            for index in range(len(request.params)):
+            for index in range(len(request.requests)):
                 nursery.start_soon(one, index)
         if failures:
             raise failures[0]
         return [results[index] for index in sorted(results)]
 
-    async def _tokenize(self, request: OpenAIRequest, caller: HTTPCaller) -> None:
+    async def _tokenize(self, request: HTTPRequest, caller: HTTPCaller) -> None:
         """Makes token ids of prompts: a table of log-probs begins with the first token's name."""
-        for params in request.params:
-            if "prompt" in params:
-                wanted = {"prompt": params["prompt"], "model": params["model"]}
-                ids = await self._calls.tokenize(wanted, caller)
+        for index, each in enumerate(request.requests):
+            if each.prompt is not None:
+                ids = await self._calls.tokenize({"prompt": each.prompt, "model": each.model}, caller)
                 if ids:  # an empty prompt is refused like any other
-                    del params["prompt"]
-                    params["token_ids"] = ids
+                    request.requests[index] = msgspec.structs.replace(each, prompt=None, token_ids=ids)
 
     async def _stream(
-        self, request: OpenAIRequest, caller: HTTPCaller, answer: HTTPAnswer, receive: Receive, send: Send
+        self, request: HTTPRequest, caller: HTTPCaller, answer: HTTPAnswer, receive: Receive, send: Send
     ) -> None:
         async with background() as nursery:
             queue = TokenQueue(nursery.cancel_scope.cancel)
@@ -290,7 +289,7 @@ class Generating:
 class Messages(Generating):
     """Anthropic's /v1/messages."""
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
+    def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return MessageAnswer(request, model)
 
 
@@ -301,10 +300,10 @@ class Responses(Generating):
         self._conversations = Conversations()
         super().__init__(read_chat, calls, open_calls, new_fields)
 
-    def _asked(self, body: dict[str, Any], caller: HTTPCaller, fields: Fields) -> OpenAIRequest:
+    def _asked(self, body: dict[str, Any], caller: HTTPCaller, fields: Fields) -> HTTPRequest:
         return read_response(body, self._conversations, caller.owner, fields)
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
+    def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return ResponseAnswer(request, model, self._conversations, caller.owner)
 
 

@@ -15,27 +15,19 @@ import msgspec
 from genbatch.actors.gateways.http.bodies import describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer
+from genbatch.actors.gateways.http.http_request import (
+    HTTPRequest,
+    LlamaSampling,
+    build_request,
+    llama_names,
+    llama_params,
+)
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
-from genbatch.actors.gateways.http.openai_request import OpenAIRequest
 from genbatch.actors.gateways.http.service_calls import HTTPCaller
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token
 
-# Our parameters, by llama.cpp's names of them.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "ignore_eos": "ignore_eos",
-    "stop": "stop",
-    "regex": "regex",
-    "grammar": "grammar",
-}
-_NAMES = {ours: theirs for theirs, ours in _SAMPLING.items()} | {
+_NAMES = llama_names("") | {
     "max_tokens": "n_predict",
     "token_ids": "prompt",
     "response_format.schema": "json_schema",
@@ -45,40 +37,30 @@ _NAMES = {ours: theirs for theirs, ours in _SAMPLING.items()} | {
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
 
-class _SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints take.
 
     Args:
         n_predict: most tokens; -1 are as many as there is room for.
-        seed: of the draws; a negative one draws a seed.
         json_schema: a JSON Schema that the text validates against.
     """
 
     model: str | None = None
     stream: bool | None = None
     n_predict: int | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
     regex: str | None = None
 
 
-class LlamaCompletionFields(_SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LlamaCompletionFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What /completion takes; the prompt is a text or token ids."""
 
     prompt: str | list[int]
 
 
-class InfillFields(_SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InfillFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What /infill takes.
 
     Args:
@@ -91,10 +73,10 @@ class InfillFields(_SamplingFields, frozen=True, kw_only=True, forbid_unknown_fi
     input_prefix: str = ""
     input_suffix: str = ""
     prompt: str = ""
-    input_extra: list[dict[str, Any]] = []
+    input_extra: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
-def read_llama_completion(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
+def read_llama_completion(body: dict[str, Any], reader: Fields) -> HTTPRequest:
     """The request in a body for /completion.
 
     Raises:
@@ -105,7 +87,7 @@ def read_llama_completion(body: dict[str, Any], reader: Fields) -> OpenAIRequest
     return _request(fields, prompt)
 
 
-def read_infill(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
+def read_infill(body: dict[str, Any], reader: Fields) -> HTTPRequest:
     """The request in a body for /infill; raises as `read_llama_completion`."""
     fields = reader.read(body, InfillFields)
     snippets = []
@@ -118,21 +100,16 @@ def read_infill(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
     return _request(fields, {"prompt": prefix}, fields.input_suffix)
 
 
-def _request(fields: _SamplingFields, prompt: dict[str, Any], suffix: str = "") -> OpenAIRequest:
-    params = dict(prompt)
-    for theirs, ours in _SAMPLING.items():
-        if getattr(fields, theirs) not in (None, ""):
-            params[ours] = getattr(fields, theirs)
-    if fields.n_predict is not None and fields.n_predict >= 0:
-        params["max_tokens"] = fields.n_predict
-    if fields.seed is not None and fields.seed >= 0:
-        params["seed"] = fields.seed
+def _request(fields: _LlamaFields, prompt: dict[str, Any], suffix: str = "") -> HTTPRequest:
+    params = prompt | llama_params(fields, fields.n_predict)
+    params |= {name: value for name in ("ignore_eos", "grammar", "regex") if (value := getattr(fields, name))}
+    if params.get("stop") == "":
+        del params["stop"]
     if fields.json_schema:
         params["response_format"] = {"type": "json_schema", "schema": fields.json_schema}
-    return OpenAIRequest(
-        kind="llama.cpp",
+    return HTTPRequest(
         model=fields.model,
-        params=[params],
+        requests=[build_request(params, _NAMES)],
         stream=bool(fields.stream),
         names=_NAMES,
         suffix=suffix,
@@ -206,5 +183,5 @@ def _end(result: Result, model: str) -> dict[str, Any]:
 class LlamaCppGenerating(Generating):
     """/completion and /infill."""
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
+    def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return LlamaCppAnswer(model)

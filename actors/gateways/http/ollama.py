@@ -24,7 +24,14 @@ from starlette.types import Receive, Scope, Send
 from genbatch.actors.gateways.http.bodies import JSON, OLLAMA_PATH, decode_json, describe, renamed, to_json
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
-from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, OpenAIRequest, is_function
+from genbatch.actors.gateways.http.http_request import (
+    HTTPRequest,
+    LlamaSampling,
+    build_request,
+    llama_names,
+    llama_params,
+)
+from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_function
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import ModelCard, Result, Token
@@ -34,43 +41,21 @@ OLLAMA_VERSION = "0.12.0"
 _LATEST = ":latest"
 _ROLES = ("system", "user", "assistant", "tool")
 _LEVELS = ("low", "medium", "high")
-# Our parameters, by Ollama's names of them within `options`.
-_OPTIONS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "top_k": "top_k",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "stop": "stop",
-}
-_NAMES = {ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()} | {
+_NAMES = llama_names("options.") | {
     "max_tokens": "options.num_predict",
-    "seed": "options.seed",
     "response_format.schema": "format",
     "response_format": "format",
 }
 
 
-class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OllamaOptions(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to draw.
 
     Args:
         num_predict: most tokens; -1 and -2 are as many as there is room for.
-        seed: of the draws; a negative one draws a seed.
     """
 
     num_predict: int | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
 
 
 class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +123,7 @@ class OllamaShowFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     name: str | None = None
 
 
-def read_ollama_chat(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
+def read_ollama_chat(body: dict[str, Any], reader: Fields) -> HTTPRequest:
     """The request in a body for /api/chat.
 
     Raises:
@@ -164,7 +149,7 @@ def read_ollama_chat(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
     return _request(fields, params, names)
 
 
-def read_ollama_generate(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
+def read_ollama_generate(body: dict[str, Any], reader: Fields) -> HTTPRequest:
     """The request in a body for /api/generate; raises as `read_ollama_chat`."""
     fields = reader.read(body, OllamaGenerateFields)
     if fields.images:
@@ -188,11 +173,10 @@ def read_ollama_generate(body: dict[str, Any], reader: Fields) -> OpenAIRequest:
     return _request(fields, params, _NAMES | names)
 
 
-def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str], suffix: str = "") -> OpenAIRequest:
-    return OpenAIRequest(
-        kind="ollama",
+def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str], suffix: str = "") -> HTTPRequest:
+    return HTTPRequest(
         model=plain_name(fields.model),
-        params=[params],
+        requests=[build_request(params, names)],
         stream=fields.stream is not False,
         names=names,
         suffix=suffix,
@@ -206,15 +190,8 @@ def plain_name(name: str) -> str:
 
 def _drawing(fields: OllamaFields) -> dict[str, Any]:
     """The parameters that both endpoints have."""
-    params: dict[str, Any] = {}
     options = fields.options or OllamaOptions()
-    for theirs, ours in _OPTIONS.items():
-        if getattr(options, theirs) is not None:
-            params[ours] = getattr(options, theirs)
-    if options.num_predict is not None and options.num_predict not in (-1, -2):
-        params["max_tokens"] = options.num_predict
-    if options.seed is not None and options.seed >= 0:
-        params["seed"] = options.seed
+    params = llama_params(options, options.num_predict)
     if isinstance(fields.format, dict):
         params["response_format"] = {"type": "json_schema", "schema": fields.format}
     elif fields.format == "json":
@@ -397,7 +374,7 @@ class OllamaGenerating(Generating):
             return
         await super().__call__(scope, receive, send)
 
-    def _answer(self, request: OpenAIRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
+    def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return OllamaAnswer(model, is_chat=self._is_chat)
 
 

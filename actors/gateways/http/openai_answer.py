@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from genbatch.actors.gateways.http.bodies import describe, to_json
-from genbatch.actors.gateways.http.openai_request import OpenAIRequest
+from genbatch.actors.gateways.http.http_request import HTTPRequest
 from genbatch.actors.gateways.http.service_calls import TokenTexts
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import Choice, Result, Token, TokenLogprob, ToolCallDelta, Usage
+from genbatch.proto.messages import Choice, GenerateRequest, Result, Token, TokenLogprob, ToolCallDelta, Usage
 
 # JSON has no infinity; OpenAI's own value for "as good as never".
 LOWEST = -9999.0
@@ -83,7 +83,7 @@ class LogprobTable:
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": heartbeat\n\n"  # a comment of server-sent events, which clients pass over
-_OBJECTS = {"chat": ("chatcmpl-", "chat.completion"), "completion": ("cmpl-", "text_completion")}
+_OBJECTS = {True: ("chatcmpl-", "chat.completion"), False: ("cmpl-", "text_completion")}
 
 
 class OpenAIAnswer:
@@ -95,12 +95,12 @@ class OpenAIAnswer:
         texts: what tokens look like.
     """
 
-    def __init__(self, request: OpenAIRequest, model: str, texts: TokenTexts) -> None:
-        prefix, name = _OBJECTS[request.kind]
+    def __init__(self, request: HTTPRequest, model: str, texts: TokenTexts) -> None:
+        prefix, name = _OBJECTS[request.is_chat]
         self.id = prefix + secrets.token_hex(12)
         self._request = request
         self._texts = texts
-        self._is_chat = request.kind == "chat"
+        self._is_chat = request.is_chat
         self._created = int(time.time())
         self._model = model
         self._object = name
@@ -114,11 +114,11 @@ class OpenAIAnswer:
     # Whole
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer at once; `results` are those of the request's `params`."""
+        """The answer at once; `results` are those of `request.requests`."""
         choices: list[dict[str, Any]] = []
-        for result, params in zip(results, self._request.params, strict=True):
+        for result, request in zip(results, self._request.requests, strict=True):
             for choice in _choices(result):
-                choices.append(await self._choice(len(choices), choice, result, params))
+                choices.append(await self._choice(len(choices), choice, result, request))
         return {
             "id": self.id,
             "object": self._object,
@@ -128,22 +128,23 @@ class OpenAIAnswer:
             "usage": _usage(results),
         }
 
-    async def _choice(self, index: int, choice: Choice, result: Result, params: dict[str, Any]) -> dict[str, Any]:
+    async def _choice(self, index: int, choice: Choice, result: Result, request: GenerateRequest) -> dict[str, Any]:
         logprobs = None
         if self._request.num_top is not None and choice.logprobs is not None:
             await self._learn(choice.logprobs)
             if self._is_chat:
                 logprobs = chat_logprobs(choice.logprobs, self._texts)
             else:
-                logprobs = (await self._table(choice.logprobs, result, params)).to_dict()
+                logprobs = (await self._table(choice.logprobs, result, request)).to_dict()
         shown = {"message": _message(choice)} if self._is_chat else {"text": choice.text}
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    async def _table(self, logprobs: list[TokenLogprob], result: Result, params: dict[str, Any]) -> LogprobTable:
+    async def _table(self, logprobs: list[TokenLogprob], result: Result, request: GenerateRequest) -> LogprobTable:
         table = LogprobTable(self._texts)
         if self._request.echo and result.prompt_logprobs is not None:
             scored = [entry for entry in result.prompt_logprobs if entry is not None]
-            first = params["token_ids"][0]
+            assert request.token_ids is not None  # tokenized for this table
+            first = request.token_ids[0]
             await self._texts.learn([first])
             await self._learn(scored)
             table.add_first(first)

@@ -1,14 +1,14 @@
-"""OpenAIRequest: what a body of OpenAI's API asks for, as requests of our own.
+"""OpenAI's API and Mistral's /v1/fim/completions: their bodies as requests of our own.
 
 `fields.py` has what becomes of a parameter that is none of these.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.http_request import HTTPRequest, SamplingFields, build_request, set_fields
 from genbatch.proto.errors import InvalidRequest
 
 
@@ -49,25 +49,19 @@ class ResponseShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     json_schema: JSONSchema | None = None
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take. Ranges are those of GenerateRequest, and are checked where all requests are."""
+class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the three endpoints take. Ranges are those of GenerateRequest, and are checked where all requests are."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamExtras | None = None
     n: int | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     response_format: ResponseShape | None = None
     # vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -125,8 +119,6 @@ class FimFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fiel
     random_seed: int | None = None
 
 
-Kind = Literal["chat", "completion", "response", "message", "ollama", "llama.cpp"]
-
 # OpenAI's documented default.
 DEFAULT_COMPLETION_TOKENS = 16
 # What a function is described by.
@@ -137,57 +129,13 @@ MAX_PROMPTS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SAME_NAME = (
-    *(
-        "n",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_p",
-        "repetition_penalty",
-    ),
-    *("ignore_eos", "min_tokens", "stop_token_ids", "priority", "deadline_s", "stop"),
-    *("grammar", "regex"),
+    *SamplingFields.__struct_fields__,
+    *("n", "max_tokens", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids"),
+    *("priority", "deadline_s", "stop", "grammar", "regex"),
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest:
-    """One body.
-
-    Args:
-        kind: which endpoint's shapes the answer has.
-        model: as it was named; None for whichever there is.
-        params: for each prompt, the parameters of the method `generate`.
-        n: answers to each prompt.
-        stream: whether the answer comes token by token.
-        include_usage: whether a stream tells its usage.
-        num_top: how many of the likeliest tokens to show with each one; None shows no log-probs.
-        ids_for_text: whether log-probs name tokens by their ids.
-        echo: whether the prompts come back in front of the answers.
-        suffix: what stands behind the gap to be filled; "" is none.
-        names: the caller's names of parameters, by ours, where they differ.
-        body: what was asked, where the answer repeats it.
-        namespaces: of functions within a namespace, by our name: the namespace, and the function's name there.
-    """
-
-    kind: Kind
-    model: str | None
-    params: list[dict[str, Any]]
-    stream: bool
-    names: dict[str, str]
-    n: int = 1
-    include_usage: bool = True
-    num_top: int | None = None
-    ids_for_text: bool = False
-    echo: bool = False
-    suffix: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
-    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-
-def read_chat(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
+def read_chat(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
     """The request in a body for /v1/chat/completions.
 
     Args:
@@ -214,7 +162,7 @@ def read_chat(body: dict[str, Any], reader: Fields | None = None) -> OpenAIReque
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     params["messages"] = read_messages(fields.messages, reader)
     params |= _for_template(fields, reader, names)
-    return _request("chat", fields, [params], num_top, names)
+    return _request(fields, [params], names, num_top=num_top)
 
 
 _EFFORTS = ("low", "medium", "high")  # what chat templates know; a template that reads none leaves it out
@@ -284,7 +232,7 @@ def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
     return function
 
 
-def read_completion(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
+def read_completion(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
     """The request in a body for /v1/completions; raises as `read_chat`."""
     fields = (reader or Fields()).read(body, CompletionFields)
     params = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | _shared(fields)
@@ -302,11 +250,11 @@ def read_completion(body: dict[str, Any], reader: Fields | None = None) -> OpenA
     every = [params | prompt for prompt in _prompts(fields.prompt)]
     if fields.suffix and (fields.echo or "token_ids" in every[0]):
         raise InvalidRequest("suffix", "goes with prompts that are text, and without echo")
-    request = _request("completion", fields, every, fields.logprobs, names, echo=bool(fields.echo))
-    return replace(request, suffix=fields.suffix or "")
+    more = {"num_top": fields.logprobs, "echo": bool(fields.echo), "suffix": fields.suffix or ""}
+    return _request(fields, every, names, is_chat=False, **more)
 
 
-def read_fim(body: dict[str, Any], reader: Fields | None = None) -> OpenAIRequest:
+def read_fim(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
     """The request in a body for /v1/fim/completions; raises as `read_chat`. The answer has the shapes of a chat."""
     fields = (reader or Fields()).read(body, FimFields)
     params = _shared(fields) | {"prompt": fields.prompt}
@@ -314,40 +262,32 @@ def read_fim(body: dict[str, Any], reader: Fields | None = None) -> OpenAIReques
         if fields.seed not in (None, fields.random_seed):
             raise InvalidRequest("random_seed", "is another name of seed, which says something else")
         params["seed"] = fields.random_seed
-    request = _request("chat", fields, [params], None, {"seed": "random_seed"} if fields.seed is None else {})
-    return replace(request, suffix=fields.suffix or "")
+    names = {"seed": "random_seed"} if fields.seed is None else {}
+    return _request(fields, [params], names, suffix=fields.suffix or "")
 
 
-def _request(
-    kind: Kind,
-    fields: GenerationFields,
-    params: list[dict[str, Any]],
-    num_top: int | None,
-    names: dict[str, str],
-    *,
-    echo: bool = False,
-) -> OpenAIRequest:
+def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict[str, str], **more: Any) -> HTTPRequest:
+    """The request of a body; `more` are further arguments of HTTPRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "needs stream to be true")
-    return OpenAIRequest(
-        kind=kind,
+    names = names | {"response_format.schema": "response_format.json_schema.schema"}
+    return HTTPRequest(
         model=fields.model,
-        params=params,
+        requests=[build_request(each, names) for each in params],
         n=1 if fields.n is None else fields.n,
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
-        num_top=num_top,
         ids_for_text=bool(fields.return_tokens_as_token_ids),
-        echo=echo,
-        names=names | {"response_format.schema": "response_format.json_schema.schema"},
+        names=names,
+        **more,
     )
 
 
 def _shared(fields: GenerationFields) -> dict[str, Any]:
-    """The parameters that both endpoints have."""
-    params = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
-    if fields.top_k is not None:
-        params["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # vLLM's way to say "off"
+    """The parameters that the three endpoints have."""
+    params = set_fields(fields, _SAME_NAME)
+    if fields.top_k == -1:  # vLLM's way to say "off"
+        params["top_k"] = 0
     if fields.seed is not None:
         # OpenAI's are signed; the negative ones take the upper half of ours.
         params["seed"] = fields.seed % 2**64 if -(2**63) <= fields.seed < 0 else fields.seed

@@ -14,11 +14,11 @@ import msgspec
 
 from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.http_request import HTTPRequest, build_request, set_fields
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
 from genbatch.actors.gateways.http.openai_request import (
     ROLES,
     TOOL_FIELDS,
-    OpenAIRequest,
     is_function,
 )
 from genbatch.proto.errors import GenbatchError, InvalidRequest
@@ -111,7 +111,7 @@ class Conversations:
 
 def read_response(
     body: dict[str, Any], conversations: Conversations, owner: str, reader: Fields | None = None
-) -> OpenAIRequest:
+) -> HTTPRequest:
     """The request in a body for /v1/responses.
 
     Args:
@@ -139,11 +139,9 @@ def read_response(
     offered, namespaces = _read_tools(fields.tools or [], names, reader)
     asked = [*before, *read_items(items, names, len(system) + len(before), reader, namespaces)]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
-    same = {"max_output_tokens": "max_tokens"}
-    same |= {name: name for name in ("temperature", "top_p", "seed", "deadline_s", "chat_template_kwargs")}
-    for theirs, ours in same.items():
-        if getattr(fields, theirs) is not None:
-            params[ours] = getattr(fields, theirs)
+    params |= set_fields(fields, ("temperature", "top_p", "seed", "deadline_s", "chat_template_kwargs"))
+    if fields.max_output_tokens is not None:
+        params["max_tokens"] = fields.max_output_tokens
     if offered:
         params["tools"] = offered
         if fields.parallel_tool_calls is not None:
@@ -156,12 +154,12 @@ def read_response(
         if fields.text.format.schema is not None:
             shape["schema"] = fields.text.format.schema
         params["response_format"] = shape
-    return OpenAIRequest(
-        kind="response",
+    names |= {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+    return HTTPRequest(
         model=fields.model,
-        params=[params],
+        requests=[build_request(params, names)],
         stream=bool(fields.stream),
-        names=names | {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"},
+        names=names,
         body=body | {"asked": asked},
         namespaces=namespaces,
     )
@@ -333,7 +331,7 @@ class ResponseAnswer:
         conversations, owner: where, and under whose name, it is remembered.
     """
 
-    def __init__(self, request: OpenAIRequest, model: str, conversations: Conversations, owner: str) -> None:
+    def __init__(self, request: HTTPRequest, model: str, conversations: Conversations, owner: str) -> None:
         self.id = "resp_" + secrets.token_hex(16)
         self._request = request
         self._model = model
@@ -366,7 +364,7 @@ class ResponseAnswer:
         return self._head(status) | {"incomplete_details": details, "output": items, "usage": counts}
 
     def _head(self, status: str) -> dict[str, Any]:
-        body, params = self._request.body, self._request.params[0]
+        body, request = self._request.body, self._request.requests[0]
         return {
             "id": self.id,
             "object": "response",
@@ -380,15 +378,15 @@ class ResponseAnswer:
             "metadata": body.get("metadata") or {},
             "model": self._model,
             "output": [],
-            "parallel_tool_calls": params.get("parallel_tool_calls", True),
+            "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": body.get("previous_response_id"),
             "reasoning": {"effort": None, "summary": None},
             "store": body.get("store") is not False,
-            "temperature": params.get("temperature"),
+            "temperature": request.temperature,
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
-            "top_p": params.get("top_p", 1.0),
+            "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": None,
         }

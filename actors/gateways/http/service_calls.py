@@ -6,11 +6,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.proto.errors import ModelNotFound, Unavailable
-from genbatch.proto.messages import Embeddings, Health, ModelCard, Models, Result, Scores, Text, Token, TokenIds
+from genbatch.proto.messages import (
+    Embeddings,
+    GenerateRequest,
+    Health,
+    ModelCard,
+    Models,
+    Result,
+    Scores,
+    Text,
+    Token,
+    TokenIds,
+)
 
 TextOf = Callable[[int], Awaitable[str]]
 
@@ -92,10 +104,10 @@ class HTTPCalls:
         return self._texts[model]
 
     async def generate(
-        self, params: dict[str, Any], caller: HTTPCaller, on_token: Callable[[Token], None] | None
+        self, request: GenerateRequest, caller: HTTPCaller, on_token: Callable[[Token], None] | None
     ) -> Result:
         """One request; cancelling the caller's scope frees its sequence."""
-        result = await self._call("generate" if on_token is None else "stream", params, caller, on_token)
+        result = await self._call("generate" if on_token is None else "stream", request, caller, on_token)
         assert isinstance(result, Result)
         return result
 
@@ -170,7 +182,7 @@ class HTTPCalls:
     async def _call(
         self,
         method: str,
-        params: dict[str, Any],
+        params: dict[str, Any] | msgspec.Struct,
         caller: HTTPCaller,
         on_token: Callable[[Token], None] | None = None,
     ) -> object:

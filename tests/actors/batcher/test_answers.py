@@ -21,7 +21,8 @@ from genbatch.nif.context import Context
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, PromptTooLong, QueueFull
-from genbatch.proto.messages import GenerateRequest, Message, StatsRequest, Token
+from genbatch.proto.messages import GenerateRequest, Message, Result, StatsRequest, Token
+from genbatch.proto.validation import RequestLimits
 from tests.actors.batcher.bench import Bench, OracleOf, TinyModel, batcher, gather, prompt_of
 from tests.waiting import a_moment
 
@@ -510,3 +511,15 @@ async def test_stopping_answers_everybody(tiny_model: TinyModel) -> None:
                 await a_moment()
             await ref.stop()
     assert [type(error).__name__ for error in errors] == ["Unavailable"] * 12
+
+
+@pytest.mark.trio
+async def test_a_request_that_a_gateway_has_validated_is_not_validated_again(tiny_model: TinyModel) -> None:
+    """The gateway's limits are the same; here they differ so that a second validation would show."""
+    request = GenerateRequest(prompt="a", max_tokens=2, n=2)
+    async with batcher(tiny_model("llama"), limits=RequestLimits(max_n=1)) as bench:
+        with pytest.raises(InvalidRequest) as caught:
+            await bench.ref.call(Generate(request, client="c"), timeout=None)
+        assert caught.value.field == "n"
+        answer: Result = await bench.ref.call(Generate(request, client="c", is_validated=True), timeout=None)
+        assert len(answer.choices) == 2

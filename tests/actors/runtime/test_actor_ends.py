@@ -237,7 +237,7 @@ class Desk(GenServer):
     def __init__(self, ends: list[str], mailboxes: list[Mailbox]) -> None:
         self.ends = ends
         self.mailboxes = mailboxes
-        self.held: dict[Monitor, From[Any]] = {}
+        self.held: dict[Monitor, tuple[From[Any], Step]] = {}
 
     async def init(self) -> None:
         self.mailboxes.append(self.ref.lifetime)
@@ -252,7 +252,7 @@ class Desk(GenServer):
                 self.stop()
             case "later" | "never" | "error":
                 monitor = self.monitor(from_)
-                self.held[monitor] = from_
+                self.held[monitor] = from_, request
                 self.ends.append("held")
                 if request.kind != "never":
                     self.send_after(request.delay, (monitor, request.kind))
@@ -266,13 +266,14 @@ class Desk(GenServer):
             self.ends.append("down")
             return
         monitor, kind = message
-        if from_ := self.held.get(monitor):
+        if monitor in self.held:
+            from_, request = self.held[monitor]
             if not from_.alive:
                 return  # its Down is behind this message
             del self.held[monitor]
             self.ends.append("replied")
             if kind == "later":
-                reply(from_, from_.request)
+                reply(from_, request)
             else:
                 reply_error(from_, KeyError("asked for"))
 

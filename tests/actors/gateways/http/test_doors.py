@@ -288,8 +288,8 @@ async def test_every_door_takes_tools_beside_a_format(path: str, body: dict[str,
 
 def test_an_answer_that_the_caller_has_begun_is_gone_on_with() -> None:
     def goes_on(*messages: dict[str, Any]) -> bool:
-        (params,) = read_message({"messages": [*USER, *messages], "max_tokens": 1}).params
-        return params.get("continue_final_message", False)
+        (request,) = read_message({"messages": [*USER, *messages], "max_tokens": 1}).requests
+        return request.continue_final_message
 
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     assert goes_on({"role": "assistant", "content": "Sure"})
@@ -369,13 +369,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "no such file"}
 
 
 def test_a_tool_that_failed_is_told_to_the_model() -> None:
-    said = {
-        is_error: read_message(
-            {"max_tokens": 1, "messages": [{"role": "user", "content": [RESULT | {"is_error": is_error}]}]}
-        ).params[0]["messages"][0]["content"]
-        for is_error in (True, False)
-    }
-    assert said == {True: "Error: no such file", False: "no such file"}
+    for is_error, said in ((True, "Error: no such file"), (False, "no such file")):
+        turn = {"role": "user", "content": [RESULT | {"is_error": is_error}]}
+        (request,) = read_message({"max_tokens": 1, "messages": [turn]}).requests
+        assert request.messages is not None and request.messages[0].content == said
 
 
 @pytest.mark.trio

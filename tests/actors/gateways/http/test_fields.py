@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from genbatch.actors.gateways.http.anthropic import read_count, read_message
 from genbatch.actors.gateways.http.fields import HEADER, MAX_NAME_LENGTH, MAX_NAMED, Fields
@@ -75,10 +76,11 @@ CODEX: dict[str, Any] = {
 def test_what_claude_code_always_sends_is_read_and_what_cannot_be_followed_is_named() -> None:
     reader = Fields(strict=True)
     request = read_message(CLAUDE_CODE, reader)
-    (params,) = request.params
-    assert [tool["name"] for tool in params["tools"]] == ["Bash", "Read"]
-    assert params["max_tokens"] == 32000 and request.stream
-    assert params["messages"] == [
+    (asked,) = request.requests
+    assert [tool.name for tool in asked.tools] == ["Bash", "Read"]
+    assert asked.max_tokens == 32000 and request.stream
+    turns = to_builtins(asked.messages)
+    assert turns == [
         {"role": "system", "content": "You are an agent."},  # the header for billing is not for the model
         {"role": "user", "content": "nowhello"},
         {"role": "system", "content": "agents"},
@@ -94,14 +96,14 @@ def test_what_claude_code_always_sends_is_read_and_what_cannot_be_followed_is_na
         "tools[].web_search_20250305",
     ]
     counted = {name: value for name, value in CLAUDE_CODE.items() if name not in ("max_tokens", "stream", "metadata")}
-    assert read_count(counted, Fields(strict=True))[1]["messages"] == params["messages"]
+    assert read_count(counted, Fields(strict=True))[1]["messages"] == turns
 
 
 def test_what_codex_always_sends_is_read_and_what_cannot_be_followed_is_named() -> None:
     reader = Fields(strict=True)
-    (params,) = read_response(CODEX, Conversations(), "me", reader).params
-    assert [tool["name"] for tool in params["tools"]] == ["exec_command", "wait", "agents.exec_command"]
-    assert [message["role"] for message in params["messages"]] == ["system", "user"]
+    (request,) = read_response(CODEX, Conversations(), "me", reader).requests
+    assert [tool.name for tool in request.tools] == ["exec_command", "wait", "agents.exec_command"]
+    assert [message.role for message in request.messages or ()] == ["system", "user"]
     named = ["prompt_cache_key", "reasoning.effort", "text.verbosity", "tools[].web_search"]
     assert sorted(reader.ignored) == named
 
@@ -123,9 +125,9 @@ def test_a_function_of_a_namespace_is_called_by_the_names_that_its_caller_gave_i
     outputs = [{"type": "function_call_output", "call_id": item["call_id"], "output": "ok"} for item in items]
     sent_back = read_response(CODEX | {"input": [*items, *outputs]}, conversations, "me")
     going_on = read_response(CODEX | {"input": outputs, "previous_response_id": answer.id}, conversations, "me")
-    for turns in (sent_back.params[0]["messages"], going_on.params[0]["messages"]):
-        (asked,) = [turn for turn in turns if turn.get("tool_calls")]
-        assert tuple(call["name"] for call in asked["tool_calls"]) == names
+    for turns in (sent_back.requests[0].messages, going_on.requests[0].messages):
+        (asked,) = [turn for turn in turns or () if turn.tool_calls]
+        assert tuple(call.name for call in asked.tool_calls) == names
 
 
 def test_a_field_that_nobody_published_is_ignored_and_in_strict_mode_refused() -> None:
@@ -138,7 +140,7 @@ def test_a_field_that_nobody_published_is_ignored_and_in_strict_mode_refused() -
     ]  # fmt: skip
     for body, path in bodies:
         reader = Fields()
-        assert read_chat({"messages": USER} | body, reader).params[0]["messages"] == USER
+        assert to_builtins(read_chat({"messages": USER} | body, reader).requests[0].messages) == USER
         assert reader.ignored == (path.replace("[0]", "[]"),)
         with pytest.raises(InvalidRequest) as caught:
             read_chat({"messages": USER} | body, Fields(strict=True))

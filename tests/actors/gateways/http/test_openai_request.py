@@ -12,18 +12,18 @@ from genbatch.actors.gateways.http.bodies import renamed
 from genbatch.actors.gateways.http.fields import ACCEPTED, HINTS, NEUTRAL, REFUSED, Fields
 from genbatch.actors.gateways.http.openai_request import MAX_PROMPTS, read_chat, read_completion
 from genbatch.actors.security.key_files import AddressError
-from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.validation import RequestLimits, validate_request
+from genbatch.proto.messages import GenerateRequest, Message, ResponseFormat
+from genbatch.proto.validation import RequestLimits, check_types, validate_request
 
 USER = {"role": "user", "content": "x"}
 
 
 def test_the_length_of_a_completion_has_openais_default_and_drawing_is_left_to_the_model() -> None:
-    (chat,) = read_chat({"messages": [USER]}).params
-    assert chat == {"messages": [USER], "reasoning": True}
-    (completion,) = read_completion({"prompt": "x"}).params
-    assert completion == {"prompt": "x", "max_tokens": 16}
+    (chat,) = read_chat({"messages": [USER]}).requests
+    assert chat == GenerateRequest(messages=[Message(**USER)], reasoning=True)
+    (completion,) = read_completion({"prompt": "x"}).requests
+    assert completion == GenerateRequest(prompt="x", max_tokens=16)
 
 
 def test_every_parameter_arrives_under_our_name() -> None:
@@ -33,8 +33,8 @@ def test_every_parameter_arrives_under_our_name() -> None:
         "seed": -1, "stop": "END", "stop_token_ids": [3], "min_tokens": 2, "ignore_eos": True, "logprobs": 4,
         "priority": 1, "deadline_s": 5.0, "echo": True, "user": "me", "suffix": None, "best_of": 2,
     }  # fmt: skip
-    (params,) = read_completion(body).params
-    request = to_generate_request(params)
+    (request,) = read_completion(body).requests
+    check_types(request)
     validate_request(request, RequestLimits())
     assert request.token_ids == [5, 6]
     assert (request.top_k, request.seed, request.stop, request.logit_bias) == (0, 2**64 - 1, ["END"], {7: -1.5})
@@ -46,9 +46,9 @@ def test_every_parameter_arrives_under_our_name() -> None:
 
 @given(st.integers(-(2**63), 2**64 - 1))
 def test_every_seed_that_openai_takes_is_one_of_ours(seed: int) -> None:
-    (params,) = read_chat({"messages": [USER], "seed": seed}).params
-    assert 0 <= params["seed"] < 2**64
-    assert params["seed"] == seed or seed < 0
+    (request,) = read_chat({"messages": [USER], "seed": seed}).requests
+    assert request.seed is not None and 0 <= request.seed < 2**64
+    assert request.seed == seed or seed < 0
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -71,8 +71,8 @@ def test_what_cannot_be_done_is_refused_by_name_unless_it_asks_for_nothing(name:
 
 def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
     answer = {"role": "assistant", "content": "y", "refusal": None, "tool_calls": None, "annotations": []}
-    (params,) = read_chat({"messages": [USER, answer, USER]}).params
-    assert params["messages"][1] == {"role": "assistant", "content": "y"}
+    (request,) = read_chat({"messages": [USER, answer, USER]}).requests
+    assert request.messages is not None and request.messages[1] == Message(role="assistant", content="y")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_a_message_that_is_more_than_text_is_refused(message: dict[str, Any], fi
 
 
 def test_old_and_new_name_of_the_same_limit_must_agree() -> None:
-    (params,) = read_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 5}).params
-    assert params["max_tokens"] == 5
+    (request,) = read_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 5}).requests
+    assert request.max_tokens == 5
     with pytest.raises(InvalidRequest):
         read_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 6})
 
@@ -105,19 +105,19 @@ def test_a_shape_is_passed_on_and_its_faults_have_openais_names() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "A", "strict": True, "schema": schema}}
     asked = read_chat({"messages": [USER], "response_format": wanted})
-    request = to_generate_request(asked.params[0])
+    request = asked.requests[0]
     validate_request(request, RequestLimits())
     assert request.response_format is not None
     assert request.response_format.schema == schema
     incomplete = read_chat({"messages": [USER], "response_format": {"type": "json_schema"}})
     with pytest.raises(InvalidRequest) as caught:
-        validate_request(to_generate_request(incomplete.params[0]), RequestLimits())
+        validate_request(incomplete.requests[0], RequestLimits())
     error = renamed(caught.value, incomplete.names)
     assert error.field == "response_format.json_schema.schema"
 
 
 def test_there_are_only_so_many_prompts_in_a_body() -> None:
-    assert len(read_completion({"prompt": ["x"] * MAX_PROMPTS}).params) == MAX_PROMPTS
+    assert len(read_completion({"prompt": ["x"] * MAX_PROMPTS}).requests) == MAX_PROMPTS
     with pytest.raises(InvalidRequest):
         read_completion({"prompt": ["x"] * (MAX_PROMPTS + 1)})
 
@@ -146,24 +146,24 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_an_effort_that_chat_templates_know_is_a_variable_of_theirs_and_any_other_is_named() -> None:
-    (params,) = read_chat({"messages": [USER], "reasoning_effort": "high"}).params
-    assert params["chat_template_kwargs"] == {"reasoning_effort": "high"}
+    (request,) = read_chat({"messages": [USER], "reasoning_effort": "high"}).requests
+    assert request.chat_template_kwargs == {"reasoning_effort": "high"}
     own = {"messages": [USER], "reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}
-    assert read_chat(own).params[0]["chat_template_kwargs"] == {"reasoning_effort": "low"}
+    assert read_chat(own).requests[0].chat_template_kwargs == {"reasoning_effort": "low"}
     reader = Fields()
-    (params,) = read_chat({"messages": [USER], "reasoning_effort": "minimal"}, reader=reader).params
-    assert "chat_template_kwargs" not in params and reader.ignored == ("reasoning_effort",)
+    (request,) = read_chat({"messages": [USER], "reasoning_effort": "minimal"}, reader=reader).requests
+    assert request.chat_template_kwargs is None and reader.ignored == ("reasoning_effort",)
 
 
 def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
-    (params,) = read_chat({"messages": [USER], "guided_choice": ["a.b", "c|d"], "no_stop_trim": True}).params
-    assert params["regex"] == r"(a\.b)|(c\|d)" and params["keep_stop"] is True
-    (params,) = read_chat({"messages": [USER], "structured_outputs": {"json": {"type": "object"}}}).params
-    assert params["response_format"] == {"type": "json_schema", "schema": {"type": "object"}}
-    (params,) = read_chat({"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}).params
-    assert params["continue_final_message"] is True
+    (request,) = read_chat({"messages": [USER], "guided_choice": ["a.b", "c|d"], "no_stop_trim": True}).requests
+    assert request.regex == r"(a\.b)|(c\|d)" and request.keep_stop is True
+    (request,) = read_chat({"messages": [USER], "structured_outputs": {"json": {"type": "object"}}}).requests
+    assert request.response_format == ResponseFormat(type="json_schema", schema={"type": "object"})
+    going_on = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}
+    assert read_chat(going_on).requests[0].continue_final_message is True
     neutral = {"length_penalty": 1.0, "skip_special_tokens": True, "bad_words": [], "use_beam_search": False}
-    assert read_chat({"messages": [USER], **neutral}).params == read_chat({"messages": [USER]}).params
+    assert read_chat({"messages": [USER], **neutral}).requests == read_chat({"messages": [USER]}).requests
     for field, value in {"length_penalty": 2.0, "skip_special_tokens": False, "bad_words": ["x"]}.items():
         with pytest.raises(InvalidRequest) as caught:
             read_chat({"messages": [USER], field: value})
@@ -186,9 +186,9 @@ def test_a_flag_of_others_says_nothing_when_it_is_off_and_is_refused_when_it_is_
 
 def test_thinking_budgets_have_the_names_of_their_apis() -> None:
     chat = read_chat({"messages": [{"role": "user", "content": "x"}], "thinking_token_budget": 7})
-    assert chat.params[0]["max_thinking_tokens"] == 7
+    assert chat.requests[0].max_thinking_tokens == 7
     assert chat.names["max_thinking_tokens"] == "thinking_token_budget"
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
     message = read_message(body | {"thinking": {"type": "enabled", "budget_tokens": 7}})
-    assert message.params[0]["max_thinking_tokens"] == 7
-    assert "max_thinking_tokens" not in read_message(body | {"thinking": {"type": "adaptive"}}).params[0]
+    assert message.requests[0].max_thinking_tokens == 7
+    assert read_message(body | {"thinking": {"type": "adaptive"}}).requests[0].max_thinking_tokens is None
