@@ -27,7 +27,7 @@ class LayerGroup:
         sink_tokens: first positions of a sequence that a token attends to beside its window; 0 without one.
         convolves: whether they are short convolutions, which keep their inputs and read a window of them.
         recurs: whether they are recurrent. A block then holds its positions' inputs and the state at its end. A token
-            reads its own block and the end of the one before.
+            reads its own block, the end of the one before, and a window of inputs, which a convolution reads.
     """
 
     layers: tuple[int, ...]
@@ -38,7 +38,7 @@ class LayerGroup:
 
     def sized(self, block_size: int) -> "LayerGroup":
         """The group over blocks of this size, on which the window of a recurrent group depends."""
-        return replace(self, window=block_size + 1) if self.recurs else self
+        return replace(self, window=max(block_size + 1, self.window or 0)) if self.recurs else self
 
 
 @dataclass(frozen=True, slots=True)

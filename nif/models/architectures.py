@@ -7,7 +7,7 @@ Beside it is what a configuration says about a model's layers, how far each look
 which models are encoders, of which there are embeddings and no generated text.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ ACTIVATIONS = {
     "clamped_swiglu": 4,
 }
 """transformers' names of activations, as `enum activation`."""
+
+
+RECURRENT_KINDS = ("linear_attention", "mamba")
+"""transformers' `layer_types` that keep a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,57 @@ class ConvolutionNames:
 
 
 @dataclass(frozen=True, slots=True)
+class SomeRows:
+    """Some rows of a tensor.
+
+    Args:
+        name: the tensor's.
+        parts: which of its rows, in this order; empty: all.
+    """
+
+    name: str
+    parts: tuple[range, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceNames:
+    """Recurrent layers in the place of some layers' attention: gated delta nets, or Mamba 2.
+
+    Each head keeps a matrix of keys by values, its state. A token decays the state, adds its key times something of its
+    value, and multiplies the state by its query. Queries, keys and values come out of a short convolution and SiLU.
+    Mamba 2 calls them C, B and x.
+
+    Args:
+        layers: the layers that have one.
+        inputs: which linears give queries, keys, values, steps, strengths (if it corrects) and gates, in this order.
+        channels: the convolution's channels in the order of queries, keys and values; empty: they are in it.
+        heads: of values.
+        key_heads: of queries and keys.
+        key_dim, value_dim: elements of a head.
+        kernel: taps of the convolution.
+        norm_groups: groups of outputs that are normed by themselves.
+        corrects: whether what is added is the value less what the state has for the key (the delta rule).
+        gate_first: whether the gate multiplies before the norm.
+        start: beginning of the other tensors' names.
+        skip: name of the factors of values that go past the state; None: no value does.
+    """
+
+    layers: frozenset[int]
+    inputs: tuple[SomeRows, ...]
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    norm_groups: int
+    channels: tuple[range, ...] = ()
+    corrects: bool = True
+    gate_first: bool = False
+    start: str = "linear_attn."
+    skip: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One model's architecture, every number resolved.
 
@@ -167,7 +222,9 @@ class Architecture:
         logit_divisor: of the logits.
         gate_slope, gate_limit: of "clamped_swiglu".
         experts: None where every layer has one MLP.
-        convolution: None where every layer attends.
+        convolution: None where no layer is a short convolution.
+        recurrence: None where no layer keeps a state.
+        gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
     """
 
     norm_eps: float
@@ -192,6 +249,8 @@ class Architecture:
     gate_limit: float = 0.0
     experts: ExpertNames | None = None
     convolution: ConvolutionNames | None = None
+    recurrence: RecurrenceNames | None = None
+    gated_attention: bool = False
 
 
 LACKING = {
@@ -217,6 +276,16 @@ def head_dim_of(config: Any) -> int:
     """Elements of a head."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
+
+
+def gated_rows(names: Sequence[str], config: Any) -> tuple[SomeRows, ...]:
+    """Rows of queries, keys, values and gates where each head's queries are followed by its gates."""
+    head_dim = head_dim_of(config)
+    starts = range(0, 2 * config.num_attention_heads * head_dim, 2 * head_dim)
+    queries = tuple(range(start, start + head_dim) for start in starts)
+    gates = tuple(range(start + head_dim, start + 2 * head_dim) for start in starts)
+    both, keys, values = names
+    return SomeRows(both, queries), SomeRows(keys), SomeRows(values), SomeRows(both, gates)
 
 
 def _llama(config: Any) -> Architecture:
@@ -517,6 +586,76 @@ def _lfm2(config: Any) -> Architecture:
     )
 
 
+def _layers_of(config: Any, *kinds: str) -> frozenset[int]:
+    return frozenset(layer for layer, kind in enumerate(config.layer_types) if kind in kinds)
+
+
+def _delta_net(config: Any, inputs: tuple[SomeRows, ...]) -> RecurrenceNames:
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act is {config.hidden_act}; the convolution of a delta net is followed by silu here")
+    return RecurrenceNames(
+        _layers_of(config, "linear_attention"),
+        inputs,
+        heads=config.linear_num_value_heads,
+        key_heads=config.linear_num_key_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel=config.linear_conv_kernel_dim,
+        norm_groups=config.linear_num_value_heads,
+    )
+
+
+_APART = tuple(SomeRows(f"linear_attn.in_proj_{name}") for name in ("qkv", "a", "b", "z"))
+
+
+def _qwen3_5(config: Any) -> Architecture:
+    return replace(
+        _qwen3(config),
+        norm_offset=1.0,
+        partial_rotary=True,
+        gated_attention=True,
+        recurrence=_delta_net(config, _APART),
+    )
+
+
+def _qwen3_5_moe(config: Any) -> Architecture:
+    experts = ExpertNames(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        shared=_parts_of("mlp.shared_expert"),
+        shared_intermediate=config.shared_expert_intermediate_size,
+        shared_gate="mlp.shared_expert_gate",
+    )
+    return replace(_qwen3_5(config), experts=experts)
+
+
+def _qwen3_next(config: Any) -> Architecture:
+    # The rows go by key heads: a query, a key, and the values and gates that it serves.
+    per_key = config.linear_num_value_heads // config.linear_num_key_heads
+    key, value = config.linear_key_head_dim, per_key * config.linear_value_head_dim
+
+    def rows(size: int, start: int, length: int) -> tuple[range, ...]:
+        return tuple(range(i * size + start, i * size + start + length) for i in range(config.linear_num_key_heads))
+
+    mixed, pairs = 2 * key + 2 * value, 2 * per_key
+    both, scalars = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
+    queries, keys, values = rows(mixed, 0, key), rows(mixed, key, key), rows(mixed, 2 * key, value)
+    inputs = (
+        SomeRows(both, (*queries, *keys, *values)),
+        SomeRows(scalars, (*rows(pairs, per_key, per_key), *rows(pairs, 0, per_key))),
+        SomeRows(both, rows(mixed, 2 * key + value, value)),
+    )
+    return replace(
+        _qwen2_moe(config),
+        qk_norm=SHARED,
+        norm_offset=1.0,
+        partial_rotary=True,
+        gated_attention=True,
+        recurrence=_delta_net(config, inputs),
+    )
+
+
 ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _llama,
@@ -550,6 +689,9 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "Exaone4ForCausalLM": _exaone4,
     "Cohere2ForCausalLM": _cohere2,
     "Lfm2ForCausalLM": _lfm2,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3NextForCausalLM": _qwen3_next,
 }
 """By the name of transformers' class, what makes the architecture of a configuration."""
 
@@ -577,13 +719,14 @@ def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
         raise ModelError(name, f"config.json gives a kind for {len(kinds)} of {num_layers} layers")
     longest = max_position(name, config)
     taps: int | None = getattr(config, "conv_L_cache", None)
+    inner_taps: int | None = getattr(config, "linear_conv_kernel_dim", None) or getattr(config, "mamba_d_conv", None)
     layers_of: dict[LayerGroup, list[int]] = {}
     for layer, kind in enumerate(kinds[:num_layers]):
         if kind == "conv" and taps is not None:
             layers_of.setdefault(LayerGroup((), taps, convolves=True), []).append(layer)
             continue
-        if kind in ("linear_attention", "mamba"):
-            layers_of.setdefault(LayerGroup((), recurs=True), []).append(layer)
+        if kind in RECURRENT_KINDS:
+            layers_of.setdefault(LayerGroup((), inner_taps, recurs=True), []).append(layer)
             continue
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served")
@@ -601,7 +744,7 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     head_dim, count = head_dim_of(config), int(config.num_hidden_layers)
     shapes = [LayerShape(kv_heads_of(config), head_dim, head_dim)] * count
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind == "conv":
+        if kind in ("conv", *RECURRENT_KINDS):
             shapes[layer] = LayerShape(1, config.hidden_size, 0)
     return tuple(shapes)
 

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 11 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 12 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -107,6 +107,23 @@ typedef struct {
     int32_t pad;
 } experts;
 
+/* Heads that each keep a matrix of keys by values, which every token decays and adds to. A token's row of the linear `qkv`
+ * is queries, keys, values (the channels of a short convolution), then a step and, if it `corrects`, a strength for each
+ * head, then gates. */
+typedef struct {
+    const float *taps; /* [kernel, channels] */
+    const float *tap_bias; /* [channels], or NULL */
+    const float *rates; /* [heads]: a state decays by exp(rate * softplus(step + its bias)) */
+    const float *step_bias; /* [heads] */
+    const float *skips; /* [heads]: of the value, added to the output; or NULL */
+    norm gate_norm; /* [heads * value_dim] */
+    int32_t kernel, channels, heads, key_heads, key_dim, value_dim;
+    int32_t corrects; /* whether a value's error against the state is added, by norms of keys and queries; else the value */
+    int32_t norm_groups; /* of the outputs, each normed by itself */
+    int32_t gate_first; /* whether the gate comes before the norm */
+    int32_t pad;
+} recurrence;
+
 typedef struct {
     linear qkv, out;
     linear gate_up, down; /* gate_up: the ups alone where the model has no gates; neither is used with experts */
@@ -116,6 +133,7 @@ typedef struct {
     const float *sinks; /* [num_heads], a score that takes weight and gives no value; or NULL */
     const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors, inputs; NULL: it attends */
     const float *tap_bias; /* [hidden], or NULL */
+    const recurrence *recurrence; /* or NULL: it attends or convolves */
     const experts *experts; /* or NULL */
     int32_t group; /* layer group, and this layer's place in it */
     int32_t index_in_group;
@@ -133,6 +151,7 @@ typedef struct {
     int32_t rotary_dim; /* leading elements of a head that are rotated */
     int32_t interleaved; /* whether neighbours are rotated together, or the halves of rotary_dim */
     int32_t num_ropes;
+    int32_t gated_attention; /* whether `qkv` gives gates too, the sigmoid of which multiplies what attention gives */
     float norm_eps, score_scale;
     float score_cap, logit_cap; /* x becomes cap * tanh(x / cap); 0: as it is */
     float embedding_scale, residual_scale; /* of a token's embedding, of what is added to the residual */
@@ -317,6 +336,8 @@ void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size)
  * gates and as many ups become half as many products. */
 void activate(const model *, const float *sums, int64_t count, float *out, int64_t pitch, int64_t room);
 void logits_finish(const model *, float *sums, int64_t count); /* of a head without a bias */
+void multiply_sigmoid(const float *gates, int64_t count, float *out);
+void multiply_silu(const float *gates, int64_t count, float *out);
 
 /* experts.c */
 typedef struct {
@@ -376,6 +397,16 @@ void convolution_write(const cache *, int layer, int64_t hidden, int64_t slot, c
 /* out[hidden] of the token at `position`, whose window lies in the blocks of `table`. */
 void convolution_row(const cache *, const layer *, int64_t hidden, const int32_t *table, int64_t position,
                      const float *row, float *out);
+
+/* recurrence.c */
+int64_t recurrence_kept(const recurrence *); /* floats that a layer keeps of a position, the first of its row */
+int64_t recurrence_bytes(const recurrence *, int block_size); /* of a block */
+int64_t recurrence_scratch(const recurrence *); /* floats that a thread needs */
+void recurrence_write(const cache *, const layer *, int64_t slot, const float *row);
+/* One head of an entry: out[token][heads * value_dim] of its tokens, and the states at the ends of blocks. */
+void recurrence_head(const cache *, const layer *, const step *, int entry, int head, float *scratch, float *out);
+/* What the gates and the norm make of one token's output. */
+void recurrence_gate(const model *, const recurrence *, const float *gates, float *out);
 
 /* lora.c */
 typedef struct {

@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -135,6 +135,29 @@ class Experts(Structure):
     )
 
 
+class StateLayer(Structure):
+    """Heads that keep a state."""
+
+    _fields_ = (
+        ("taps", c_void_p),
+        ("tap_bias", c_void_p),
+        ("rates", c_void_p),
+        ("step_bias", c_void_p),
+        ("skips", c_void_p),
+        ("gate_norm", Norm),
+        ("kernel", c_int32),
+        ("channels", c_int32),
+        ("heads", c_int32),
+        ("key_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("corrects", c_int32),
+        ("norm_groups", c_int32),
+        ("gate_first", c_int32),
+        ("pad", c_int32),
+    )
+
+
 class Layer(Structure):
     """One decoder layer."""
 
@@ -152,6 +175,7 @@ class Layer(Structure):
         ("sinks", c_void_p),
         ("taps", c_void_p),
         ("tap_bias", c_void_p),
+        ("recurrence", POINTER(StateLayer)),
         ("experts", POINTER(Experts)),
         ("group", c_int32),
         ("index_in_group", c_int32),
@@ -182,6 +206,7 @@ class ModelStruct(Structure):
         ("rotary_dim", c_int32),
         ("interleaved", c_int32),
         ("num_ropes", c_int32),
+        ("gated_attention", c_int32),
         ("norm_eps", c_float),
         ("score_scale", c_float),
         ("score_cap", c_float),
@@ -268,7 +293,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         raise NativeUnavailable(f"the compiled kernels do not load: {fault}") from fault
     library.struct_bytes.restype = c_int64
     library.struct_bytes.argtypes = (c_int,)
-    structs: tuple[type[Structure], ...] = (Linear, Experts, Layer, ModelStruct, Cache, Step, Lora)
+    structs: tuple[type[Structure], ...] = (Linear, Experts, StateLayer, Layer, ModelStruct, Cache, Step, Lora)
     sizes = [library.struct_bytes(i) for i in range(len(structs))]
     if library.abi_version() != ABI_VERSION or sizes != [ctypes.sizeof(struct) for struct in structs]:
         raise NativeUnavailable("the compiled kernels and the Python code disagree about their structs")
@@ -284,6 +309,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.engine_step.argtypes = (c_void_p, POINTER(Step), POINTER(c_int64))
     library.step_bytes.restype = c_int64
     library.step_bytes.argtypes = (POINTER(ModelStruct), POINTER(Step), c_int)
+    library.recurrence_bytes.restype = c_int64
+    library.recurrence_bytes.argtypes = (POINTER(StateLayer), c_int)
     library.linear_probe.restype = c_int
     library.linear_probe.argtypes = (POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p)
     span = (c_int64, c_int64, c_void_p)  # first block, end block, out

@@ -50,7 +50,7 @@ int abi_version(void) { return ABI_VERSION; }
 /* For the caller to compare with its own idea of the structs. */
 int64_t struct_bytes(int which)
 {
-    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(layer), sizeof(model),
-                             sizeof(cache),  sizeof(step),    sizeof(lora)};
+    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(recurrence), sizeof(layer),
+                             sizeof(model),  sizeof(cache),   sizeof(step),       sizeof(lora)};
     return sizes[which];
 }

@@ -23,6 +23,9 @@ from genbatch.nif.models.architectures import (
     Architecture,
     ConvolutionNames,
     ExpertNames,
+    RecurrenceNames,
+    SomeRows,
+    gated_rows,
     head_dim_of,
     kv_heads_of,
 )
@@ -43,6 +46,7 @@ from genbatch.nif.native.library import (
     Linear,
     ModelStruct,
     Norm,
+    StateLayer,
     native_library,
 )
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up, stored_kind
@@ -151,7 +155,7 @@ def check_supported(model: "Model") -> Architecture:
         raise NativeUnavailable(
             f"heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
         )
-    if config.hidden_size % 2 or config.intermediate_size % 2:
+    if config.hidden_size % 2 or getattr(config, "intermediate_size", 0) % 2:
         raise NativeUnavailable("hidden and intermediate sizes must be even")
     experts = architecture.experts
     if experts is not None and experts.shared_intermediate % experts.intermediate:
@@ -159,6 +163,10 @@ def check_supported(model: "Model") -> Architecture:
         raise NativeUnavailable(f"a shared expert of {sizes}, the others' size")
     if experts is not None and (experts.groups[0] > MAX_EXPERT_GROUPS or experts.count % experts.groups[0]):
         raise NativeUnavailable(f"{experts.count} experts in {experts.groups[0]} groups")
+    recurrence = architecture.recurrence
+    if recurrence is not None and (recurrence.key_dim % 2 or recurrence.heads % recurrence.key_heads):
+        sizes = f"{recurrence.heads} heads by {recurrence.key_heads} of {recurrence.key_dim} elements"
+        raise NativeUnavailable(f"recurrent layers of {sizes}; keys must be even, and divide the heads")
     if len(model.groups) > MAX_GROUPS:
         raise NativeUnavailable(f"{len(model.groups)} layer groups; the kernels take {MAX_GROUPS}")
     kinds = rope_kinds(config)
@@ -256,6 +264,7 @@ class ModelWeights:
             rotary_dim=self.rope.rotary_dim,
             interleaved=architecture.interleaved,
             num_ropes=len(self.rope.kinds),
+            gated_attention=architecture.gated_attention,
             norm_eps=architecture.norm_eps,
             score_scale=architecture.score_scale,
             score_cap=architecture.score_cap,
@@ -318,8 +327,11 @@ class _Loader:
             attention_post=self.norm(tensors.attention_post, start),
             mlp_post=self.norm(tensors.mlp_post, start),
         )
+        recurrence = self._architecture.recurrence
         if convolution is not None and convolves:
             self._convolution(layer, start, convolution, kind)
+        elif recurrence is not None and index in recurrence.layers:
+            self._recurrence(layer, start, recurrence, kind)
         else:
             self._attention(layer, start, kind)
         if experts is not None and (experts.layers is None or index in experts.layers):
@@ -349,6 +361,45 @@ class _Loader:
         if bias is not None:
             layer.tap_bias = self._packer.put_floats(bias)
 
+    def _recurrence(self, layer: Layer, start: str, names: RecurrenceNames, kind: int) -> None:
+        begin = start + names.start
+        channels = _order(names.channels, names.key_heads * names.key_dim * 2 + names.heads * names.value_dim)
+        layer.qkv = self._rows_of(start, names.inputs, kind)
+        layer.out = self.linear([f"{begin}out_proj"])
+        taps = self.tensor(f"{begin}conv1d.weight").whole()[:, 0][channels]  # [channels, taps]
+        bias = self._bias(f"{begin}conv1d")
+        gate_norm = self.tensor(f"{begin}norm.weight").whole().flatten()
+        put = self._packer.put_floats
+        struct = StateLayer(
+            taps=put(taps.T.flatten()),
+            tap_bias=None if bias is None else put(bias[channels]),
+            rates=put(-self.tensor(f"{begin}A_log").whole().flatten().exp()),
+            step_bias=put(self.tensor(f"{begin}dt_bias").whole().flatten()),
+            skips=None if names.skip is None else put(self.tensor(f"{begin}{names.skip}").whole().flatten()),
+            gate_norm=Norm(put(gate_norm.repeat(names.heads * names.value_dim // len(gate_norm)))),
+            kernel=names.kernel,
+            channels=len(channels),
+            heads=names.heads,
+            key_heads=names.key_heads,
+            key_dim=names.key_dim,
+            value_dim=names.value_dim,
+            corrects=names.corrects,
+            norm_groups=names.norm_groups,
+            gate_first=names.gate_first,
+        )
+        self._held.append(struct)
+        layer.recurrence = ctypes.pointer(struct)
+
+    def _rows_of(self, start: str, rows: Sequence[SomeRows], kind: int) -> Linear:
+        """One linear of some rows of several matrices."""
+        matrices, biases = [], []
+        for some in rows:
+            matrix, bias = self.tensor(f"{start}{some.name}.weight"), self._bias(start + some.name)
+            order = _order(some.parts, matrix.shape[0])
+            matrices.append(_rows(matrix, order))
+            biases.append(None if bias is None else bias[torch.from_numpy(order)])
+        return self._pack(matrices, biases, kind=kind)
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
         """A tensor of the source.
 
@@ -373,6 +424,8 @@ class _Loader:
         return self._pack(matrices, [self._bias(name) for name in names], group=group, kind=kind)
 
     def _qkv(self, names: Sequence[str], kind: int) -> Linear:
+        if self._architecture.gated_attention:
+            return self._rows_of("", gated_rows(names, self._config), kind)
         if not self._architecture.qkv_by_head:
             return self.linear(names, kind=kind)
         head_dim, kv_heads = head_dim_of(self._config), self.num_kv_heads
@@ -533,6 +586,11 @@ def _is_tied(config: Any, source: WeightSource, loader: "_Loader", architecture:
         return bool(config.tie_word_embeddings)
     parts = loader.tensor(f"{tensors.head}.weight"), loader.tensor(f"{tensors.embedding}.weight")
     return parts[0].kind == parts[1].kind and np.array_equal(parts[0].rows, parts[1].rows)
+
+
+def _order(parts: Sequence[range], count: int) -> np.ndarray:
+    """The rows that the parts name; all `count` where there are none."""
+    return np.concatenate([np.arange(part.start, part.stop) for part in parts or (range(count),)])
 
 
 def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:

@@ -343,6 +343,25 @@ void activate(const model *m, const float *sums, int64_t count, float *out, int6
     }
 }
 
+ALWAYS_INLINE void multiply_gates(const float *gates, int64_t count, const bool silu, float *out)
+{
+    for (int64_t i = 0; i < count; i += VL) {
+        float gate[VL] = {0}, part[VL] = {0};
+        const size_t bytes = sizeof(float) * (size_t)smaller(VL, count - i);
+        memcpy(gate, gates + i, bytes);
+        memcpy(part, out + i, bytes);
+        const vf x = vf_load(gate), share = 1.0f / (vf_exp(-x) + 1.0f);
+        vf_store(part, vf_load(part) * (silu ? x * share : share));
+        memcpy(out + i, part, bytes);
+    }
+}
+
+/* out[i] *= sigmoid(gates[i]) */
+void multiply_sigmoid(const float *gates, int64_t count, float *out) { multiply_gates(gates, count, false, out); }
+
+/* out[i] *= gates[i] * sigmoid(gates[i]) */
+void multiply_silu(const float *gates, int64_t count, float *out) { multiply_gates(gates, count, true, out); }
+
 /* Divides and caps a block of logits where they lie. */
 void logits_finish(const model *m, float *sums, int64_t count)
 {

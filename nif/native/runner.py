@@ -244,9 +244,12 @@ class NativeRunner:
         self._caches = None
 
     def _layer_bytes(self, group: int, block_size: int) -> int:
-        """Bytes of one block of one layer; a short convolution keeps its inputs in float32."""
+        """Bytes of one block of one layer; convolutions and recurrences keep floats whatever the keys are in."""
         if self.groups[group].convolves:
             return block_size * int(self._shape.hidden) * 4
+        if self.groups[group].recurs:
+            layer = self._weights.layers[self.groups[group].layers[0]]
+            return int(self._library.recurrence_bytes(layer.recurrence, block_size))
         size, head_dim, num_kv_heads = self._kv_dtype.itemsize, self._shape.head_dim, self._shape.num_kv_heads
         total: int = num_kv_heads * (self._key_bytes(block_size) + _padded(block_size, 4 // size) * head_dim * size)
         return total

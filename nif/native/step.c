@@ -90,6 +90,22 @@ static int64_t grain_of(const worker *w, int64_t count)
     return grain < 1 ? 1 : grain;
 }
 
+/* Floats of a token's row that `out` reads, and of the one that `qkv` gives. */
+static int64_t mixed_width(const model *m, const layer *l)
+{
+    if (l->taps) return m->hidden;
+    if (l->recurrence) return (int64_t)l->recurrence->heads * l->recurrence->value_dim;
+    return (int64_t)m->num_heads * m->head_dim;
+}
+
+static int64_t mixed_pitch(const model *m, const layer *l)
+{
+    const int64_t queries = (int64_t)m->num_heads * m->head_dim, keys = (int64_t)m->num_kv_heads * m->head_dim;
+    if (l->taps) return 3 * (int64_t)m->hidden;
+    if (l->recurrence) return recurrence_kept(l->recurrence) + mixed_width(m, l);
+    return (m->gated_attention ? 2 : 1) * queries + 2 * keys;
+}
+
 /* Phases on rows */
 
 static rows operand_for(const engine *e, const linear *l, int64_t count)
@@ -213,7 +229,7 @@ static void rope_and_cache_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
     const model *m = e->model;
-    int64_t D = m->head_dim, pitch = (m->num_heads + 2 * m->num_kv_heads) * D;
+    int64_t D = m->head_dim, pitch = mixed_pitch(m, l);
     int64_t from, to, count = (int64_t)e->step->num_tokens * m->num_kv_heads;
     int per_head = m->num_heads / m->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
@@ -244,7 +260,7 @@ static void whole_norm_phase(worker *w, const layer *l)
     int64_t from, to, count = e->step->num_tokens;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++) {
-            float *row = e->work.qkv + t * (queries + 2 * keys);
+            float *row = e->work.qkv + t * mixed_pitch(m, l);
             norm_row(m, &l->q_norm, row, queries, row);
             norm_row(m, &l->k_norm, row + queries, keys, row + queries);
         }
@@ -264,7 +280,7 @@ static void attention_phase(worker *w, const layer *l)
     const model *m = e->model;
     attention a = {.queries = e->work.qkv,
                    .out = e->work.attended,
-                   .query_stride = (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim,
+                   .query_stride = mixed_pitch(m, l),
                    .cache = &e->caches[l->group],
                    .sinks = l->sinks,
                    .score_cap = m->score_cap,
@@ -330,6 +346,42 @@ static void convolution_phases(worker *w, const layer *l)
             const int32_t *table = s->block_tables[l->group] + (int64_t)entry_of(s, t) * s->table_width[l->group];
             convolution_row(c, l, hidden, table, s->positions[t], e->work.qkv + t * pitch, e->work.attended + t * hidden);
         }
+    phase_end(w);
+}
+
+/* Recurrences */
+
+static void recurrence_phases(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const step *s = e->step;
+    const cache *c = &e->caches[l->group];
+    const recurrence *r = l->recurrence;
+    const int64_t pitch = mixed_pitch(e->model, l), width = mixed_width(e->model, l), count = s->num_tokens;
+    float *scratch = e->work.scratch + w->thread * e->work.scratch_size;
+    int64_t from, to, heads = (int64_t)s->num_entries * r->heads;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) recurrence_write(c, l, s->slots[l->group][t], e->work.qkv + t * pitch);
+    phase_end(w);
+    while (claim(w, heads, grain_of(w, heads), &from, &to))
+        for (int64_t unit = from; unit < to; unit++)
+            recurrence_head(c, l, s, (int)(unit / r->heads), (int)(unit % r->heads), scratch, e->work.attended);
+    phase_end(w);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++)
+            recurrence_gate(e->model, r, e->work.qkv + t * pitch + pitch - width, e->work.attended + t * width);
+    phase_end(w);
+}
+
+/* What attention gives times the gates that stand behind a row's values. */
+static void gate_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const int64_t pitch = mixed_pitch(e->model, l), width = mixed_width(e->model, l), count = e->step->num_tokens;
+    int64_t from, to;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++)
+            multiply_sigmoid(e->work.qkv + t * pitch + pitch - width, width, e->work.attended + t * width);
     phase_end(w);
 }
 
@@ -523,18 +575,17 @@ static void run(void *argument, int thread)
     const step *s = e->step;
     workspace *work = &e->work;
     worker w = {.engine = e, .thread = thread, .rows = s->num_adapters ? &work->lora_tokens : NULL, .place = -1};
-    int64_t width = (int64_t)m->num_heads * m->head_dim;
-    int64_t pitch = width + 2 * (int64_t)m->num_kv_heads * m->head_dim;
     float *x = work->x;
     int64_t count = s->num_tokens;
     embed_phase(&w);
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         layer_phase(&w, l, LORA_QKV, &l->qkv, x, m->hidden, NULL, count, &l->attention_norm);
-        linear_phase(&w, &l->qkv, count, STORE, work->qkv, l->taps ? 3 * (int64_t)m->hidden : pitch);
-        if (l->taps)
-            convolution_phases(&w, l);
-        else {
+        linear_phase(&w, &l->qkv, count, STORE, work->qkv, mixed_pitch(m, l));
+        const bool attends = !l->taps && !l->recurrence;
+        if (l->taps) convolution_phases(&w, l);
+        if (l->recurrence) recurrence_phases(&w, l);
+        if (attends) {
             if (m->qk_norm == QK_WHOLE) whole_norm_phase(&w, l);
             rope_and_cache_phase(&w, l);
         }
@@ -547,9 +598,10 @@ static void run(void *argument, int thread)
             index = s->logit_rows;
             count = s->num_logit_rows;
         }
-        if (!l->taps) attention_phase(&w, l);
+        if (attends) attention_phase(&w, l);
+        if (attends && m->gated_attention) gate_phase(&w, l);
         const bool at_once = !m->parallel && added_at_once(m, &l->attention_post);
-        layer_phase(&w, l, LORA_OUT, &l->out, work->attended, l->taps ? m->hidden : width, index, count, &no_norm);
+        layer_phase(&w, l, LORA_OUT, &l->out, work->attended, mixed_width(m, l), index, count, &no_norm);
         linear_phase(&w, &l->out, count, at_once ? ADD : STORE, at_once ? x : work->branch, m->hidden);
         if (!at_once && !m->parallel) join_phase(&w, &l->attention_post, x, count);
         mlp_phases(&w, l, x, count);
@@ -573,7 +625,15 @@ static int64_t largest_k(const model *m)
 }
 
 /* Of one thread. */
-static int64_t scratch_floats(const model *m) { return PANEL * COLUMNS + padded(m->hidden, 16); }
+static int64_t scratch_floats(const model *m)
+{
+    int64_t most = PANEL * COLUMNS + padded(m->hidden, 16);
+    for (int i = 0; i < m->num_layers; i++) {
+        const int64_t states = m->layers[i].recurrence ? recurrence_scratch(m->layers[i].recurrence) : 0;
+        most = states > most ? states : most;
+    }
+    return most;
+}
 
 enum { NUM_BUFFERS = 25 };
 
@@ -581,12 +641,12 @@ enum { NUM_BUFFERS = 25 };
 static int64_t buffer_floats(const model *m, const step *s, int threads, int64_t floats[NUM_BUFFERS])
 {
     const int64_t T = s->num_tokens, R = s->num_logit_rows, k = largest_k(m);
-    int64_t width = (int64_t)m->num_heads * m->head_dim, pitch = width + 2 * (int64_t)m->num_kv_heads * m->head_dim;
-    for (int i = 0; i < m->num_layers; i++)
-        if (m->layers[i].taps) {
-            width = width > m->hidden ? width : m->hidden;
-            pitch = pitch > 3 * (int64_t)m->hidden ? pitch : 3 * (int64_t)m->hidden;
-        }
+    int64_t width = 0, pitch = 0;
+    for (int i = 0; i < m->num_layers; i++) {
+        const int64_t own_width = mixed_width(m, &m->layers[i]), own_pitch = mixed_pitch(m, &m->layers[i]);
+        width = own_width > width ? own_width : width;
+        pitch = own_pitch > pitch ? own_pitch : pitch;
+    }
     const int64_t count = T > R ? T : R; /* a row may be asked for twice */
     const expert_sizes x = experts_sizes(m);
     const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0;

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import TensorError
-from genbatch.nif.models.architectures import Architecture, head_dim_of, kv_heads_of
+from genbatch.nif.models.architectures import Architecture, SomeRows, gated_rows, head_dim_of, kv_heads_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, FP4_KINDS, FP8_KINDS, StoredTensor
 from genbatch.nif.native.library import (
     COLUMNS,
@@ -350,12 +350,14 @@ class AdapterWeights:
         start = tensors.layer.format(layer)
         qkv, gate_up = ([start + name for name in names] for names in (tensors.qkv, tensors.gate_up))
         if qkv[0] in self._sizes:
-            places = [
-                self._by_head(qkv[0], config) if architecture.qkv_by_head else self._in_order(qkv),
-                self._in_order([start + tensors.out]),
-            ]
+            order = self._in_order(qkv)
+            if architecture.gated_attention:
+                order = self._some_rows(gated_rows(qkv, config))
+            elif architecture.qkv_by_head:
+                order = self._by_head(qkv[0], config)
+            places = [order, self._in_order([start + tensors.out])]
         else:
-            places = [_Outputs((), np.zeros(0, np.int64), np.zeros(0, np.int64))] * 2  # the layer convolves
+            places = [_Outputs((), np.zeros(0, np.int64), np.zeros(0, np.int64))] * 2  # it does not attend
         if gate_up[0] in self._sizes:
             places.append(self._interleaved(gate_up) if architecture.gated else self._in_order(gate_up))
             places.append(self._in_order([start + tensors.down]))
@@ -365,6 +367,13 @@ class AdapterWeights:
         sizes = [self._sizes[module] for module in modules]
         module = np.repeat(np.arange(len(modules)), sizes)
         return _Outputs(tuple(modules), module, np.concatenate([np.arange(size) for size in sizes]))
+
+    def _some_rows(self, rows: Sequence[SomeRows]) -> _Outputs:
+        """Some rows of several modules, as `_Loader._rows_of`."""
+        modules = list(dict.fromkeys(some.name for some in rows))
+        orders = [np.concatenate(some.parts or (range(self._sizes[some.name]),)) for some in rows]
+        owners = [np.full(len(order), modules.index(some.name)) for some, order in zip(rows, orders, strict=True)]
+        return _Outputs(tuple(modules), np.concatenate(owners), np.concatenate(orders))
 
     def _by_head(self, module: str, config: Any) -> _Outputs:
         """One module that has, for each KV head, its queries, key and value; see `_Loader._qkv`."""

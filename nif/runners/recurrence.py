@@ -13,10 +13,24 @@ from torch.nn.functional import pad
 
 from genbatch.nif.runners.attention import AttentionStep
 
-RECURRENT = frozenset({"BambaForCausalLM", "GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"})
+RECURRENT = frozenset(
+    {
+        "BambaForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+    }
+)
 """transformers' names of the models whose states are served."""
 
-_MODULES = ("BambaMixer", "GraniteMoeHybridMambaLayer", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet")
+_MODULES = (
+    "BambaMixer",
+    "GraniteMoeHybridMambaLayer",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+)
 
 
 def page_recurrences(hf: torch.nn.Module) -> None:

@@ -57,10 +57,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -94,6 +100,18 @@ def _sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: 
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
+    }
+
+
+def _deltas(key_dim: int, value_dim: int, kernel: int) -> dict[str, Any]:
+    """A recurrent layer at either end, of two value heads a key head."""
+    return {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": kernel,
     }
 
 
@@ -253,6 +271,34 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             block_ffn_dim_multiplier=1.5,
         ),
     ),
+    "qwen3_5": (
+        Qwen3_5ForCausalLM,
+        lambda: Qwen3_5TextConfig(**(_sizes(64, 96, 4, 2, 32) | _deltas(18, 40, 4)), attention_bias=True),
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeForCausalLM,
+        lambda: Qwen3_5MoeTextConfig(
+            **(
+                {key: value for key, value in _sizes(64, 0, 4, 2, 32).items() if key != "intermediate_size"}
+                | _deltas(32, 16, 2)
+            ),
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+            num_experts=5,
+            num_experts_per_tok=3,
+        ),
+    ),
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        lambda: Qwen3NextConfig(
+            **(_sizes(64, 96, 4, 2, 32) | _deltas(16, 32, 3)),
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            num_experts=5,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+        ),
+    ),
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
         lambda: Qwen2MoeConfig(
@@ -338,7 +384,11 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
 """Per name a model's class and what makes its configuration."""
 
 
-_WEIGHTS_BEYOND_ONE = ("gemma", "gemma_wide", "gemma2", "gemma3", "nemotron")  # their norms add 1
+# Their norms add 1, but for those that are gated.
+_WEIGHTS_BEYOND_ONE = (
+    *("gemma", "gemma_wide", "gemma2", "gemma3", "nemotron"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+)
 
 
 def random_model(name: str, **changes: Any) -> Any:
@@ -354,10 +404,12 @@ def random_model(name: str, **changes: Any) -> Any:
             parameter.normal_(std=0.2)
         elif key.endswith("sinks"):
             parameter.normal_(std=2.0)
-        elif key.endswith("conv.conv.weight"):
+        elif key.endswith(("conv.conv.weight", "conv1d.weight")):
             parameter.normal_(std=0.7)
+        elif key.endswith("A_log"):
+            parameter.uniform_(-3.0, 0.5)  # a state that lasts for some tokens
         elif "norm" in key:
-            low = -0.5 if name in _WEIGHTS_BEYOND_ONE else 0.5
+            low = -0.5 if name in _WEIGHTS_BEYOND_ONE and "linear_attn" not in key else 0.5
             parameter.uniform_(low, low + 1.0)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):

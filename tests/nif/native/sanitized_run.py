@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from genbatch.nif.models.architectures import layer_groups
 from genbatch.nif.native import model_weights
 from genbatch.nif.native.build import build_library, native_flags
 from genbatch.nif.native.library import STORED, open_library
@@ -25,7 +26,7 @@ BLOCK_SIZE = 5  # neither a multiple of 16 nor even
 BLOCKS = 14
 
 
-def batch(start: int, stop: int, shared: int = 0) -> RaggedBatch:
+def batch(start: int, stop: int, shared: int = 0, groups: int = 1) -> RaggedBatch:
     """Two sequences, the second in the pool's last blocks, up to its last position; `shared` first blocks in common."""
     tokens = torch.arange(start, stop)
     table = torch.arange(2 * BLOCKS, dtype=torch.int32).view(2, BLOCKS)
@@ -37,8 +38,8 @@ def batch(start: int, stop: int, shared: int = 0) -> RaggedBatch:
         positions=torch.cat([tokens, tokens]),
         query_starts=torch.tensor([0, size, 2 * size], dtype=torch.int32),
         kv_lens=torch.tensor([stop, stop], dtype=torch.int32),
-        slots=(slots,),
-        block_tables=(table,),
+        slots=(slots,) * groups,
+        block_tables=(table,) * groups,
         logit_rows=torch.arange(2 * size),
         max_query_len=size,
         max_kv_len=stop,
@@ -47,9 +48,10 @@ def batch(start: int, stop: int, shared: int = 0) -> RaggedBatch:
 
 def run(runner: NativeRunner) -> None:
     """Prefill, a decode step, the rest of the pool, and a decode step over blocks in common."""
-    runner.allocate([2 * BLOCKS], BLOCK_SIZE)
+    groups = len(runner.groups)
+    runner.allocate([2 * BLOCKS] * groups, BLOCK_SIZE)
     for start, stop, shared in ((0, 33, 0), (33, 34, 0), (34, 69, 0), (69, BLOCKS * BLOCK_SIZE, 9)):
-        logits, largest = runner.forward_largest(batch(start, stop, shared), with_logits=True)
+        logits, largest = runner.forward_largest(batch(start, stop, shared, groups), with_logits=True)
         assert logits is not None and (logits.argmax(1).numpy() == largest.token_ids).all()
         assert torch.isfinite(logits).all()
     runner.close()
@@ -103,11 +105,15 @@ def main(sanitizers: str) -> None:
             ("gemma2", None, 1),
             ("gpt_oss", models.WINDOW, 2),
             ("stablelm", None, 2),
+            ("qwen3_5", None, 2),
         ):
             if threads_matter and n_threads == 1:
                 continue
             model_class, make_config = models.CONFIGS[name]
             config = make_config()
+            groups = (LayerGroup(tuple(range(config.num_hidden_layers)), window),)
+            if name == "qwen3_5":
+                groups = layer_groups(name, config)
             dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
             model = SimpleNamespace(
                 name=name,
@@ -116,7 +122,7 @@ def main(sanitizers: str) -> None:
                 config=config,
                 dtype=dtype,
                 device=torch.device("cpu"),
-                groups=(LayerGroup(tuple(range(config.num_hidden_layers)), window),),
+                groups=groups,
                 vocab_size=config.vocab_size,
                 max_position=config.max_position_embeddings,
             )
