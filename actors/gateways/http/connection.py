@@ -15,6 +15,9 @@ nobody else. h11 parses, and knows whether the connection may be kept; nothing b
 """
 
 import logging
+import math
+import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,6 +51,8 @@ MAX_UNREAD_BYTES, MAX_UNREAD_S = 16 * 2**20, 5.0
 MAX_EARLY_BYTES = 64 * 1024
 # Seconds between two looks at whether a half-closed connection has been closed.
 LOOK_S = 0.2
+# Seconds until a half-closed connection is probed a second time; then twice as many, and so on.
+PROBE_S = 1.0
 READ_BYTES = 64 * 1024
 EVENT_COMMENT = b":\n\n"
 
@@ -272,19 +277,24 @@ class HTTPConnection:
         """Returns once nobody is there to read the answer. A client that sends no more may still read."""
         while not self._has_ended and len(self._http.trailing_data[0]) < MAX_EARLY_BYTES:
             await self._read()
-        if self._has_ended:
-            if self._http.our_state is h11.SEND_RESPONSE and self._http.their_http_version == HTTP_1_0:
-                return  # there is no probe for it, and a proxy (nginx) leaves so
-            await self._transmit(self._probe)
-        while not self._is_broken and not has_hung_up(self._socket):  # noqa: ASYNC110  # only the kernel knows
+        probe_at, pause_s = trio.current_time() if self._has_ended else math.inf, PROBE_S
+        while not self._is_broken and not has_hung_up(self._socket):
+            if trio.current_time() >= probe_at:  # again and again: the client may go after it has read the last one
+                await self._transmit(self._probe)
+                probe_at, pause_s = trio.current_time() + pause_s, 2 * pause_s
             await trio.sleep(LOOK_S)
 
     def _probe(self) -> bytes | None:
         """Bytes without a meaning; the machine of a client that has closed its end answers them with a reset.
 
         Before the response "102 Processing", which HTTP/1.1 lets a server send at any time; among events a comment.
+        HTTP/1.0 has neither before the response: there it is a byte of TCP's urgent data, which no reader of the
+        stream sees.
         """
         if self._http.our_state is h11.SEND_RESPONSE:
+            if self._http.their_http_version == HTTP_1_0:
+                _send_urgent_byte(self._socket)
+                return None
             return self._http.send(h11.InformationalResponse(status_code=102, headers=[]))
         if self._http.our_state is h11.SEND_BODY and self._has_events and not self._head:
             return self._http.send(h11.Data(data=EVENT_COMMENT))
@@ -333,12 +343,22 @@ class HTTPConnection:
             data = encode()
             if not data:
                 return
-            self._is_broken = True
-            with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(STALLED_S):
-                await self._stream.send_all(data)
-                self._is_broken = False
+            is_sent = False
+            try:
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(STALLED_S):
+                    await self._stream.send_all(data)
+                    is_sent = True
+            finally:
+                self._is_broken = not is_sent
             if self._is_broken:
                 await trio.aclose_forcefully(self._stream)  # a task that waits to receive is told, too
+
+
+def _send_urgent_byte(borrowed: trio.socket.SocketType) -> None:
+    """Sends a byte beside the stream."""
+    connection = socket.socket(fileno=os.dup(borrowed.fileno()))
+    with connection, suppress(OSError):  # it is gone, or has no room
+        connection.send(b"\n", socket.MSG_OOB | socket.MSG_DONTWAIT)
 
 
 def _check_framing(version: bytes, names: set[bytes]) -> None:
