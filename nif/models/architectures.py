@@ -7,8 +7,10 @@ Beside it is what a configuration says about a model's layers, how far each look
 which models are encoders, of which there are embeddings and no generated text.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,7 @@ class ExpertNames:
         stacked: names of the gates, the ups and the downs of all experts. A source has one of the three forms.
         transposed: whether `whole` is [experts, inputs, outputs], gates and ups taking turns.
         layers: the layers that have experts; None: all.
-        shared: names of gates, ups and downs of the expert that every token takes.
+        shared: names of gates, ups and downs of the expert that every token takes; two where one has gates and ups.
         shared_intermediate: inner size of that one; 0: there is none.
         shared_gate: name of the row whose sigmoid is its weight; None: it weighs 1.
         sigmoid: whether an expert's weight is the sigmoid of its score, and not its share of all.
@@ -119,7 +121,7 @@ class ExpertNames:
     stacked: tuple[str, str, str] = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
     transposed: bool = False
     layers: frozenset[int] | None = None
-    shared: tuple[str, str, str] = ("", "", "")
+    shared: tuple[str, ...] = ()
     shared_intermediate: int = 0
     shared_gate: str | None = None
     sigmoid: bool = False
@@ -656,6 +658,71 @@ def _qwen3_next(config: Any) -> Architecture:
     )
 
 
+def _mamba2(config: Any) -> RecurrenceNames:
+    if config.hidden_act != "silu" or tuple(config.time_step_limit) != (0.0, math.inf):
+        what = f"hidden_act is {config.hidden_act}, time_step_limit {config.time_step_limit}"
+        raise ValueError(f"{what}; Mamba 2 runs with silu and unlimited steps here")
+    inner, group = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
+    # In the file: gates, x, B, C, steps; of these the convolution has x, B and C.
+    ends = list(accumulate((inner, inner, group, group, config.mamba_n_heads)))
+    gates, values, keys, queries, steps = (range(start, end) for start, end in pairwise((0, *ends)))
+    in_convolution = tuple(range(part.start - inner, part.stop - inner) for part in (queries, keys, values))
+    return RecurrenceNames(
+        _layers_of(config, "linear_attention"),
+        (SomeRows("mamba.in_proj", (queries, keys, values, steps, gates)),),
+        heads=config.mamba_n_heads,
+        key_heads=config.mamba_n_groups,
+        key_dim=config.mamba_d_state,
+        value_dim=config.mamba_d_head,
+        kernel=config.mamba_d_conv,
+        norm_groups=config.mamba_n_groups,
+        channels=in_convolution,
+        corrects=False,
+        gate_first=True,
+        start="mamba.",
+        skip="D",
+    )
+
+
+def _bamba(config: Any) -> Architecture:
+    names = Tensors(
+        final_norm="model.final_layernorm",
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        mlp_norm="pre_ff_layernorm",
+    )
+    return replace(_llama(config), tensors=names, partial_rotary=True, recurrence=_mamba2(config))
+
+
+def _granite_hybrid(config: Any) -> Architecture:
+    names = Tensors(
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        in_files=(
+            ("moe.experts.gate_up_proj", "moe.input_linear.weight"),
+            ("moe.experts.down_proj", "moe.output_linear.weight"),
+            ("moe.router.weight", "moe.router.layer.weight"),
+        ),
+    )
+    experts = ExpertNames(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        router="block_sparse_moe.router",
+        whole=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+        shared=(*names.gate_up, names.down),
+        shared_intermediate=config.shared_intermediate_size,
+    )
+    rotates = config.position_embedding_type == "rope"
+    return replace(
+        _granite(config),
+        tensors=names,
+        no_rope=frozenset() if rotates else frozenset(range(config.num_hidden_layers)),
+        experts=experts if config.num_local_experts else None,
+        recurrence=_mamba2(config),
+    )
+
+
 ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _llama,
@@ -692,6 +759,8 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
     "Qwen3NextForCausalLM": _qwen3_next,
+    "BambaForCausalLM": _bamba,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
 }
 """By the name of transformers' class, what makes the architecture of a configuration."""
 

@@ -449,7 +449,7 @@ class _Loader:
     def _experts(self, start: str, experts: ExpertNames, kind: int) -> Any:
         """A pointer to the layer's experts; `kind` is that of their down projections."""
         names, make = self._source.names(), self._single_expert
-        if start + experts.whole[0] in names:
+        if self._architecture.tensors.stored(start + experts.whole[0], names) in names:
             make = self._whole_expert
         elif f"{start}{experts.stacked[0]}.weight" in names:
             make = self._stacked_expert
@@ -488,7 +488,8 @@ class _Loader:
         count = experts.shared_intermediate // size
         if not count:
             return []
-        gate, up, down = (self.tensor(f"{start}{name}.weight") for name in experts.shared)
+        *both, down = (self.tensor(f"{start}{name}.weight") for name in experts.shared)
+        gate, up = both if len(both) == 2 else _halves(both[0])
         made = []
         for part in range(count):
             rows = np.arange(part * size, (part + 1) * size)

@@ -30,7 +30,10 @@ from tests.simulation.crowd import Crowd
 
 FAMILIES = ("llama", "mistral", "gemma3", "qwen3", "gpt_neox", "qwen3_5", "granite_hybrid")
 # Those that the C kernels run: the others' heads are too small for them.
-NATIVE = ("native-llama_odd", "native-gemma3", "native-qwen3_moe", "native-lfm2", "native-qwen3_5")
+NATIVE = (
+    *("native-llama_odd", "native-gemma3", "native-qwen3_moe"),
+    *("native-lfm2", "native-qwen3_5", "native-granite_hybrid"),
+)
 # The simulated model over all kinds of layer groups: a thousand times as many worlds in the same time.
 SIMULATED = "history"
 MAX_TOLD = 5

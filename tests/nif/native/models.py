@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -31,6 +33,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -113,6 +117,21 @@ def _deltas(key_dim: int, value_dim: int, kernel: int) -> dict[str, Any]:
         "linear_value_head_dim": value_dim,
         "linear_conv_kernel_dim": kernel,
     }
+
+
+def _mambas(heads: int, groups: int, state: int) -> dict[str, Any]:
+    """Of inner size 128."""
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": 128 // heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": state,
+        "mamba_chunk_size": 8,
+    }
+
+
+def _unsized(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in sizes.items() if key != "head_dim"}
 
 
 CONFIGS: dict[str, tuple[Any, Any]] = {
@@ -299,6 +318,44 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             mlp_only_layers=[1],
         ),
     ),
+    "bamba": (
+        BambaForCausalLM,
+        lambda: BambaConfig(
+            **_unsized(_sizes(64, 96, 2, 1, 32)),
+            **_mambas(16, 2, 18),
+            attn_layer_indices=[1],
+            mamba_proj_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "granite_hybrid": (
+        GraniteMoeHybridForCausalLM,
+        lambda: GraniteMoeHybridConfig(
+            **_unsized(_sizes(64, 32, 4, 2, 16)),
+            **_mambas(4, 1, 32),
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=64,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.125,
+            residual_multiplier=0.375,
+            logits_scaling=3.0,
+            mamba_d_conv=3,
+        ),
+    ),
+    "granite_hybrid_dense": (
+        GraniteMoeHybridForCausalLM,
+        lambda: GraniteMoeHybridConfig(
+            **_unsized(_sizes(64, 32, 4, 2, 16)),
+            **_mambas(8, 4, 16),
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=0,
+            shared_intermediate_size=80,
+            position_embedding_type="rope",
+        ),
+    ),
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
         lambda: Qwen2MoeConfig(
@@ -408,6 +465,8 @@ def random_model(name: str, **changes: Any) -> Any:
             parameter.normal_(std=0.7)
         elif key.endswith("A_log"):
             parameter.uniform_(-3.0, 0.5)  # a state that lasts for some tokens
+        elif key.endswith("mamba.D"):
+            parameter.normal_()
         elif "norm" in key:
             low = -0.5 if name in _WEIGHTS_BEYOND_ONE and "linear_attn" not in key else 0.5
             parameter.uniform_(low, low + 1.0)

@@ -16,7 +16,7 @@ from genbatch.nif.native.runner import native_runner
 BLOCK = 8
 CHUNKS = (1, 3, 13, 40)
 TENANTS = (b"one", b"other")
-MODELS = ("llama", "mistral", "gemma3", "gpt_oss", "lfm2", "qwen3_5")
+MODELS = ("llama", "mistral", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "granite_hybrid")
 """Full attention, windows, both, short convolutions, and states."""
 
 _turns = st.lists(

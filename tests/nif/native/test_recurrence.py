@@ -5,12 +5,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import BambaConfig
 
 from genbatch.nif.context.context import Context
+from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import native_runner
 
-NAMES = ("qwen3_5", "qwen3_next")
+NAMES = ("qwen3_5", "qwen3_next", "bamba", "granite_hybrid")
 BLOCK = 8
 NEW = 12
 
@@ -117,3 +119,9 @@ def test_a_saved_state_goes_on_to_the_bit(model: Model, text_of: Callable[[Seque
     assert continued(other, 1, logits) == text_of(longer)
     context.close()
     other.close()
+
+
+def test_what_mamba_2_does_not_compute_is_named() -> None:
+    """transformers itself limits steps in a prompt and not in a decode."""
+    with pytest.raises(ValueError, match="time_step_limit"):
+        ARCHITECTURES["BambaForCausalLM"](BambaConfig(time_step_limit=(0.1, 0.2)))
