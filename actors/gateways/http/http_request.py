@@ -35,6 +35,7 @@ class HTTPRequest:
         suffix: the text behind the gap to be filled; "" is none.
         body: what was asked, where the answer repeats it.
         namespaces: of functions within a namespace, by our name: the namespace, and the function's name there.
+        custom: names of the functions that are custom tools to the caller.
     """
 
     model: str | None
@@ -50,6 +51,7 @@ class HTTPRequest:
     suffix: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    custom: frozenset[str] = frozenset()
 
 
 def build_request(params: dict[str, Any], names: dict[str, str]) -> GenerateRequest:

@@ -31,7 +31,7 @@ from genbatch.actors.gateways.http.http_request import (
     llama_names,
     llama_params,
 )
-from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_function
+from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_run_by_client
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import ModelCard, Result, Token
@@ -138,7 +138,7 @@ def read_ollama_chat(body: dict[str, Any], reader: Fields) -> HTTPRequest:
     for index, tool in enumerate(fields.tools or ()):
         path = f"tools[{index}]"
         function = tool.get("function")
-        if not is_function(tool, path, reader):
+        if not is_run_by_client(tool, path, reader, ("function",)):
             continue
         if not isinstance(function, dict):
             raise InvalidRequest(f"{path}.function", "must be an object with a name")

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from genbatch.actors.gateways.http.bodies import describe, to_json
+from genbatch.actors.gateways.http.custom_tools import InputReader, input_of
 from genbatch.actors.gateways.http.http_request import HTTPRequest
 from genbatch.actors.gateways.http.service_calls import TokenTexts
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import Choice, GenerateRequest, Result, Token, TokenLogprob, ToolCallDelta, Usage
+from genbatch.proto.messages import Choice, GenerateRequest, Result, Token, TokenLogprob, ToolCall, ToolCallDelta, Usage
 
 # JSON has no infinity; OpenAI's own value for "as good as never".
 LOWEST = -9999.0
@@ -106,6 +107,7 @@ class OpenAIAnswer:
         self._object = name
         self._tables: dict[int, LogprobTable] = {}  # by choice, of a stream
         self._opened: set[int] = set()  # choices that have had an event
+        self._inputs: dict[tuple[int, int], InputReader] = {}  # of calls of custom tools, by choice and call
         chunk = f"{name}.chunk" if self._is_chat else name
         head = {"id": self.id, "object": chunk, "created": self._created, "model": model}
         self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
@@ -136,7 +138,7 @@ class OpenAIAnswer:
                 logprobs = chat_logprobs(choice.logprobs, self._texts)
             else:
                 logprobs = (await self._table(choice.logprobs, result, request)).to_dict()
-        shown = {"message": _message(choice)} if self._is_chat else {"text": choice.text}
+        shown = {"message": _message(choice, self._request.custom)} if self._is_chat else {"text": choice.text}
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     async def _table(self, logprobs: list[TokenLogprob], result: Result, request: GenerateRequest) -> LogprobTable:
@@ -174,10 +176,29 @@ class OpenAIAnswer:
             if token.reasoning:
                 delta = {"reasoning_content": token.reasoning}
                 events.append(self._event(index, b'"delta":' + to_json(delta), b"null", b"null"))
-            for piece in token.tool_calls:
-                calls = {"tool_calls": [_call_piece(piece)]}
-                events.append(self._event(index, b'"delta":' + to_json(calls), b"null", b"null"))
+            events += [self._call_event(index, self._call_piece(index, piece)) for piece in token.tool_calls]
         return b"".join(events)
+
+    def _call_event(self, index: int, piece: dict[str, Any]) -> bytes:
+        return self._event(index, b'"delta":' + to_json({"tool_calls": [piece]}), b"null", b"null")
+
+    def _call_piece(self, index: int, piece: ToolCallDelta) -> dict[str, Any]:
+        if piece.name in self._request.custom:
+            self._inputs[index, piece.index] = InputReader()
+        reader = self._inputs.get((index, piece.index))
+        if reader is None:
+            kind, more = "function", {"arguments": piece.arguments}
+        else:
+            kind, more = "custom", {"input": reader.push(piece.arguments)}
+        if piece.id is None:
+            return {"index": piece.index, kind: more}
+        return {"index": piece.index, "id": piece.id, "type": kind, kind: {"name": piece.name, **more}}
+
+    def _last_inputs(self, index: int) -> bytes:
+        """Events with the rest of the inputs of this choice's custom tools."""
+        rests = {call: reader.finish() for (choice, call), reader in self._inputs.items() if choice == index}
+        pieces = [{"index": call, "custom": {"input": rest}} for call, rest in rests.items() if rest]
+        return b"".join(self._call_event(index, piece) for piece in pieces)
 
     def opening(self, index: int) -> bytes:
         """What comes before everything else of a choice."""
@@ -199,7 +220,7 @@ class OpenAIAnswer:
                 # A prompt that is repeated stands in front of the first token, if there is one.
                 text = choice.text if self._request.echo and not choice.token_ids else ""
                 body = b'"delta":{}' if self._is_chat else b'"text":' + to_json(text)
-                parts.append(self.opening(index))
+                parts.append(self.opening(index) + self._last_inputs(index))
                 parts.append(self._event(index, body, b"null", to_json(choice.finish_reason)))
                 index += 1
         if self._request.include_usage:
@@ -233,24 +254,20 @@ class OpenAIAnswer:
             await self._texts.learn((entry.token_id, *entry.top))
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _message(choice: Choice, custom: frozenset[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["content"] = choice.text or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in choice.tool_calls
-        ]
+        message["tool_calls"] = [_call(call, call.name in custom) for call in choice.tool_calls]
     return message
 
 
-def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
-    if piece.id is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+def _call(call: ToolCall, is_custom: bool) -> dict[str, Any]:
+    if is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _choices(result: Result) -> Sequence[Choice]:

@@ -3,10 +3,12 @@
 `fields.py` has what becomes of a parameter that is none of these.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from genbatch.actors.gateways.http.custom_tools import arguments_of, as_function
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.http_request import HTTPRequest, SamplingFields, build_request, set_fields
 from genbatch.proto.errors import InvalidRequest
@@ -123,6 +125,7 @@ class FimFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fiel
 DEFAULT_COMPLETION_TOKENS = 16
 # What a function is described by.
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
+CUSTOM_FIELDS = ("name", "description", "format")
 # Prompts of one body; each is a request of its own.
 MAX_PROMPTS = 128
 # Who may speak. A template that knows more of them is reached by the other wires.
@@ -162,7 +165,7 @@ def read_chat(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     params["messages"] = read_messages(fields.messages, reader)
     params |= _for_template(fields, reader, names)
-    return _request(fields, [params], names, num_top=num_top)
+    return _request(fields, [params], names, num_top=num_top, custom=_custom_names(fields.tools or ()))
 
 
 _EFFORTS = ("low", "medium", "high")  # what chat templates know; a template that reads none leaves it out
@@ -173,8 +176,8 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
     params: dict[str, Any] = {}
     offered: list[dict[str, Any]] = []
     for index, tool in enumerate(fields.tools or ()):
-        if is_function(tool, f"tools[{index}]", reader):
-            names[f"tools[{len(offered)}]"] = f"tools[{index}].function"
+        if is_run_by_client(tool, f"tools[{index}]", reader):
+            names[f"tools[{len(offered)}]"] = f"tools[{index}].{tool.get('type')}"
             offered.append(_tool(tool, f"tools[{index}]", reader))
     if offered:
         params["tools"] = offered
@@ -203,10 +206,12 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
     return params
 
 
-def is_function(tool: dict[str, Any], path: str, reader: Fields) -> bool:
-    """Whether a tool is a function, which the client calls. Others are only offered, so they are left out."""
+def is_run_by_client(
+    tool: dict[str, Any], path: str, reader: Fields, kinds: Sequence[str] = ("function", "custom")
+) -> bool:
+    """Whether the client runs a tool: it is one of these kinds. Others are only offered, so they are left out."""
     kind = tool.get("type")
-    if isinstance(kind, str) and kind != "function":
+    if isinstance(kind, str) and kind not in kinds:
         reader.ignore(f"{path}.{kind}")
         return False
     return True
@@ -214,21 +219,33 @@ def is_function(tool: dict[str, Any], path: str, reader: Fields) -> bool:
 
 def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
     """A tool in OpenAI's shape as one of ours; raises as `read_chat`."""
-    kind, function = tool.get("type"), tool.get("function")
-    if kind != "function":
+    kind = tool.get("type")
+    function = tool.get(kind) if kind in ("function", "custom") else None
+    if kind == "custom" and isinstance(function, dict):
+        reader.take(tool, ("type", "custom"), path)
+        custom = reader.take(function, CUSTOM_FIELDS, f"{path}.custom")
+        return as_function(custom, f"{path}.custom", reader)
+    if kind not in ("function", "custom"):
         raise InvalidRequest(f"{path}.type", f'must be "function", not {kind!r:.40}')
     if not isinstance(function, dict):
-        raise InvalidRequest(f"{path}.function", "must be an object with a name")
+        raise InvalidRequest(f"{path}.{kind}", "must be an object with a name")
     reader.take(tool, ("type", "function"), path)
     return reader.take(function, TOOL_FIELDS, f"{path}.function")
+
+
+def _custom_names(tools: Sequence[dict[str, Any]]) -> frozenset[str]:
+    custom = [tool.get("custom") for tool in tools if tool.get("type") == "custom"]
+    return frozenset(str(tool.get("name")) for tool in custom if isinstance(tool, dict))
 
 
 def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
-    function = choice.get("function")
-    if choice.get("type") != "function" or not isinstance(function, dict):
-        raise InvalidRequest("tool_choice", 'must be "none", "auto", "required", or a function with its name')
+    kind = choice.get("type")
+    function = choice.get(kind) if kind in ("function", "custom") else None
+    if not isinstance(function, dict):
+        rule = 'must be "none", "auto", "required", or a function or a custom tool with its name'
+        raise InvalidRequest("tool_choice", rule)
     return function
 
 
@@ -403,9 +420,16 @@ def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, An
 
 def _call(call: object, path: str) -> dict[str, Any]:
     """A call of an assistant's turn as it was received; streams leave their `index` in it."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
+    kind = call.get("type", "function") if isinstance(call, dict) else None
+    function = call.get(kind) if isinstance(call, dict) and kind in ("function", "custom") else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
         raise InvalidRequest(path, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
+    if kind == "custom":
+        return {
+            "id": _string(call.get("id"), f"{path}.id"),
+            "name": _string(function.get("name"), f"{path}.custom.name"),
+            "arguments": arguments_of(_string(function.get("input"), f"{path}.custom.input")),
+        }
     return {
         "id": _string(call.get("id"), f"{path}.id"),
         "name": _string(function.get("name"), f"{path}.function.name"),

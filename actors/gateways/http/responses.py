@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 
 from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
+from genbatch.actors.gateways.http.custom_tools import InputReader, arguments_of, as_function, input_of
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.http_request import HTTPRequest, build_request, set_fields
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
 from genbatch.actors.gateways.http.openai_request import (
+    CUSTOM_FIELDS,
     ROLES,
     TOOL_FIELDS,
-    is_function,
+    is_run_by_client,
 )
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token
@@ -136,7 +138,7 @@ def read_response(
     names |= {f"messages[{len(system) + turn}]": "previous_response_id" for turn in range(len(before))}
     if isinstance(fields.input, str):
         names[f"messages[{len(system) + len(before)}].content"] = "input"
-    offered, namespaces = _read_tools(fields.tools or [], names, reader)
+    offered, namespaces, custom = _read_tools(fields.tools or [], names, reader)
     asked = [*before, *read_items(items, names, len(system) + len(before), reader, namespaces)]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
     params |= set_fields(fields, ("temperature", "top_p", "seed", "deadline_s", "chat_template_kwargs"))
@@ -148,7 +150,7 @@ def read_response(
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
         choice = fields.tool_choice
-        params["tool_choice"] = choice if isinstance(choice, str) else _without_type(choice, "tool_choice", reader)
+        params["tool_choice"] = choice if isinstance(choice, str) else _read_choice(choice, reader)
     if fields.text is not None and fields.text.format is not None:
         shape: dict[str, Any] = {"type": fields.text.format.type}
         if fields.text.format.schema is not None:
@@ -162,6 +164,7 @@ def read_response(
         names=names,
         body=body | {"asked": asked},
         namespaces=namespaces,
+        custom=custom,
     )
 
 
@@ -172,12 +175,23 @@ def _refuse(fields: ResponseFields) -> None:
         raise InvalidRequest("include", "log-probs are told by /v1/chat/completions")
 
 
-def _without_type(function: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
-    if function.get("type") != "function":
-        shown = f"{function.get('type')!r}"[:40]
-        raise InvalidRequest(f"{path}.type", f'must be "function": {shown} is not run by this service')
-    found = reader.take(function, ("type", *TOOL_FIELDS), path)
-    return {name: value for name, value in found.items() if name != "type"}
+def _read_choice(choice: dict[str, Any], reader: Fields) -> dict[str, Any]:
+    named = ("type", "name") if choice.get("type") == "custom" else ("type", *TOOL_FIELDS)
+    return _without_type(choice, "tool_choice", named, reader)
+
+
+def _read_tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
+    """A function, or a custom tool as one."""
+    if tool.get("type") == "custom":
+        return as_function(_without_type(tool, path, ("type", *CUSTOM_FIELDS), reader), path, reader)
+    return _without_type(tool, path, ("type", *TOOL_FIELDS), reader)
+
+
+def _without_type(tool: dict[str, Any], path: str, names: Sequence[str], reader: Fields) -> dict[str, Any]:
+    if tool.get("type") not in ("function", "custom"):
+        shown = f"{tool.get('type')!r}"[:40]
+        raise InvalidRequest(f"{path}.type", f'must be "function" or "custom": {shown} is not run by this service')
+    return {name: value for name, value in reader.take(tool, names, path).items() if name != "type"}
 
 
 # By our name of a function: its namespace, and its name there.
@@ -186,8 +200,8 @@ Namespaces = dict[str, tuple[str, str]]
 
 def _read_tools(
     tools: list[dict[str, Any]], names: dict[str, str], reader: Fields
-) -> tuple[list[dict[str, Any]], Namespaces]:
-    """The functions among the tools, and which of them are in a namespace.
+) -> tuple[list[dict[str, Any]], Namespaces, frozenset[str]]:
+    """The functions among the tools, which of them are in a namespace, and the names of those that are custom tools.
 
     A function keeps its name. Where several have the same one, the namespace's name is put in front of it.
     `names` gets the caller's names of the functions, by ours.
@@ -206,24 +220,29 @@ def _read_tools(
         found += [(name, function, f"{path}.tools[{number}]") for number, function in enumerate(inner)]
     offered: list[dict[str, Any]] = []
     namespaces: Namespaces = {}
+    custom: set[str] = set()
     same = Counter(str(function.get("name")) for _, function, _ in found)
     for namespace, function, path in found:
-        if not is_function(function, path, reader):
+        if not is_run_by_client(function, path, reader):
             continue
-        made = _without_type(function, path, reader)
+        made = _read_tool(function, path, reader)
         if namespace:
             name = _string(made, "name", path)
             made["name"] = name if same[name] == 1 else f"{namespace}.{name}"[-MAX_TOOL_NAME:]
             namespaces[made["name"]] = (namespace, name)
+        if function["type"] == "custom":
+            custom.add(str(made.get("name")))
         names[f"tools[{len(offered)}]"] = path
         offered.append(made)
-    return offered, namespaces
+    return offered, namespaces, frozenset(custom)
 
 
 _ITEM_FIELDS = {
     "message": ("type", "role", "content"),
     "function_call": ("type", "call_id", "name", "namespace", "arguments"),
     "function_call_output": ("type", "call_id", "output"),
+    "custom_tool_call": ("type", "call_id", "name", "namespace", "input"),
+    "custom_tool_call_output": ("type", "call_id", "output"),
     "reasoning": ("type", "content"),
 }
 
@@ -263,12 +282,12 @@ def read_items(
             if role == "assistant":
                 turns[-1] |= thought
                 thought = {}
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             name = _string(item, "name", path)
             call = {
                 "id": _string(item, "call_id", path),
                 "name": ours_of.get((str(item.get("namespace")), name), name),
-                "arguments": _string(item, "arguments", path),
+                "arguments": _arguments(item, path),
             }
             if not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": "", **thought})
@@ -280,7 +299,7 @@ def read_items(
             names |= {f"{ours}.tool_calls[{len(calls)}].id": f"{path}.call_id"}
             names |= {f"{ours}.tool_calls[{len(calls)}]": path, ours: turn_name}
             calls.append(call)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             content = _content(item.get("output"), f"{path}.output", reader)
             turns.append({"role": "tool", "content": content, "tool_call_id": _string(item, "call_id", path)})
             ours = f"messages[{first + len(turns) - 1}]"
@@ -293,6 +312,12 @@ def read_items(
                 f"{path}.type", f"{kind!r:.40} is not supported: send messages, calls and their outputs"
             )
     return turns
+
+
+def _arguments(call: dict[str, Any], path: str) -> str:
+    if call["type"] == "custom_tool_call":
+        return arguments_of(_string(call, "input", path))
+    return _string(call, "arguments", path)
 
 
 def _string(item: dict[str, Any], name: str, path: str) -> str:
@@ -341,13 +366,14 @@ class ResponseAnswer:
         self._number = 0
         self._items: list[dict[str, Any]] = []  # of a stream; the last may be open
         self._is_open = False
+        self._input = InputReader()  # of the item, if it is a call of a custom tool
         self._has_begun = False
 
     # Whole
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer at once."""
-        return self._whole(results[0], output_items(results[0], self._request.namespaces))
+        return self._whole(results[0], output_items(results[0], self._request.namespaces, self._request.custom))
 
     def _whole(self, result: Result, items: list[dict[str, Any]]) -> dict[str, Any]:
         self._remember(items)
@@ -394,7 +420,7 @@ class ResponseAnswer:
     def _remember(self, items: list[dict[str, Any]]) -> None:
         if self._request.body.get("store") is not False:
             # A call that was cut short could not be gone on with.
-            kept = [item for item in items if (item["type"], item["status"]) != ("function_call", "incomplete")]
+            kept = [item for item in items if item["type"] not in _CALLS or item["status"] != "incomplete"]
             asked = [*self._request.body["asked"], *read_items(kept, namespaces=self._request.namespaces)]
             self._conversations.remember(self._owner, self.id, asked)
 
@@ -410,12 +436,25 @@ class ResponseAnswer:
                 parts.append(self._add("message", token.text))
             for piece in token.tool_calls:
                 if piece.id is not None:
-                    call = _function_call(piece.id, piece.name or "", "", self._request.namespaces)
+                    name, request = piece.name or "", self._request
+                    call = _call(piece.id, name, "", request.namespaces, is_custom=name in request.custom)
                     parts.append(self._open(call))
-                if piece.arguments:
-                    self._items[-1]["arguments"] += piece.arguments
-                    parts.append(self._delta("response.function_call_arguments.delta", piece.arguments))
+                    self._input = InputReader()
+                parts.append(self._add_arguments(piece.arguments))
         return b"".join(parts)
+
+    def _add_arguments(self, arguments: str) -> bytes:
+        item = self._items[-1]
+        if item["type"] == "custom_tool_call":
+            return self._add_input(self._input.push(arguments))
+        if not arguments:
+            return b""
+        item["arguments"] += arguments
+        return self._delta("response.function_call_arguments.delta", arguments)
+
+    def _add_input(self, text: str) -> bytes:
+        self._items[-1]["input"] += text
+        return self._delta("response.custom_tool_call_input.delta", text) if text else b""
 
     def _begin(self) -> bytes:
         if self._has_begun:
@@ -455,6 +494,9 @@ class ResponseAnswer:
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             parts.append(self._event("response.function_call_arguments.done", **self._place(), **done))
+        elif item["type"] == "custom_tool_call":
+            parts.append(self._add_input(self._input.finish()))
+            parts.append(self._event("response.custom_tool_call_input.done", **self._place(), input=item["input"]))
         else:
             kind = "output_text" if item["type"] == "message" else "reasoning_text"
             text: dict[str, Any] = {"text": item["content"][0]["text"], "content_index": 0}
@@ -498,12 +540,17 @@ class ResponseAnswer:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def output_items(result: Result, namespaces: Namespaces | None = None) -> list[dict[str, Any]]:
+def output_items(
+    result: Result, namespaces: Namespaces | None = None, custom: frozenset[str] = frozenset()
+) -> list[dict[str, Any]]:
     """A result as items: thinking, text, calls."""
     items = [_reasoning(result.reasoning)] if result.reasoning else []
     if result.text or not result.tool_calls:
         items.append(_message(result.text))
-    items += [_function_call(call.id, call.name, call.arguments, namespaces or {}) for call in result.tool_calls]
+    items += [
+        _call(call.id, call.name, call.arguments, namespaces or {}, is_custom=call.name in custom)
+        for call in result.tool_calls
+    ]
     for item in items:
         item["status"] = "completed"
     items[-1]["status"] = _ended(result)
@@ -527,8 +574,13 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": content}
 
 
-def _function_call(call_id: str, name: str, arguments: str, namespaces: Namespaces) -> dict[str, Any]:
-    item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call_id}
+_CALLS = ("function_call", "custom_tool_call")  # types of items
+
+
+def _call(call_id: str, name: str, arguments: str, namespaces: Namespaces, *, is_custom: bool) -> dict[str, Any]:
+    prefix, kind = ("ctc_", "custom_tool_call") if is_custom else ("fc_", "function_call")
+    item = {"id": prefix + secrets.token_hex(12), "type": kind, "call_id": call_id}
     if name in namespaces:
         item["namespace"], name = namespaces[name]
-    return item | {"name": name, "arguments": arguments, "status": "in_progress"}
+    written = {"input": input_of(arguments)} if is_custom else {"arguments": arguments}
+    return item | {"name": name, **written, "status": "in_progress"}

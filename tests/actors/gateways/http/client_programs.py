@@ -6,6 +6,7 @@ nothing of ours. The model is random: what is shown is that calls come through, 
 
 import asyncio
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -125,6 +126,31 @@ def _(url: str) -> None:
     assert after.choices[0].message.role == "assistant"
     whole = client.chat.completions.create(**asked, tool_choice=NAMED)
     assert whole.choices[0].message.content is None and len(whole.choices[0].message.tool_calls) == 1
+
+
+@tries("openai", "custom tools in chats and responses, streamed")
+def _(url: str) -> None:
+    client = openai_client(url)
+    grammar = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}\\n"}
+    tool: Any = {"type": "custom", "name": "p", "format": grammar}
+    asked: Any = {"model": "model", "input": "Well?", "tools": [tool], "max_output_tokens": 300}
+    with client.responses.stream(**asked, tool_choice="required", parallel_tool_calls=False) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert {"response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"} <= set(kinds)
+    (call,) = final.output
+    assert call.type == "custom_tool_call" and re.fullmatch("[a-c]{3}\n", call.input), call
+    said: Any = [{"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}]
+    client.responses.create(model="model", input=said, previous_response_id=final.id, tools=[tool], max_output_tokens=2)
+    chat_tool: Any = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": grammar}}}
+    named: Any = {"type": "custom", "custom": {"name": "p"}}
+    chat: Any = {"model": "model", "messages": [USER], "tools": [chat_tool], "tool_choice": named, "max_tokens": 300}
+    (whole,) = client.chat.completions.create(**chat).choices[0].message.tool_calls
+    assert whole.type == "custom" and re.fullmatch("[a-c]{3}\n", whole.custom.input), whole
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**chat, stream=True)]
+    pieces: Any = [piece.model_dump() for delta in deltas for piece in delta.tool_calls or ()]
+    assert pieces[0]["type"] == "custom"
+    assert "".join(piece["custom"]["input"] for piece in pieces) == whole.custom.input
 
 
 @tries("openai", "parallel tool calls of two choices, streamed")

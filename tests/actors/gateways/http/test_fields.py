@@ -201,15 +201,3 @@ async def test_texts_follow_the_same_rule_as_answers(path: str, body: dict[str, 
         assert plain.json() == response.json() and HEADER not in plain.headers
     async with served_http(strict=True) as served:
         assert (await served.client.post(path, json=odd)).json()["error"]["param"] == "mood"
-
-
-@pytest.mark.trio
-@pytest.mark.parametrize(
-    ("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")], ids=["chat", "responses"]
-)
-async def test_a_custom_tool_is_only_offered_so_it_is_left_out_and_named(path: str, field: str) -> None:
-    async with served_http() as served:
-        tool = {"type": "custom", "name": "apply_patch", "custom": {"name": "apply_patch"}}
-        body = {field: [{"role": "user", "content": "x"}], "tools": [tool]}
-        response = await served.client.post(path, json=body)
-        assert (response.status_code, response.headers[HEADER]) == (200, "tools[].custom")
