@@ -5,7 +5,8 @@ import textwrap
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from genbatch.nif.models.architectures import ARCHITECTURES
-from genbatch.nif.models.gguf_file import BLOCKS, FAMILIES
+from genbatch.nif.models.gguf_families import known_kinds
+from genbatch.nif.models.gguf_file import BLOCKS
 from genbatch.nif.models.weight_source import FLOAT_KINDS
 
 
@@ -13,8 +14,8 @@ def families_markdown() -> str:
     """A table of transformers' classes with their GGUF architectures, and a line with the types of blocks."""
     names: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     files: dict[str, list[str]] = {}
-    for architecture, family in FAMILIES.items():
-        files.setdefault(names[family.kind or architecture], []).append(architecture)
+    for architecture, kind in known_kinds():
+        files.setdefault(names[kind], []).append(architecture)
     files["MistralForCausalLM"] = ["llama"]
     rows = [
         f"| `{kind.removesuffix('ForCausalLM')}` | {', '.join(f'`{name}`' for name in files.get(kind, []))} |"

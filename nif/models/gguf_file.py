@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CO
 
 from genbatch.nif.errors import ModelError, TensorError
 from genbatch.nif.models.file_checks import check_counts, token_ids
+from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
 
 _MAGIC = b"GGUF"
@@ -212,170 +213,9 @@ def _kind_name(kind: int) -> str:
         return str(kind)
 
 
-# What the tensors are called
-
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
-_OF_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class GgufFamily:
-    """What is particular to the files of one architecture.
-
-    Args:
-        layer_names: transformers' name for each of a layer's tensors.
-        norm_offset: to be added to the elements of norms.
-        rotates_pairs: rows of queries and keys lie in the order that rotates neighbours, not halves.
-        kind: transformers' name of the architecture, where it is another.
-        settings: keys of the metadata, without the architecture, and transformers' names for them.
-        fixed: what the files do not say.
-        bare: tensors of a layer that transformers names without ".weight".
-        may_have_biases: some files have biases, which their tensors alone tell.
-    """
-
-    layer_names: dict[str, str]
-    norm_offset: float = 0.0
-    rotates_pairs: bool = False
-    kind: str | None = None
-    settings: dict[str, str] = field(default_factory=dict)
-    fixed: dict[str, Any] = field(default_factory=dict)
-    bare: dict[str, str] = field(default_factory=dict)
-    may_have_biases: bool = False
-
-
-_BIASES = {"blk.0.attn_q.bias": "attention_bias", "blk.0.ffn_down.bias": "mlp_bias"}
-_SETTINGS = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "embedding_length": "hidden_size",
-    "rope.freq_base": "rope_theta",
-    "attention.key_length": "head_dim",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-}
 _MORE_SETTINGS = {"nextn_predict_layers": "num_nextn_predict_layers"}
-_SANDWICH_NAMES = {
-    **_LAYER_NAMES,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_FUSED_NAMES = {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-
-FAMILIES = {
-    "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True, may_have_biases=True),
-    "qwen2": GgufFamily(_LAYER_NAMES),
-    "qwen3": GgufFamily(_LAYER_NAMES),
-    "gemma": GgufFamily(_LAYER_NAMES, norm_offset=-1.0, settings=_SETTINGS),
-    "ernie4_5": GgufFamily(_LAYER_NAMES, settings=_SETTINGS),
-    "seed_oss": GgufFamily(
-        {**_LAYER_NAMES, "post_attention_norm": "post_attention_layernorm"},
-        settings=_SETTINGS,
-        fixed={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
-    ),
-    "olmoe": GgufFamily(
-        {
-            **_LAYER_NAMES,
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.experts.gate_proj",
-            "ffn_up_exps": "mlp.experts.up_proj",
-            "ffn_down_exps": "mlp.experts.down_proj",
-        },
-        settings={**_SETTINGS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        fixed={"norm_topk_prob": False},
-    ),
-    "gemma2": GgufFamily(
-        _SANDWICH_NAMES,
-        norm_offset=-1.0,
-        settings={
-            **_SETTINGS,
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-    ),
-    "gemma3": GgufFamily(_SANDWICH_NAMES, norm_offset=-1.0, kind="gemma3_text", settings=_SETTINGS),
-    "phi3": GgufFamily(_FUSED_NAMES, settings=_SETTINGS),
-    "olmo2": GgufFamily(_SANDWICH_NAMES, settings=_SETTINGS),
-    "granite": GgufFamily(
-        _LAYER_NAMES,
-        rotates_pairs=True,
-        settings={
-            **_SETTINGS,
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        may_have_biases=True,
-    ),
-    "smollm3": GgufFamily(_LAYER_NAMES, rotates_pairs=True, settings=_SETTINGS, may_have_biases=True),
-    "glm4": GgufFamily(
-        {
-            **_LAYER_NAMES,
-            "ffn_up": "mlp.gate_up_proj",
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-        },
-        settings=_SETTINGS,
-    ),
-    "starcoder2": GgufFamily(
-        {**_LAYER_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        settings={**_SETTINGS, "attention.layer_norm_epsilon": "norm_epsilon"},
-    ),
-    "qwen3moe": GgufFamily(
-        {
-            **_LAYER_NAMES,
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.experts.gate_proj",
-            "ffn_up_exps": "mlp.experts.up_proj",
-            "ffn_down_exps": "mlp.experts.down_proj",
-        },
-        kind="qwen3_moe",
-        settings={
-            **_SETTINGS,
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        fixed={"norm_topk_prob": True},  # llama.cpp always does
-    ),
-    "gpt-oss": GgufFamily(
-        {
-            **_LAYER_NAMES,
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.router",
-            "ffn_gate_exps": "mlp.experts.gate_proj",
-            "ffn_up_exps": "mlp.experts.up_proj",
-            "ffn_down_exps": "mlp.experts.down_proj",
-        },
-        kind="gpt_oss",
-        settings={
-            **_SETTINGS,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
-        bare={"attn_sinks": "self_attn.sinks"},
-    ),
-}
-"""By `general.architecture`; files of other families are converted. Mistral's are written as "llama"."""
+_OF_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 class GgufWeights:
@@ -389,10 +229,16 @@ class GgufWeights:
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
         self._file = file
         self._config: Any = config
-        self._family = FAMILIES[file.architecture]
+        family = family_of(file.architecture, file.metadata)
+        assert family is not None, "a file of another family is converted"
+        self._family = family
         # A tensor that the family has no name for keeps its own: who compares names finds it.
         of_config = _OF_CONFIG if file.architecture == "phi3" else _OF_CONFIG[:1]
-        self._stored = {self._name_of(name) or name: name for name in file.names() if name not in of_config}
+        self._stored: dict[str, str] = {}  # by transformers' names
+        self._row: dict[str, int] = {}  # of transformers' tensors that are one row of a stored one
+        for name in file.names():
+            if name not in of_config:
+                self._add(name)
 
     def names(self) -> Collection[str]:
         """As in `WeightSource`."""
@@ -403,18 +249,16 @@ class GgufWeights:
         if name not in self._stored:
             raise self._file.fault(f"the tensor for {name} is missing")
         found = self._file.tensor(self._stored[name])
-        norm = "norm" in name and name.endswith(".weight")
-        rows, order = found.rows, self._row_order(name, found.shape[0])
-        if order is not None and name.endswith(".bias"):  # one row, of which each element belongs to one of a weight's
+        if (row := self._row.get(name)) is not None:
+            return StoredTensor(name, found.kind, found.shape[-1:], found.rows[row : row + 1])
+        shape, rows = found.shape, found.rows
+        order = self._order(name, shape[0])
+        if order is not None and len(shape) == 1:  # a bias: its elements lie in one row
             rows, order = rows.reshape(len(order), -1)[order].reshape(1, -1), None
-        return StoredTensor(
-            name,
-            found.kind,
-            found.shape,
-            rows,
-            order,
-            self._family.norm_offset if norm else 0.0,
-        )
+        if name.endswith(self._family.single_rows) and len(shape) == 1:
+            shape = (1, *shape)
+        norm = "norm" in name and name.endswith(".weight")
+        return StoredTensor(name, found.kind, shape, rows, order, self._family.norm_offset if norm else 0.0)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As in `WeightSource`."""
@@ -424,24 +268,46 @@ class GgufWeights:
         """As in `WeightSource`."""
         self._file.release()
 
-    def _name_of(self, stored: str) -> str | None:
-        if match := _LAYER.fullmatch(stored):
-            if match[2] in self._family.bare and match[3] == "weight":
-                return f"model.layers.{match[1]}.{self._family.bare[match[2]]}"
-            ours = self._family.layer_names.get(match[2])
-            return None if ours is None else f"model.layers.{match[1]}.{ours}.{match[3]}"
-        top, _, suffix = stored.rpartition(".")
-        return f"{_TOP_NAMES[top]}.{suffix}" if top in _TOP_NAMES else None
+    def _add(self, stored: str) -> None:
+        """Enters the names of a stored tensor, its own where the family has none for it."""
+        match = _LAYER.fullmatch(stored)
+        per_head = None if match is None else self._family.per_head.get(match[2])
+        if match is None or per_head is None:
+            self._stored[self._name_of(stored) or stored] = stored
+            return
+        for head in range(len(self._file.tensor(stored).rows)):
+            name = self._family.layer.format(match[1]) + per_head.format(head)
+            self._stored[name], self._row[name] = stored, head
 
-    def _row_order(self, name: str, count: int) -> np.ndarray | None:
-        """Undoes what llama.cpp's converter does to the rows and biases of Llama's queries and keys."""
-        if not self._family.rotates_pairs or not re.search(r"\.[qk]_proj\.(weight|bias)$", name):
+    def _name_of(self, stored: str) -> str | None:
+        family = self._family
+        if match := _LAYER.fullmatch(stored):
+            layer = family.layer.format(match[1])
+            if bare := family.bare.get(f"{match[2]}.{match[3]}"):
+                return layer + bare
+            ours = family.layer_names.get(match[2])
+            return None if ours is None else f"{layer}{ours}.{match[3]}"
+        top, _, suffix = stored.rpartition(".")
+        return f"{family.top_names[top]}.{suffix}" if top in family.top_names else None
+
+    def _order(self, name: str, count: int) -> np.ndarray | None:
+        """For each row of a module's tensor the row of the file's; None where they lie in the same order.
+
+        Undoes what llama.cpp's converter does to Llama's queries and keys, and to GPT-NeoX's.
+        """
+        if self._family.qkv_together and ".query_key_value." in name:
+            heads, parts = self._config.num_attention_heads, 3
+        elif self._family.rotates_pairs and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
+            heads = self._config.num_attention_heads if found[1] == "q" else self._config.num_key_value_heads
+            parts = 2
+        else:
             return None
-        heads = self._config.num_attention_heads if ".q_proj." in name else self._config.num_key_value_heads
-        if count % (2 * heads):
+        if count % (parts * heads):
             raise self._file.fault(f"tensor {self._stored[name]} has {count} rows for {heads} heads")
-        order = np.arange(count).reshape(heads, count // heads // 2, 2)
-        return np.ascontiguousarray(order.swapaxes(1, 2)).reshape(-1)
+        order = np.arange(count)
+        if parts == 3:  # all queries, keys and values, in the module head by head
+            return np.ascontiguousarray(order.reshape(3, heads, -1).swapaxes(0, 1)).reshape(-1)
+        return np.ascontiguousarray(order.reshape(heads, -1, 2).swapaxes(1, 2)).reshape(-1)
 
 
 # Configuration and tokenizer
@@ -454,19 +320,19 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         ModelError: the metadata lack something or contradict themselves.
     """
     architecture = file.architecture
-    family = FAMILIES.get(architecture)
+    family = family_of(architecture, file.metadata)
     known: Any = GGUF_CONFIG_MAPPING
     names = known.get(architecture) if family is None or not family.settings else family.settings
     if names is None:
         raise file.fault(f"transformers does not know the architecture {architecture!r}")
-    biases = [ours for name, ours in _BIASES.items() if name in file.names()]
+    present = {} if family is None else {setting: name in file.names() for setting, name in family.present.items()}
     named_mistral = "mistral" in str(file.metadata.get("general.name")).lower()
-    kind = "mistral" if architecture == "llama" and named_mistral and not biases else architecture
-    settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {})
+    # A Mistral has no biases.
+    kind = "mistral" if architecture == "llama" and named_mistral and not any(present.values()) else architecture
+    settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {}) | present
     if family is not None:
         kind = family.kind or kind
         settings.update(family.fixed)
-        settings.update(dict.fromkeys(biases, True) if family.may_have_biases else {})
     settings["tie_word_embeddings"] = "output.weight" not in file.names()
     for key, value in file.metadata.items():
         prefix, _, rest = key.partition(".")
@@ -477,6 +343,9 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         if token_id is not None:
             settings[{"unknown": "unk", "padding": "pad"}.get(role, role) + "_token_id"] = token_id
     settings["vocab_size"] = file.tensor("token_embd.weight").shape[0]
+    pattern = file.metadata.get(f"{architecture}.attention.sliding_window_pattern")
+    if family is not None and family.windows_by_layer and isinstance(pattern, np.ndarray):
+        settings["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern.tolist()]
     if (head_dim := file.metadata.get(f"{architecture}.attention.key_length")) is not None:
         settings["head_dim"] = head_dim
     try:
@@ -500,6 +369,7 @@ def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
     head_dim = settings.get("head_dim")
     if head_dim is None and settings.get("hidden_size") and settings.get("num_attention_heads"):
         head_dim = settings["hidden_size"] // settings["num_attention_heads"]
+        settings.setdefault("head_dim", head_dim)
     if file.architecture in _LARGEST_GEMMA and head_dim:
         largest = file.metadata.get(f"{file.architecture}.block_count") == _LARGEST_GEMMA[file.architecture]
         settings["query_pre_attn_scalar"] = (
@@ -513,7 +383,6 @@ def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
 _YARN_AS_EVER = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}  # all transformers has
 _YARN_KEYS = ("yarn_beta_fast", "yarn_beta_slow", *_YARN_AS_EVER)
 _ROPE_SCALING = ("type", "factor", "original_context_length", "attn_factor", "finetuned", *_YARN_KEYS)
-_PARTLY_ROTATED = ("phi3", "glm4")
 _ROPES_BY_LAYER = ("gemma3",)
 
 
@@ -532,7 +401,9 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
             raise file.fault(f"{key} is a scaling of rotary embeddings that is not known")
     kind = file.metadata.get(f"{prefix}type", "linear")  # llama.cpp's default
     rotated = file.metadata.get(f"{architecture}.rope.dimension_count", head_dim)
-    if rotated != head_dim and head_dim and architecture not in _PARTLY_ROTATED:
+    family = family_of(architecture, file.metadata)
+    rotates_part = family is not None and family.rotates_part
+    if rotated != head_dim and head_dim and not rotates_part:
         raise file.fault(
             f"{architecture}.rope.dimension_count is {rotated!r} in heads of {head_dim}: only whole heads are rotated"
         )
@@ -556,13 +427,13 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
         rope.update(_divided(file, prefix, settings, rotated))
     else:
         raise file.fault(f"{prefix}type is {kind!r}; none, linear and yarn are read, and phi3's longrope")
-    if architecture in _PARTLY_ROTATED and rotated and head_dim:
+    if rotates_part and rotated and head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     if architecture in _ROPES_BY_LAYER:
         if rope["rope_type"] not in ("default", "linear"):
             raise file.fault(f"{prefix}type or rope_freqs.weight: {architecture} is read with linear scaling only")
         return rope if rope["rope_type"] == "linear" else None
-    if len(rope) == 1 and architecture not in _PARTLY_ROTATED:
+    if len(rope) == 1 and not rotates_part:
         return None
     return {**rope, "rope_theta": settings.pop("rope_theta", 10000.0)}
 

@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeli
 from transformers.utils import logging as transformers_logging
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, check_unscaled
+from genbatch.nif.models.gguf_families import FAMILIES
+from genbatch.nif.models.gguf_file import GgufFile, check_unscaled
 from genbatch.nif.models.model_names import (
     NAMED_MODELS,
     PackagedGguf,

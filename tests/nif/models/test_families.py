@@ -4,7 +4,7 @@ from pathlib import Path
 
 from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.families import families_markdown
-from genbatch.nif.models.gguf_file import FAMILIES
+from genbatch.nif.models.gguf_families import FAMILIES
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
 

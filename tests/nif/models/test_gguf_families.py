@@ -1,6 +1,7 @@
 """GGUF files of each family, named as llama.cpp's converter does: the configuration and every tensor come back."""
 
 import importlib.util
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,14 @@ import pytest
 import torch
 
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
-from genbatch.nif.models.gguf_file import FAMILIES, GgufFile, GgufWeights, gguf_config, gguf_end_tokens
+from genbatch.nif.models.gguf_families import family_of
+from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens
 from genbatch.nif.models.model import _merged_experts
 from genbatch.nif.native.model_weights import RopeTables
 from genbatch.nif.native.runner import native_runner
 from tests.nif.models.gguf_files import batch_of
 
 ARCH = {
-    "llama_odd": gguf.MODEL_ARCH.LLAMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "phi3": gguf.MODEL_ARCH.PHI3,
@@ -35,6 +36,18 @@ ARCH = {
     "ernie": gguf.MODEL_ARCH.ERNIE4_5,
     "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "llama_odd": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
+    "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "glm": gguf.MODEL_ARCH.CHATGLM,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "ernie_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
 }
 # What only some files say: key, and the configuration's name for it.
 MORE = {
@@ -57,19 +70,43 @@ MORE = {
         "expert_feed_forward_length": "intermediate_size",
     },
     "olmoe": {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "stablelm": {"use_parallel_residual": "use_parallel_residual"},
+    "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
+    "cohere2": {"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"},
+    "exaone4": {"attention.sliding_window": "sliding_window"},
+    "olmo3": {"attention.sliding_window": "sliding_window"},
+    "qwen2_moe": {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "glm4_moe": {
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "leading_dense_block_count": "first_k_dense_replace",
+    },
+    "ernie_moe": {
+        "expert_count": "moe_num_experts",
+        "expert_used_count": "moe_k",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "moe_num_shared_experts",
+        "leading_dense_block_count": "moe_layer_start_index",
+        "interleave_moe_layer_step": "moe_layer_interval",
+    },
     "phi3": {"rope.scaling.original_context_length": "original_max_position_embeddings"},
     "qwen3_moe": {
         "expert_count": "num_experts",
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
     },
-}
-
-
-# What a file says in another way than the models of the native tests.
-CHANGED: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"mlp_only_layers": []},
-    "llama_odd": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 
 
@@ -84,8 +121,24 @@ def models() -> ModuleType:
     return module
 
 
+# What a module of the native tests is made with so that its file can say all of it.
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "cohere2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "llama_odd": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+}
+EPS = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
+EPS |= dict.fromkeys(("stablelm", "gpt_neox", "cohere2"), "layer_norm_eps")
+
+
 def put_number(writer: gguf.GGUFWriter, key: str, value: float) -> None:
-    if isinstance(value, float):
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, float):
         writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
@@ -95,16 +148,16 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
     arch = gguf.MODEL_ARCH_NAMES[ARCH[name]]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
-    eps = "layer_norm_epsilon" if name == "starcoder2" else "layer_norm_rms_epsilon"
+    eps = "layer_norm_epsilon" if name in EPS else "layer_norm_rms_epsilon"
     values = {
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
         "embedding_length": config.hidden_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", config.num_attention_heads),
         "attention.key_length": head_dim,
-        f"attention.{eps}": float(getattr(config, "rms_norm_eps", None) or config.norm_epsilon),
+        f"attention.{eps}": float(getattr(config, EPS.get(name, "rms_norm_eps"))),
         "rope.freq_base": float(rope["rope_theta"] if "rope_theta" in rope else rope["full_attention"]["rope_theta"]),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         **{key: getattr(config, ours) for key, ours in MORE.get(name, {}).items()},
@@ -118,10 +171,21 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     for key, value in values.items():
         put_number(writer, f"{arch}.{key}", value)
+    if name in ("exaone4", "olmo3"):
+        windows = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", windows)
+
+
+def family_keys(name: str) -> dict[str, int]:
+    """The metadata by which a family is told from another of its architecture."""
+    arch = gguf.MODEL_ARCH_NAMES[ARCH[name]]
+    return {f"{arch}.{key}": 1 for key in MORE.get(name, {})}
 
 
 def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
-    config, family = model.config, FAMILIES[gguf.MODEL_ARCH_NAMES[ARCH[name]]]
+    config, family = model.config, family_of(gguf.MODEL_ARCH_NAMES[ARCH[name]], family_keys(name))
+    assert family is not None
+    rows: dict[str, list[np.ndarray]] = {}  # norms of each head, which a file has as one tensor
     names = gguf.get_tensor_name_map(ARCH[name], config.num_hidden_layers)
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -129,21 +193,36 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         data = parameter.numpy()
         if "norm" in key and key.endswith("weight"):
             data = data - np.float32(family.norm_offset)
-        if family.rotates_pairs and ("q_proj." in key or "k_proj." in key):
+        if family.rotates_pairs and re.search(r"\.[qk]_proj\.(weight|bias)$", key):
             heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        if "query_key_value" in key:
+            heads = config.num_attention_heads
+            data = data.reshape(heads, 3, -1, *data.shape[1:]).swapaxes(0, 1).reshape(data.shape)
+        if "layernorm.norms" in key:
+            rows.setdefault(key.rpartition(".norms")[0], []).append(data)
+            continue
+        if "e_score_correction_bias" in key:
+            writer.add_tensor(f"blk.{key.split('.')[2]}.exp_probs_b.bias", data.reshape(-1))
+            continue
         if name == "gpt_oss" and ("experts" in key or "sinks" in key):
             put_gpt_oss(writer, key, data)
             continue
+        if key.endswith("shared_expert_gate.weight"):
+            data = data.reshape(-1)
         if "mlp.experts.gate_up_proj" in key:
             for part, half in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=1), strict=True):
                 stored = names.get_name(key.replace("gate_up_proj", part))
                 writer.add_tensor(f"{stored}.weight", np.ascontiguousarray(half))
             continue
-        stored = names.get_name(key if "experts" in key else key.rpartition(".")[0])
+        is_whole = ".experts." in key
+        key = key.replace("lm_head", "embed_out") if name == "gpt_neox" else key
+        stored = names.get_name(key if is_whole else key.rpartition(".")[0])
         assert stored is not None, key
-        suffix = "weight" if "experts" in key else key.rpartition(".")[2]
+        suffix = "weight" if is_whole else key.rpartition(".")[2]
         writer.add_tensor(f"{stored}.{suffix}", np.ascontiguousarray(data))
+    for key, norms in rows.items():
+        writer.add_tensor(f"{names.get_name(key)}.weight", np.stack(norms))
     if name == "phi3":
         for length in ("short", "long"):
             factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
@@ -176,7 +255,7 @@ def written(path: Path, name: str, model: Any) -> GgufFile:
 
 @pytest.mark.parametrize("name", ARCH)
 def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path, name: str) -> None:
-    model = models.random_model(name, **CHANGED.get(name, {}))
+    model = models.random_model(name, **CHANGES.get(name, {}))
     if name in ("gemma2", "gemma3"):
         model.config.query_pre_attn_scalar = model.config.head_dim  # what llama.cpp takes, as its files do not say
         model.config.rope_parameters.get("sliding_attention", {})["rope_theta"] = 10000.0  # and this
@@ -205,13 +284,13 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
             continue
         if name == "gpt_oss":
             got = merged[key]
-        elif "experts.gate_up_proj" in key:
+        elif ".experts.gate_up_proj" in key:
             halves = [
                 weights.tensor(f"{key.replace('gate_up_proj', part)}.weight") for part in ("gate_proj", "up_proj")
             ]
             got = torch.cat([half.whole() for half in halves], dim=1)
         else:
-            got = weights.tensor(f"{key}.weight" if "experts" in key else key).whole()
+            got = weights.tensor(f"{key}.weight" if ".experts." in key else key).whole()
         assert torch.allclose(got, parameter, atol=2e-7), key
 
 
@@ -238,7 +317,9 @@ def test_an_answer_in_harmony_ends_with_its_last_message_or_a_call_and_not_with_
 
 # What a file does not say has to be as its family's always is.
 RUN: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "gpt_oss": {}}
-RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}, "llama_odd": CHANGED["llama_odd"]}
+RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}}
+NEWER = ("llama_odd", "mixtral", "stablelm", "gpt_neox", "nemotron", "glm", "cohere2", "exaone4", "olmo3")
+RUN |= {name: CHANGES.get(name, {}) for name in (*NEWER, "qwen2_moe", "glm4_moe", "ernie_moe")}
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -1,0 +1,334 @@
+"""GgufFamily: how the files of one architecture differ from transformers' modules, as data. gguf_file.py reads them.
+
+family = family_of(file)                  # None: transformers converts such a file
+family.layer_names["attn_q"]              # "self_attn.q_proj"
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EXPERT_NAMES = {
+    **_LAYER_NAMES,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """What is particular to the files of one architecture.
+
+    Args:
+        layer_names: transformers' name for each of a layer's tensors.
+        norm_offset: to be added to the elements of norms.
+        rotates_pairs: rows of queries and keys lie in the order that rotates neighbours, not halves.
+        kind: transformers' name of the architecture, where it is another.
+        settings: keys of the metadata, without the architecture, and transformers' names for them.
+        fixed: settings that the files do not have.
+        bare: tensors of a layer, with ".weight" or ".bias", that transformers names without either.
+        top_names: transformers' name for each tensor that is of no layer.
+        layer: the beginning of transformers' names of a layer's tensors.
+        present: settings that are true where the file has a tensor of this name.
+        per_head: tensors of a layer that hold one row a head, and transformers' name of a row.
+        qkv_together: whether queries, keys and values are one tensor with all queries first, which a module has head by
+            head.
+        rotates_part: whether rope.dimension_count may be less than a head.
+        single_rows: ends of names whose tensor is a row in the file, and a matrix of one row in a module.
+        windows_by_layer: whether attention.sliding_window_pattern says which layers have the window.
+    """
+
+    layer_names: dict[str, str]
+    norm_offset: float = 0.0
+    rotates_pairs: bool = False
+    kind: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    bare: dict[str, str] = field(default_factory=dict)
+    top_names: dict[str, str] = field(default_factory=lambda: _TOP_NAMES)
+    layer: str = "model.layers.{}."
+    present: dict[str, str] = field(default_factory=dict)
+    per_head: dict[str, str] = field(default_factory=dict)
+    qkv_together: bool = False
+    rotates_part: bool = False
+    single_rows: tuple[str, ...] = ()
+    windows_by_layer: bool = False
+
+
+_SETTINGS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.key_length": "head_dim",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+_SANDWICH_NAMES = {
+    **_LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED_NAMES = {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+_OLMO2 = GgufFamily(_SANDWICH_NAMES, settings=_SETTINGS)
+
+FAMILIES = {
+    "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True, present=_BIASES),
+    "qwen2": GgufFamily(_LAYER_NAMES),
+    "qwen3": GgufFamily(_LAYER_NAMES),
+    "gemma": GgufFamily(_LAYER_NAMES, norm_offset=-1.0, settings=_SETTINGS),
+    "ernie4_5": GgufFamily(_LAYER_NAMES, settings=_SETTINGS),
+    "seed_oss": GgufFamily(
+        {**_LAYER_NAMES, "post_attention_norm": "post_attention_layernorm"},
+        settings=_SETTINGS,
+        fixed={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    ),
+    "olmoe": GgufFamily(
+        _EXPERT_NAMES,
+        settings={**_SETTINGS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        fixed={"norm_topk_prob": False},
+    ),
+    "gemma2": GgufFamily(
+        _SANDWICH_NAMES,
+        norm_offset=-1.0,
+        settings={
+            **_SETTINGS,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+    ),
+    "gemma3": GgufFamily(_SANDWICH_NAMES, norm_offset=-1.0, kind="gemma3_text", settings=_SETTINGS),
+    "phi3": GgufFamily(_FUSED_NAMES, settings=_SETTINGS, rotates_part=True),
+    "olmo2": _OLMO2,
+    "granite": GgufFamily(
+        _LAYER_NAMES,
+        rotates_pairs=True,
+        settings={
+            **_SETTINGS,
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        present=_BIASES,
+    ),
+    "smollm3": GgufFamily(_LAYER_NAMES, rotates_pairs=True, settings=_SETTINGS, present=_BIASES),
+    "glm4": GgufFamily(
+        {
+            **_LAYER_NAMES,
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        settings=_SETTINGS,
+        present={"attention_bias": "blk.0.attn_q.bias"},
+        rotates_part=True,
+    ),
+    "chatglm": GgufFamily(
+        {**_LAYER_NAMES, "ffn_up": "mlp.gate_up_proj"},
+        kind="glm",
+        settings=_SETTINGS,
+        present={"attention_bias": "blk.0.attn_q.bias"},
+        rotates_part=True,
+    ),
+    "starcoder2": GgufFamily(
+        {**_LAYER_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        settings={**_SETTINGS, "attention.layer_norm_epsilon": "norm_epsilon"},
+    ),
+    "stablelm": GgufFamily(
+        _LAYER_NAMES,
+        settings={
+            **_SETTINGS,
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        present={"use_qkv_bias": "blk.0.attn_q.bias", "qk_layernorm": "blk.0.attn_q_norm.weight"},
+        per_head={
+            "attn_q_norm": "self_attn.q_layernorm.norms.{}.weight",
+            "attn_k_norm": "self_attn.k_layernorm.norms.{}.weight",
+        },
+        rotates_part=True,
+    ),
+    "gptneox": GgufFamily(
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        kind="gpt_neox",
+        settings={
+            **_SETTINGS,
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        top_names={
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "lm_head",
+        },
+        layer="gpt_neox.layers.{}.",
+        present={"attention_bias": "blk.0.attn_qkv.bias"},
+        qkv_together=True,
+        rotates_part=True,
+    ),
+    "nemotron": GgufFamily(
+        _LAYER_NAMES,
+        norm_offset=-1.0,
+        settings={**_SETTINGS, "attention.layer_norm_epsilon": "norm_eps"},
+        present={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+        rotates_part=True,
+    ),
+    "cohere2": GgufFamily(
+        _LAYER_NAMES,
+        settings={**_SETTINGS, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+    ),
+    "exaone4": GgufFamily(_SANDWICH_NAMES, settings=_SETTINGS, windows_by_layer=True),
+    "qwen3moe": GgufFamily(
+        _EXPERT_NAMES,
+        kind="qwen3_moe",
+        settings={
+            **_SETTINGS,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={"norm_topk_prob": True},  # llama.cpp always does
+    ),
+    "qwen2moe": GgufFamily(
+        {
+            **_EXPERT_NAMES,
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        kind="qwen2_moe",
+        settings={
+            **_SETTINGS,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        fixed={"norm_topk_prob": False},  # llama.cpp never does
+        single_rows=("shared_expert_gate.weight",),
+    ),
+    "glm4moe": GgufFamily(
+        {
+            **_EXPERT_NAMES,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        kind="glm4_moe",
+        settings={
+            **_SETTINGS,
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        present={"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        rotates_part=True,
+    ),
+    "ernie4_5-moe": GgufFamily(
+        {
+            **_EXPERT_NAMES,
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        kind="ernie4_5_moe",
+        settings={
+            **_SETTINGS,
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        bare={"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
+        single_rows=("e_score_correction_bias",),
+    ),
+    "gpt-oss": GgufFamily(
+        {
+            **_EXPERT_NAMES,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        kind="gpt_oss",
+        settings={
+            **_SETTINGS,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        bare={"attn_sinks.weight": "self_attn.sinks"},
+    ),
+}
+"""By `general.architecture`; files of other families are converted. Mistral's are written as "llama"."""
+
+VARIANTS = {
+    "llama": (
+        "expert_count",
+        GgufFamily(
+            _EXPERT_NAMES,
+            rotates_pairs=True,
+            kind="mixtral",
+            settings={
+                **_SETTINGS,
+                "expert_count": "num_local_experts",
+                "expert_used_count": "num_experts_per_tok",
+            },
+        ),
+    ),
+    "olmo2": ("attention.sliding_window", replace(_OLMO2, kind="olmo3", windows_by_layer=True)),
+}
+"""By `general.architecture`: a key, without the architecture, and the family of files that have it and not as zero."""
+
+
+def family_of(architecture: str, metadata: Mapping[str, Any]) -> GgufFamily | None:
+    """The family of a file; None where its architecture is not in the table."""
+    if architecture in VARIANTS:
+        key, variant = VARIANTS[architecture]
+        if metadata.get(f"{architecture}.{key}"):
+            return variant
+    return FAMILIES.get(architecture)
+
+
+def known_kinds() -> Collection[tuple[str, str]]:
+    """`general.architecture` and transformers' kind of each family."""
+    named = [(architecture, family.kind or architecture) for architecture, family in FAMILIES.items()]
+    return [*named, *((architecture, family.kind or architecture) for architecture, (_, family) in VARIANTS.items())]
