@@ -11,6 +11,10 @@ from genbatch.actors.runtime.actor import From, reply
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.messages import Drained
 
+DRAINING = "the service is draining: it takes no new requests"
+# Milliseconds. Another process of the service may be there at once; one that starts again takes longer.
+RETRY_AFTER_DRAIN_MS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class DrainOver:
@@ -37,7 +41,7 @@ class Draining:
         Unavailable: no new requests are taken.
         """
         if self.has_begun:
-            raise Unavailable("the service is draining: it takes no new requests")
+            raise Unavailable(DRAINING, retry_after_ms=RETRY_AFTER_DRAIN_MS)
 
     def ask(self, from_: "From[Any]", timeout_s: float) -> None:
         """Takes a caller in, to be told of the end."""

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
+from genbatch.actors.batcher.draining import DRAINING, RETRY_AFTER_DRAIN_MS
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate, charged_account, validate_generate
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, account_in_fleet, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
@@ -287,7 +288,7 @@ class Fleet:
 
     def _check_draining(self) -> None:
         if self._is_draining:
-            raise Unavailable("the service is draining: it takes no new requests")
+            raise Unavailable(DRAINING, retry_after_ms=RETRY_AFTER_DRAIN_MS)
 
     @contextmanager
     def _opened(self) -> Iterator[trio.CancelScope]:

@@ -17,6 +17,7 @@ import msgspec
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
+from genbatch.actors.batcher.draining import RETRY_AFTER_DRAIN_MS
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
 from genbatch.actors.gateways.http.bodies import JSON, decode_json, renamed
 from genbatch.actors.gateways.http.fields import Fields
@@ -370,7 +371,7 @@ def _finished(result: Result) -> Result:
         result = msgspec.structs.replace(_cut(result), choices=choices)
     reasons = {result.finish_reason, *(choice.finish_reason for choice in result.choices)}
     if "cancelled" in reasons:
-        raise Unavailable("the service ended the request before it was done")
+        raise Unavailable("the service ended the request before it was done", retry_after_ms=RETRY_AFTER_DRAIN_MS)
     if "deadline" in reasons:
         raise DeadlineExceeded("the deadline passed before the answer was done")
     if "error" in reasons:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import trio
 
+from genbatch.actors.batcher.draining import RETRY_AFTER_DRAIN_MS
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.proto.errors import ModelNotFound, Unavailable
 from genbatch.proto.messages import (
@@ -215,7 +216,7 @@ class OpenCalls:
         """
         scope = trio.CancelScope()
         if self._stopping:
-            raise Unavailable("the service is stopping")
+            raise Unavailable("the service is stopping", retry_after_ms=RETRY_AFTER_DRAIN_MS)
         self._scopes.add(scope)
         try:
             with scope:
@@ -223,7 +224,7 @@ class OpenCalls:
         finally:
             self._scopes.discard(scope)
         if scope.cancelled_caught:
-            raise Unavailable("the service is stopping")
+            raise Unavailable("the service is stopping", retry_after_ms=RETRY_AFTER_DRAIN_MS)
 
     def stop(self) -> None:
         """Ends every call, and refuses new ones."""

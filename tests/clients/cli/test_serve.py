@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch import SyncRPCClient, SyncZeroMQClient
+from genbatch import Retry, SyncRPCClient, SyncZeroMQClient
 from genbatch.clients.cli.serve import _give_up_start
 from genbatch.proto.errors import Unavailable
 from tests.actors.engine.stage import Stage
@@ -27,9 +27,11 @@ def test_sigterm_lets_open_requests_end_and_is_success(tiny_model_dir: Callable[
             next(iter(stream))
             kill(service.process.pid, signal.SIGTERM)
             service.wait_for(" stopping ")
-            with SyncZeroMQClient(service.address) as late, pytest.raises(Unavailable):
+            once = Retry(max_attempts=1)
+            with SyncZeroMQClient(service.address, retry=once) as late, pytest.raises(Unavailable) as refused:
                 while True:  # the signal may still be on its way to the gateway
                     late.generate("new", max_tokens=1)
+            assert refused.value.retry_after_ms
             assert len([*stream]) == 239
             assert stream.result.finish_reason == "length"
         assert service.process.wait(TIMEOUT_S) == 0
