@@ -91,7 +91,7 @@ class BatcherClient(AsyncCalls):
             Unavailable: the model is in another process.
         """
         request = build_tokenize(None, messages, add_special_tokens=True)
-        state: bytes = await self._session(SaveSession(request, tenant, model))
+        state: bytes = await self._session(SaveSession(request.messages or [], tenant, model))
         return state
 
     async def load_session(self, state: bytes, *, tenant: str = "", model: str | None = None) -> int:

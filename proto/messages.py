@@ -219,6 +219,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
     payer: Payer | None = None
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of the prompt's tokens are asked for."""
+        return self.prompt_logprobs is not None
+
+    @property
+    def named_tool(self) -> str | None:
+        """The name of the one tool that must be called."""
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
+
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
     """One generated token of a stream.
@@ -445,6 +455,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     model: str | None = None
+
+
+# A text or a conversation, with what the chat template takes beside it.
+PromptRequest = GenerateRequest | TokenizeRequest
 
 
 class TokenIds(msgspec.Struct, frozen=True, kw_only=True):

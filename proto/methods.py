@@ -109,6 +109,12 @@ METHODS = {row.name: row for row in _ROWS}
 _BY_REQUEST = {row.request: row for row in _ROWS if not row.streams}
 
 
+def lane_of(request: object) -> Lane | None:
+    """How a method's request travels to the Batcher; None for other messages."""
+    method = method_of(request)
+    return None if method is None else method.lane
+
+
 def method_of(request: object) -> Method | None:
     """The method that takes a request of this type and does not stream; None where no method does."""
     return _BY_REQUEST.get(type(request))  # type: ignore[arg-type]  # other types are not in the table

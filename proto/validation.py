@@ -21,10 +21,9 @@ from genbatch.proto.messages import (
     GenerateRequest,
     LoadAdapterRequest,
     Message,
-    NamedTool,
+    PromptRequest,
     ResponseFormat,
     ScoreRequest,
-    TokenizeRequest,
     Tool,
     UnloadAdapterRequest,
     check_type,
@@ -179,8 +178,8 @@ MAX_TOOLS = 128
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-# The ranges that the fields of a request declare beside their types.
-_RANGES = {
+# The ranges that the sampling parameters of a request declare beside their types.
+SAMPLING_RANGES = {
     name: found
     for name, kind in get_type_hints(GenerateRequest, include_extras=True).items()
     for found in getattr(kind, "__metadata__", ())
@@ -227,9 +226,9 @@ def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
         _check_range("payer.served", request.payer.served, 0.0, MAX_SERVED)
 
 
-def validate_tokenize(request: TokenizeRequest, limits: RequestLimits) -> None:
+def validate_text(request: PromptRequest, limits: RequestLimits) -> None:
     """As `validate_request`; the prompt may be empty."""
-    check_type(msgspec.structs.asdict(request), TokenizeRequest)
+    check_type(msgspec.structs.asdict(request), type(request))
     if _check_given(request, ("prompt", "messages")) == "messages" and not request.messages:
         raise InvalidRequest("messages", "is empty")
     _check_offer(request)
@@ -333,7 +332,7 @@ def _check_prompt(request: GenerateRequest, limits: RequestLimits) -> None:
     _check_messages(request.messages or [], limits)
 
 
-def _check_given(request: GenerateRequest | TokenizeRequest, names: tuple[str, ...]) -> str:
+def _check_given(request: PromptRequest, names: tuple[str, ...]) -> str:
     """The one of `names` that is there."""
     given = [name for name in names if getattr(request, name) is not None]
     if len(given) != 1:
@@ -384,19 +383,19 @@ def _check_calls(message: Message, path: str) -> None:
 
 
 def _check_tools(request: GenerateRequest) -> None:
-    choice, tools = request.tool_choice, request.tools
+    tool, tools = request.named_tool, request.tools
     names = [tool.name for tool in tools]
     _check_offer(request)
-    if isinstance(choice, NamedTool) and choice.name not in names:
+    if tool is not None and tool not in names:
         offered = ", ".join(names) or "none"
-        raise InvalidRequest("tool_choice.name", f"{choice.name[:64]!r} is not offered; the tools are {offered}")
-    if choice == "required" and not tools:
+        raise InvalidRequest("tool_choice.name", f"{tool[:64]!r} is not offered; the tools are {offered}")
+    if request.tool_choice == "required" and not tools:
         raise InvalidRequest("tool_choice", "required needs tools")
     if request.continue_final_message and not request.messages:
         raise InvalidRequest("continue_final_message", "goes with messages only")
 
 
-def _check_offer(request: GenerateRequest | TokenizeRequest) -> None:
+def _check_offer(request: PromptRequest) -> None:
     tools = request.tools
     names = [tool.name for tool in tools]
     # guard: cap on tools
@@ -449,7 +448,7 @@ def _check_deadline(request: GenerateRequest | EmbedRequest | ScoreRequest, limi
 
 
 def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
-    for name, (low, high, above) in _RANGES.items():
+    for name, (low, high, above) in SAMPLING_RANGES.items():
         _check_given_range(name, getattr(request, name), low, high, above=above)
     _check_count("logit_bias", len(request.logit_bias or ()), limits.max_logit_bias)
     for token_id, bias in (request.logit_bias or {}).items():

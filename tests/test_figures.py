@@ -28,6 +28,13 @@ def test_a_trace_sees_the_request_and_what_checks_it() -> None:
     assert "clients/remote.py" in stream.files and "clients/remote.py" not in chat.files
 
 
+def test_a_method_and_a_sampling_parameter_are_written_in_at_most_five_files() -> None:
+    method = figures.files_that_write({"tokenize", "Tokenize", "TokenizeRequest", "TokenizeResult"})
+    assert len(method) <= 5, method
+    parameter = figures.files_that_write({"min_p"})
+    assert len(parameter) <= 5, parameter
+
+
 def test_a_name_is_found_however_it_is_written_and_kinds_are_told_by_tests(tmp_path: Path) -> None:
     for layer in figures.LAYERS:
         (tmp_path / layer).mkdir()

@@ -12,6 +12,7 @@ PromptSharing knows the beginnings of prompts that are held, and which requests 
 held is configured, or is a first message that came a second time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -20,7 +21,7 @@ from typing import Any
 import outcome
 
 from genbatch.actors.batcher import resume
-from genbatch.actors.batcher.embeddings import QUEUE_SHARE, EmbeddingRequest, TextIntake, TextsRequest
+from genbatch.actors.batcher.embeddings import QUEUE_SHARE, TextsRequest
 from genbatch.actors.batcher.generation import GenerationRequest
 from genbatch.actors.batcher.grammars import Compiled, Grammars
 from genbatch.actors.batcher.intake import Intake
@@ -30,11 +31,9 @@ from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.options import BatcherOptions, Load
 from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, TimeLimits
-from genbatch.actors.batcher.scores import ScoringRequest
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
-from genbatch.proto.messages import ScoreRequest
 
 
 class PromptSharing:
@@ -132,6 +131,10 @@ class Arrivals:
         self._num_away = 0  # sequences of requests that are with the tokenizer's thread
         self._with_grammars: dict[int, GenerationRequest] = {}  # by number, whose grammar is compiled or waits for that
         self._numbers = count(1)
+        self._kinds: dict[type, Callable[[Any, From[Any]], Request]] = {
+            Generate: self._generation,
+            Embed: self._texts,
+        }
 
     def __len__(self) -> int:
         waiting = (request.width for request in self._with_grammars.values() if not request.replied)
@@ -142,11 +145,7 @@ class Arrivals:
         try:
             # guard: draining takes nothing new
             self._draining.check()
-            match message:
-                case Embed():
-                    request: Request = self._texts(message, from_)
-                case Generate():
-                    request = self._generation(message, from_)
+            request = self._kinds[type(message)](message, from_)
         except GenbatchError as error:
             self._journal.refused(message, error)
             reply_error(from_, error)
@@ -202,19 +201,16 @@ class Arrivals:
             self._grammars.watch(request.sequences)
 
     def _texts(self, message: Embed, from_: "From[Any]") -> TextsRequest[Any]:
-        wanted, scores = message.request, isinstance(message.request, ScoreRequest)
-        intake: TextIntake[Any] = self._intake.scores if scores else self._intake.embeddings
+        wanted, intake = message.request, self._intake.of_texts[type(message.request)]
         if self._intake.adapter(wanted.model) is not None:
-            given = "scores" if scores else "embeddings"
-            raise InvalidRequest("model", f"an adapter changes what is generated; {given} are the model's own")
+            raise InvalidRequest("model", f"an adapter changes what is generated; {intake.noun} are the model's own")
         width = intake.check(wanted, is_validated=message.is_validated)
         account = charged_account(message.client, wanted.tenant, embeds=True)
         limits = self._limits(wanted.deadline_s, message.client)
         self._admit(message.client, account, width, limits, embeds=True)
         # One text has no time of its own: the operator's bound on an answer is for what is generated.
         limits = replace(limits, answer_s=None)
-        kind: type[TextsRequest[Any]] = ScoringRequest if scores else EmbeddingRequest
-        request = kind(**self._common(message, from_, limits), wanted=wanted, width=width)
+        request = intake.request_type(**self._common(message, from_, limits), wanted=wanted, width=width)
         request.read_job = without_template(partial(intake.read, wanted), intake.size(wanted), request.account)
         request.begin_waiting = lambda texts: intake.start(request, texts.unwrap(), self._intake.longest)
         self._add(request)

@@ -27,25 +27,24 @@ from genbatch.actors.batcher import resume
 from genbatch.actors.batcher.arrivals import Encoded
 from genbatch.actors.batcher.calls import AdapterReady, SessionEnded, SessionRead, UnloadOver
 from genbatch.actors.batcher.draining import DrainOver
-from genbatch.actors.batcher.events import Decoded, RunEnded, Stepped
+from genbatch.actors.batcher.events import Decoded, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.grammars import Compiled, Prepared
 from genbatch.actors.batcher.messages import Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import Request, slotted
-from genbatch.actors.runtime.actor import NOREPLY, Down, From, reply
+from genbatch.actors.runtime.actor import NOREPLY, Down, From, NoReply, reply
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.proto.errors import PromptTooLong
 from genbatch.proto.messages import (
-    DetokenizeRequest,
     DrainRequest,
     HealthRequest,
     LoadAdapterRequest,
     ModelsRequest,
     StatsRequest,
-    TokenizeRequest,
     UnloadAdapterRequest,
 )
+from genbatch.proto.methods import METHODS, Lane
 
 # Seconds by which a timer is set behind a deadline: it would be set again if it came the last bit of a float too soon.
 LATE_S = 1e-6
@@ -81,93 +80,111 @@ class Batcher(BatcherParts):
 
     async def handle_call(self, request: object, from_: From[Any]) -> object:
         self._begin_turn()
-        match request:
-            case Generate() | Embed():
-                self._enqueue(self.arrivals.take(request, from_))
-                self._await_deadline()
-                return NOREPLY
-            case StatsRequest():
-                return self._stats()
-            case HealthRequest():
-                return self._health()
-            case ModelsRequest():
-                return self._models()
-            case LoadAdapterRequest():
-                self.adapters.load(request, from_)
-                return NOREPLY
-            case UnloadAdapterRequest():
-                self.adapters.unload(request, from_)
-                self._settle_when_idle()
-                return NOREPLY
-            case TokenizeRequest() | DetokenizeRequest():
-                self._texts.answer(request, from_)
-                return NOREPLY
-            case SaveSession():
-                self._touch_session(partial(self.sessions.save, request, from_))
-                return NOREPLY
-            case LoadSession():
-                self._touch_session(partial(self.sessions.load, request, from_))
-                return NOREPLY
-            case DrainRequest(timeout_s=timeout_s):
-                self._flight.draining(timeout_s)
-                self._draining.ask(from_, timeout_s)
-                return NOREPLY
-            case _:
-                raise TypeError(f"the Batcher has no call {type(request).__name__}")
+        answer = _CALLS.get(type(request))
+        if answer is None:
+            raise TypeError(f"the Batcher has no call {type(request).__name__}")
+        return answer(self, request, from_)
 
     async def handle_info(self, message: object) -> None:
         self._begin_turn()
-        match message:
-            case Stepped() | Decoded() | RunEnded():
-                try:
-                    has_ended = self.stepper.take(message)
-                finally:  # what ends the engine is what one wants to know
-                    self._flight.stepped(message)
-                if has_ended:
-                    self._stepped()
-            case Down():
-                request = self.requests.find(message.monitor)
-                # guard: callers that leave
-                if request:
-                    self._flight.left(request)
-                    request.abandoned = "cancelled"
-                    self._end_abandoned()
-            case Encoded():
-                self._enqueue(self.arrivals.encoded(message))
-            case Compiled():
-                self._enqueue(self.arrivals.compiled(message))
-            case SessionRead():
-                self.sessions.read(message)
-                self.stepper.hurry()
-                self._tick_when_idle()
-            case SessionEnded():
-                self._stepping = False
-                message.end()
-                self._tick()
-            case AdapterReady():
-                caller = self.adapters.ready(message)
-                if caller is not None:
-                    reply(caller, self._models())
-            case UnloadOver():
-                self.adapters.over(message)
-                self._end_abandoned()
-            case Prepared():
-                self._flight.prompted()
-                self.grammars.prepared(message)
-                self._tick_when_idle()
-            case DrainOver():
-                self._flight.drain_over()
-                self._cancel_open()
-            case Quiet() if len(self.arrivals):  # a tokenizer or a grammar has more: they are on their way
-                self._wait_for_more()
-            case Quiet() | Flush():
-                self._flight.prompted()
-                self._window = None
-                self._tick_when_idle()
-            case DeadlinePassed():
-                self._flight.prompted()
-                self._deadline = None
-                self._tick_when_idle()
+        handle = _MESSAGES.get(type(message))
+        if handle is not None:
+            handle(self, message)
+
+    # Calls
+
+    def _take(self, message: Generate | Embed, from_: From[Any]) -> NoReply:
+        self._enqueue(self.arrivals.take(message, from_))
+        self._await_deadline()
+        return NOREPLY
+
+    def _load_adapter(self, request: LoadAdapterRequest, from_: From[Any]) -> NoReply:
+        self.adapters.load(request, from_)
+        return NOREPLY
+
+    def _unload_adapter(self, request: UnloadAdapterRequest, from_: From[Any]) -> NoReply:
+        self.adapters.unload(request, from_)
+        self._settle_when_idle()
+        return NOREPLY
+
+    def _read_text(self, request: object, from_: From[Any]) -> NoReply:
+        self._texts.answer(request, from_)
+        return NOREPLY
+
+    def _save_session(self, message: SaveSession, from_: From[Any]) -> NoReply:
+        self._touch_session(partial(self.sessions.save, message, from_))
+        return NOREPLY
+
+    def _load_session(self, message: LoadSession, from_: From[Any]) -> NoReply:
+        self._touch_session(partial(self.sessions.load, message, from_))
+        return NOREPLY
+
+    def _drain(self, request: DrainRequest, from_: From[Any]) -> NoReply:
+        self._flight.draining(request.timeout_s)
+        self._draining.ask(from_, request.timeout_s)
+        return NOREPLY
+
+    # Messages
+
+    def _take_step(self, message: StepMessage) -> None:
+        try:
+            has_ended = self.stepper.take(message)
+        finally:  # what ends the engine is what one wants to know
+            self._flight.stepped(message)
+        if has_ended:
+            self._stepped()
+
+    def _caller_left(self, message: Down) -> None:
+        request = self.requests.find(message.monitor)
+        # guard: callers that leave
+        if request:
+            self._flight.left(request)
+            request.abandoned = "cancelled"
+            self._end_abandoned()
+
+    def _session_read(self, message: SessionRead) -> None:
+        self.sessions.read(message)
+        self.stepper.hurry()
+        self._tick_when_idle()
+
+    def _session_ended(self, message: SessionEnded) -> None:
+        self._stepping = False
+        message.end()
+        self._tick()
+
+    def _adapter_ready(self, message: AdapterReady) -> None:
+        caller = self.adapters.ready(message)
+        if caller is not None:
+            reply(caller, self._models())
+
+    def _unload_over(self, message: UnloadOver) -> None:
+        self.adapters.over(message)
+        self._end_abandoned()
+
+    def _grammar_prepared(self, message: Prepared) -> None:
+        self._flight.prompted()
+        self.grammars.prepared(message)
+        self._tick_when_idle()
+
+    def _drain_over(self, message: DrainOver) -> None:
+        self._flight.drain_over()
+        self._cancel_open()
+
+    def _quiet(self, message: Quiet) -> None:
+        if len(self.arrivals):  # a tokenizer or a grammar has more: they are on their way
+            self._wait_for_more()
+        else:
+            self._flush(message)
+
+    def _flush(self, message: Quiet | Flush) -> None:
+        self._flight.prompted()
+        self._window = None
+        self._tick_when_idle()
+
+    def _deadline_passed(self, message: DeadlinePassed) -> None:
+        self._flight.prompted()
+        self._deadline = None
+        self._tick_when_idle()
 
     def _begin_turn(self) -> None:
         self._turn_began = trio.current_time()
@@ -335,3 +352,36 @@ class Batcher(BatcherParts):
                 request.abandoned = "cancelled"
                 self._draining.num_cancelled += 1
         self._end_abandoned()
+
+
+# What answers each call, and what handles each message.
+_CALLS: dict[type, Callable[[Batcher, Any, From[Any]], object]] = {
+    Generate: Batcher._take,
+    Embed: Batcher._take,
+    StatsRequest: lambda batcher, _request, _from: batcher._stats(),
+    HealthRequest: lambda batcher, _request, _from: batcher._health(),
+    ModelsRequest: lambda batcher, _request, _from: batcher._models(),
+    LoadAdapterRequest: Batcher._load_adapter,
+    UnloadAdapterRequest: Batcher._unload_adapter,
+    SaveSession: Batcher._save_session,
+    LoadSession: Batcher._load_session,
+    DrainRequest: Batcher._drain,
+    **{method.request: Batcher._read_text for method in METHODS.values() if method.lane is Lane.TEXT},
+}
+_MESSAGES: dict[type, Callable[[Batcher, Any], None]] = {
+    Stepped: Batcher._take_step,
+    Decoded: Batcher._take_step,
+    RunEnded: Batcher._take_step,
+    Down: Batcher._caller_left,
+    Encoded: lambda batcher, message: batcher._enqueue(batcher.arrivals.encoded(message)),
+    Compiled: lambda batcher, message: batcher._enqueue(batcher.arrivals.compiled(message)),
+    SessionRead: Batcher._session_read,
+    SessionEnded: Batcher._session_ended,
+    AdapterReady: Batcher._adapter_ready,
+    UnloadOver: Batcher._unload_over,
+    Prepared: Batcher._grammar_prepared,
+    DrainOver: Batcher._drain_over,
+    Quiet: Batcher._quiet,
+    Flush: Batcher._flush,
+    DeadlinePassed: Batcher._deadline_passed,
+}

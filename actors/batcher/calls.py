@@ -51,15 +51,15 @@ class TextCalls:
     def __init__(self, intake: Intake, reader: PromptReader) -> None:
         self._intake = intake
         self._reader = reader
+        self._jobs: dict[type, Callable[[Any, From[Any]], ReadJob[TokenIds | Text | None]]] = {
+            TokenizeRequest: self._tokenizing,
+            DetokenizeRequest: self._text,
+        }
 
-    def answer(self, message: TokenizeRequest | DetokenizeRequest, from_: "From[Any]") -> None:
-        """Replies, now or later."""
+    def answer(self, message: object, from_: "From[Any]") -> None:
+        """Reply, now or later."""
         try:
-            match message:
-                case TokenizeRequest():
-                    reading = self._tokenizing(message, from_)
-                case DetokenizeRequest():
-                    reading = self._text(message, from_)
+            reading = self._jobs[type(message)](message, from_)
         except GenbatchError as error:
             reply_error(from_, error)
             return
@@ -73,16 +73,19 @@ class TextCalls:
 
     def _tokenizing(self, wanted: TokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
         intake = self._intake
-        intake.check_tokenize(wanted)
+        intake.check_text(wanted)
 
         # A call that was given up by its turn costs nobody the time.
         def begin() -> ChatPrompt | None:
-            return intake.start_tokenize(wanted) if from_.alive else None
+            return intake.start_text(wanted) if from_.alive else None
 
         def finish(prompt: ChatPrompt | None) -> TokenIds | None:
-            return TokenIds(token_ids=intake.tokenize(wanted, prompt)) if from_.alive else None
+            if not from_.alive:
+                return None
+            tokens = intake.token_ids(wanted.prompt or "", prompt, add_special_tokens=wanted.add_special_tokens)
+            return TokenIds(token_ids=tokens)
 
-        return ReadJob(begin, finish, intake.tokenize_size(wanted))
+        return ReadJob(begin, finish, intake.text_size(wanted))
 
     def _text(self, wanted: DetokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
         intake = self._intake
@@ -154,15 +157,16 @@ class SessionCalls:
 
     def save(self, message: SaveSession, from_: "From[Any]") -> None:
         """Take a call; it is answered once its conversation is tokenized and `next` has come to it."""
-        intake, wanted, send = self._intake, message.request, self._send
+        intake, send = self._intake, self._send
+        wanted = TokenizeRequest(messages=message.messages)
         try:
-            intake.check_tokenize(wanted)
+            intake.check_text(wanted)
         except GenbatchError as error:
             reply_error(from_, error)
             return
         self._reading.append(from_)
-        begin, tokenize = partial(intake.start_tokenize, wanted), partial(intake.tokenize, wanted)
-        job = ReadJob(begin, tokenize, intake.tokenize_size(wanted), message.tenant)
+        begin, finish = partial(intake.start_text, wanted), partial(intake.token_ids, "")
+        job = ReadJob(begin, finish, intake.text_size(wanted), message.tenant)
         self._reader.submit(job, lambda tokens: send(SessionRead(message, from_, tokens)))
 
     def load(self, message: LoadSession, from_: "From[Any]") -> None:

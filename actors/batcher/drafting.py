@@ -93,7 +93,7 @@ class RunDrafts:
         for index, (lookup, drawn) in enumerate(zip(self._lookups, draws, strict=True)):
             self._left[index] -= len(drawn)
             for draw in drawn:
-                if isinstance(draw, Sampled):
+                if not draw.failed:
                     lookup.push(draw.token_id)
         return all(left > 0 for left in self._left)
 

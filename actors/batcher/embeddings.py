@@ -213,6 +213,9 @@ class TextIntake(Generic[Asked]):
         ids: numbers the sequences.
     """
 
+    noun: ClassVar[str]  # what the texts become
+    request_type: ClassVar[type[TextsRequest[Any]]]
+
     def __init__(self, model: Model, options: BatcherOptions, max_positions: int, ids: Iterator[int]) -> None:
         self._model = model
         self._options = options
@@ -308,6 +311,8 @@ class TextIntake(Generic[Asked]):
 
 class EmbedIntake(TextIntake[EmbedRequest]):
     """Checks and tokenizes texts to embed."""
+
+    noun, request_type = "embeddings", EmbeddingRequest
 
     def check(self, wanted: EmbedRequest, *, is_validated: bool) -> int:
         pooling, vocab_size = self._model.pooling, self._model.vocab_size

@@ -10,6 +10,19 @@ from genbatch.actors.batcher.requests import Evaluated, Planned
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 
 
+class Stepping(Protocol):
+    """Who books what the thread sends back; `Stepper` implements it. Each returns whether nothing is under way now."""
+
+    def decoded(self, decoded: "Decoded") -> bool:
+        """Book a step of a run, whose next step may be under way."""
+
+    def stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
+        """Book a single step, or find whose fault it is that it failed."""
+
+    def run_ended(self, run: "Run", result: "outcome.Outcome[Decoded | None]") -> bool:
+        """Book the last step of a run."""
+
+
 class Run(Protocol):
     """A run of decode steps as the event loop sees it; `RunAhead` implements it."""
 
@@ -35,6 +48,10 @@ class Decoded:
     drawn: Drawn
     num_drafted: int
 
+    def book(self, stepping: Stepping) -> bool:
+        """Have it booked; returns whether nothing is under way now."""
+        return stepping.decoded(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
@@ -43,6 +60,10 @@ class Stepped:
     batch: list[Planned]
     result: outcome.Outcome[list[Evaluated]]
 
+    def book(self, stepping: Stepping) -> bool:
+        """As Decoded's."""
+        return stepping.stepped(self.batch, self.result)
+
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
@@ -50,6 +71,10 @@ class RunEnded:
 
     run: Run
     result: outcome.Outcome[Decoded | None]
+
+    def book(self, stepping: Stepping) -> bool:
+        """As Decoded's."""
+        return stepping.run_ended(self.run, self.result)
 
 
 StepMessage = Stepped | Decoded | RunEnded

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -49,9 +50,14 @@ class GenerationRequest(Request):
         return "text_completion" if self.wanted.messages is None else "chat"
 
     @property
+    def generations(self) -> "list[Generation]":
+        """Its sequences."""
+        return cast("list[Generation]", self.sequences)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether logits are read at every token of the prompt."""
-        return self.wanted.prompt_logprobs is not None or self.keep.context
+        return self.wanted.scores_prompt or self.keep.context
 
     @property
     def has_answer(self) -> bool:
@@ -175,13 +181,12 @@ class Generation(Sequence):
 
     def book_drawn(self, drawn: Sampled | SampleFault, books: Books, rows: torch.Tensor | None = None) -> None:
         """Book a drawn token and the row that it was drawn from, or fail the request where none could be drawn."""
-        match drawn:
-            case SampleFault():
-                books.fail(self.request, self.request.refusal(drawn))
-            case Sampled() if self.request.abandoned is None:
-                if self.request.keep.generation and rows is not None:
-                    self.request.keep.add_generation(self.choice, rows[-1])
-                self._take(drawn, books)
+        if drawn.failed:
+            books.fail(self.request, self.request.refusal(drawn))
+        elif self.request.abandoned is None:
+            if self.request.keep.generation and rows is not None:
+                self.request.keep.add_generation(self.choice, rows[-1])
+            self._take(drawn, books)
 
     def _take(self, drawn: Sampled, books: Books) -> None:
         request = self.request
@@ -281,14 +286,16 @@ class BeamGeneration(Generation):
         """Book one beam's candidates; after the last beam's, the best go on, each with its parent's KV."""
         if self.phase is not Phase.DECODING:
             self._book_context(planned, evaluated, books)
-        match evaluated.drawn:
-            case SampleFault() as fault:
-                books.fail(self.request, self.request.refusal(fault))
-            case Sampled() as drawn if self.request.abandoned is None:
-                keeps = self.request.keep.generation and evaluated.rows is not None
-                row = evaluated.rows[-1] if keeps and evaluated.rows is not None else None
-                if self.search.draw(self._slots.index(planned.entry.seq_id), drawn.top, row):
-                    self._advance(books)
+        drawn = evaluated.drawn
+        if drawn is None:
+            return
+        if drawn.failed:
+            books.fail(self.request, self.request.refusal(drawn))
+        elif self.request.abandoned is None:
+            keeps = self.request.keep.generation and evaluated.rows is not None
+            row = evaluated.rows[-1] if keeps and evaluated.rows is not None else None
+            if self.search.draw(self._slots.index(planned.entry.seq_id), drawn.top, row):
+                self._advance(books)
 
     def _advance(self, books: Books) -> None:
         num_tokens = len(self.search.running)

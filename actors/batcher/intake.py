@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from genbatch.actors.batcher.beam_search import BeamSearch
-from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake
+from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake, TextIntake
 from genbatch.actors.batcher.generation import BeamGeneration, Generation, GenerationRequest
 from genbatch.actors.batcher.messages import Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
@@ -39,10 +39,11 @@ from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong, QueueFull
 from genbatch.proto.messages import (
     DetokenizeRequest,
+    EmbedRequest,
     GenerateRequest,
     Message,
-    NamedTool,
-    TokenizeRequest,
+    PromptRequest,
+    ScoreRequest,
     Tool,
     num_characters,
 )
@@ -52,7 +53,7 @@ from genbatch.proto.validation import (
     has_shape,
     holds_to_tools,
     validate_detokenize,
-    validate_tokenize,
+    validate_text,
 )
 
 MAX_SEED = 2**64
@@ -101,8 +102,10 @@ class Intake:
         # The most tokens for which there are blocks; whoever knows them says it in this one's place (KVView.longest).
         self.longest: Callable[..., int] = lambda prompt_tokens, width, cap, shares: cap
         self._ids: Iterator[int] = count(1)
-        self.embeddings = EmbedIntake(model, options, max_positions, self._ids)
-        self.scores = ScoreIntake(model, options, max_positions, self._ids)
+        self.of_texts: dict[type, TextIntake[Any]] = {
+            EmbedRequest: EmbedIntake(model, options, max_positions, self._ids),
+            ScoreRequest: ScoreIntake(model, options, max_positions, self._ids),
+        }
         # Finding a prefix renders several conversations; callers repeat the same first message.
         self._prefixes: dict[tuple[str, str], list[int]] = {}
         self._prefixes_lock = Lock()  # the event loop and the tokenizer's thread use them
@@ -185,10 +188,10 @@ class Intake:
         if not 0 <= token_id < self._model.vocab_size:
             raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
 
-    def check_tokenize(self, wanted: TokenizeRequest) -> None:
-        """Raises InvalidRequest for whatever can be told without tokenizing."""
+    def check_text(self, wanted: PromptRequest) -> None:
+        """Raise InvalidRequest for a fault that shows without tokenizing."""
         self.adapter(wanted.model)  # raises for a name that is not served
-        validate_tokenize(wanted, self._options.limits)
+        validate_text(wanted, self._options.limits)
 
     def check_detokenize(self, wanted: DetokenizeRequest) -> None:
         """Raises InvalidRequest for token ids that the model has not."""
@@ -200,14 +203,14 @@ class Intake:
         """How much there is to tokenize, in characters."""
         if wanted.token_ids is not None:
             return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
-        size = self.tokenize_size(wanted)
+        size = self.text_size(wanted)
         if wanted.messages:
             first = wanted.messages[0]
             if (first.role, first.content) not in self._prefixes:
                 size += PREFIX_RENDERINGS * len(first.content)
         return size
 
-    def tokenize_size(self, wanted: GenerateRequest | TokenizeRequest) -> int:
+    def text_size(self, wanted: PromptRequest) -> int:
         """The characters of a text or of a conversation."""
         if wanted.messages is None:
             return len(wanted.prompt or "")
@@ -222,16 +225,16 @@ class Intake:
         if wanted.token_ids is not None:
             return None
         tools = wanted.tools if wanted.tool_choice != "none" else []
-        first = self._first_key(wanted) if wanted.prompt_logprobs is None else None
+        first = None if wanted.scores_prompt else self._first_key(wanted)
         with_others = first is not None and first not in self._prefixes
         return self._start(wanted, tools, goes_on=wanted.continue_final_message, with_others=with_others)
 
-    def start_tokenize(self, wanted: TokenizeRequest) -> ChatPrompt | None:
+    def start_text(self, wanted: PromptRequest) -> ChatPrompt | None:
         """Begin to render a conversation that is only tokenized; as `start_prompt`."""
         return self._start(wanted, wanted.tools, goes_on=False, with_others=False)
 
     def _start(
-        self, wanted: GenerateRequest | TokenizeRequest, tools: ListOf[Tool], *, goes_on: bool, with_others: bool
+        self, wanted: PromptRequest, tools: ListOf[Tool], *, goes_on: bool, with_others: bool
     ) -> ChatPrompt | None:
         if wanted.messages is None:
             return None
@@ -254,7 +257,7 @@ class Intake:
         """
         tokens = self._encode(wanted, prompt)
         fits = len(tokens) < self.max_positions  # what does not is refused, and nothing of it is remembered
-        shares = wanted.messages and wanted.prompt_logprobs is None and fits
+        shares = wanted.messages and not wanted.scores_prompt and fits
         first = self._first_message(wanted, prompt) if shares else []
         return Prompt(tokens, first, self._echo(wanted, tokens) if fits else "")
 
@@ -272,13 +275,12 @@ class Intake:
             raise InvalidRequest("prompt", "is empty")
         return tokens
 
-    def tokenize(self, wanted: TokenizeRequest, prompt: ChatPrompt | None) -> list[int]:
-        """A text's token ids, which may be none; raises and runs as `read`."""
-        if prompt is not None:
-            with _named_refusals():
-                return self._tokenizer.encode_prompt(prompt.text)
-        assert wanted.prompt is not None
-        return self._tokenizer.encode(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
+    def token_ids(self, text: str, prompt: ChatPrompt | None, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a rendered conversation or else of a text, which may be none; raises and runs as `read`."""
+        if prompt is None:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        with _named_refusals():
+            return self._tokenizer.encode_prompt(prompt.text)
 
     def detokenize(self, wanted: DetokenizeRequest) -> str:
         """The text of token ids; safe to run on another thread."""
@@ -332,7 +334,7 @@ class Intake:
         choice = wanted.tool_choice
         if not wanted.tools or choice == "none":
             return None
-        offered = [tool for tool in wanted.tools if not isinstance(choice, NamedTool) or tool.name == choice.name]
+        offered = [tool for tool in wanted.tools if wanted.named_tool in (None, tool.name)]
         own = self._tokenizer.tool_format
         # Beside a format calls are held wherever they can be in the model's own way: one that cannot be read would be
         # text that does not match.
@@ -341,7 +343,7 @@ class Intake:
         return Calls(
             format=own if free else forced_format(own),
             tools=[{"name": tool.name, "parameters": tool.parameters, "strict": tool.strict} for tool in offered],
-            several=wanted.parallel_tool_calls and not isinstance(choice, NamedTool),
+            several=wanted.parallel_tool_calls and wanted.named_tool is None,
             forced=choice != "auto",
             free=free,
         )
@@ -498,7 +500,7 @@ class Intake:
             PromptTooLong: there is no room for a token after the prompt.
         """
         request.prompt_tokens, request.first_message, request.echo = prompt.tokens, prompt.first_message, prompt.echo
-        if request.wanted.prompt_logprobs is not None:
+        if request.wanted.scores_prompt:
             request.prompt_logprobs = [None]  # no logits precede the first token
         request.sequences = [*self.sequences(request, self.max_tokens(request))]
 

@@ -12,9 +12,9 @@ import msgspec
 from genbatch.proto.messages import (
     EmbedRequest,
     GenerateRequest,
+    Message,
     ScoreRequest,
     Token,
-    TokenizeRequest,
 )
 from genbatch.proto.validation import RequestLimits, check_types, validate_request
 
@@ -135,12 +135,12 @@ class SaveSession:
     For the program that runs the Batcher: it costs a copy of the KV, during which nothing is evaluated.
 
     Args:
-        request: the conversation.
+        messages: the conversation.
         tenant: in whose name it was generated.
         model: with which adapter; None: none.
     """
 
-    request: TokenizeRequest
+    messages: list[Message]
     tenant: str = ""
     model: str | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Slotted, slotted
-from genbatch.actors.runtime.actor import NOREPLY, From, reply
+from genbatch.actors.runtime.actor import NOREPLY, From, NoReply, reply
 from genbatch.actors.scheduling.plan import PromptBudget
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.actors.scheduling.scheduler import SchedulerOutput
@@ -120,18 +120,18 @@ class PacedBatcher(Batcher):
         self._pace: Pace | None = None  # the iteration that was asked for
 
     async def handle_call(self, request: object, from_: From[Any]) -> object:
-        match request:
-            case Iterate():
-                assert self._pace is None, "one iteration at a time"
-                self._pace = Pace(from_, request.sit_out, self.stats.generation_tokens)
-                self._tick()
-                return NOREPLY
-            case Interrupt():
-                self.requests.interrupt(request.tags)
-                self._end_abandoned()
-                return None
-            case _:
-                return await super().handle_call(request, from_)
+        answer = _CALLS.get(type(request))
+        return await super().handle_call(request, from_) if answer is None else answer(self, request, from_)
+
+    def _iterate(self, request: Iterate, from_: From[Any]) -> NoReply:
+        assert self._pace is None, "one iteration at a time"
+        self._pace = Pace(from_, request.sit_out, self.stats.generation_tokens)
+        self._tick()
+        return NOREPLY
+
+    def _interrupt(self, request: Interrupt, from_: From[Any]) -> None:
+        self.requests.interrupt(request.tags)
+        self._end_abandoned()
 
     def _wake(self) -> None:
         """What has arrived waits for the next iteration."""
@@ -162,3 +162,9 @@ class PacedBatcher(Batcher):
         if self._pace is not None:
             pace, self._pace = self._pace, None
             pace.end(self.ctx.kv, self.stats.generation_tokens)
+
+
+_CALLS: dict[type, Callable[[PacedBatcher, Any, From[Any]], object]] = {
+    Iterate: PacedBatcher._iterate,
+    Interrupt: PacedBatcher._interrupt,
+}

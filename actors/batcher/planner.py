@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
+from typing import cast
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Planned, Sequence, Slotted, slotted
@@ -194,8 +195,7 @@ class KVView:
 
 def _slotted(request: LlmRequest) -> Slotted:
     """A request as the Batcher knows it: schedulers ask about none but those that they were given."""
-    assert isinstance(request, Slotted)
-    return request
+    return cast("Slotted", request)
 
 
 def _num_pinned(request: LlmRequest) -> int:

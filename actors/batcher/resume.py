@@ -35,8 +35,7 @@ def restore(request: GenerationRequest) -> None:
     if not request.drawn:
         return
     assert len(request.drawn) == len(request.sequences), "as many choices as the request has"
-    for sequence, drawn in zip(request.sequences, request.drawn, strict=True):
-        assert isinstance(sequence, Generation)
+    for sequence, drawn in zip(request.generations, request.drawn, strict=True):
         sequence.turn = -math.inf  # it came before everything that waits here
         if drawn.token_ids:
             _push_again(sequence, drawn)

@@ -31,6 +31,8 @@ class ScoringRequest(TextsRequest[ScoreRequest]):
 class ScoreIntake(TextIntake[ScoreRequest]):
     """Checks and tokenizes documents to score."""
 
+    noun, request_type = "scores", ScoringRequest
+
     def check(self, wanted: ScoreRequest, *, is_validated: bool) -> int:
         pooling, pairs = self._model.pooling, self._model.pairs
         if pooling is None or pairs is None:

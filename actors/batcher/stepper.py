@@ -11,6 +11,7 @@ that failed is. StepCommit books positions, tokens, text and ends.
 import gc
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 import outcome
 import torch
@@ -48,7 +49,7 @@ def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
     entries = [planned.entry for planned in batch]
     results = context.step_and_read(entries, samplers, read, with_logits=reads)
     for planned, result in zip(batch, results, strict=True):
-        if isinstance(result.drawn, Sampled):
+        if result.drawn is not None and not result.drawn.failed:
             planned.owner.accept(result.drawn.token_id)
     return results
 
@@ -123,11 +124,11 @@ class RunAhead:
             whole = True
             for sampler, draws in zip(samplers, decoded.drawn, strict=True):
                 for draw in draws:
-                    if isinstance(draw, Sampled):
+                    if draw.failed:
+                        whole = False
+                    else:
                         sampler.accept(draw.token_id)
                         whole = whole and not sampler.is_slow
-                    else:
-                        whole = False
             if self._drafts is not None:
                 whole = self._drafts.took(decoded.drawn, decoded.num_drafted) and whole
             ends = ends or self._stopping or self._booked < steps - 1
@@ -136,7 +137,7 @@ class RunAhead:
             self._tell(decoded)
 
     def _step(self, run: DecodeRun | OverlappedRun, *, ahead: bool) -> Decoded:
-        if self._drafts is not None and isinstance(run, DecodeRun):
+        if self._drafts is not None and run.verifies:
             drafts = self._drafts.next()
             if drafts and run.has_room(drafts):
                 return Decoded(self, run.verify(drafts), sum(map(len, drafts)))
@@ -144,8 +145,8 @@ class RunAhead:
 
 
 def generations(batch: list[Planned]) -> list[Generation]:
-    """The owners of a batch that holds decodes only."""
-    return [planned.owner for planned in batch if isinstance(planned.owner, Generation)]
+    """The owners of a batch that holds decodes only: nothing but a generation runs ahead."""
+    return [cast("Generation", planned.owner) for planned in batch]
 
 
 def steps_ahead(batch: list[Planned]) -> int:
@@ -365,14 +366,7 @@ class Stepper:
 
     def take(self, message: StepMessage) -> bool:
         """Books what the model's thread has done; returns whether nothing is under way any more."""
-        match message:
-            case Decoded():
-                self._decoded(message)
-                return False
-            case Stepped(batch, result):
-                return self._stepped(batch, result)
-            case RunEnded(run, result):
-                return self._run_ended(run, result)
+        return message.book(self)
 
     def hurry(self) -> None:
         """There is something to decide: a run ends with the step under way."""
@@ -396,7 +390,7 @@ class Stepper:
         run_copies(copies)
         return evaluate(self._ctx, batch)
 
-    def _stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
+    def stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
         now = trio.current_time()
         if isinstance(result, outcome.Error):
             self._split(batch, result.error)
@@ -455,8 +449,8 @@ class Stepper:
             return None
         return RunDrafts(generations(batch), self._costs, max_rows=self._ctx.n_batch)
 
-    def _decoded(self, decoded: Decoded) -> None:
-        """Books a step of a run, while its next step is under way."""
+    def decoded(self, decoded: Decoded) -> bool:
+        """Book a step of a run, whose next step may be under way."""
         run, drawn = decoded.run, decoded.drawn
         now = trio.current_time()
         self._watch.restart(now)
@@ -469,14 +463,15 @@ class Stepper:
         if self._requests.overdue():
             run.stop()
         run.booked()
+        return False
 
-    def _run_ended(self, run: Run, result: "outcome.Outcome[Decoded | None]") -> bool:
+    def run_ended(self, run: Run, result: "outcome.Outcome[Decoded | None]") -> bool:
         self._run = None
         if isinstance(result, outcome.Error):  # its first step's: nothing of it was told
             self._requests.settle()
-            return self._stepped(run.batch, result)
+            return self.stepped(run.batch, result)
         decoded = result.unwrap()
         if decoded is not None:
-            self._decoded(decoded)
+            self.decoded(decoded)
         self._requests.settle()
         return True

@@ -46,7 +46,6 @@ from genbatch.proto.errors import (
     Unavailable,
 )
 from genbatch.proto.messages import (
-    DetokenizeRequest,
     Drained,
     DrainRequest,
     EmbedRequest,
@@ -62,9 +61,9 @@ from genbatch.proto.messages import (
     ScoreRequest,
     StatsRequest,
     Token,
-    TokenizeRequest,
     UnloadAdapterRequest,
 )
+from genbatch.proto.methods import Lane, lane_of
 from genbatch.proto.validation import RequestLimits, validate_texts
 
 # What a refused caller is told while no replica is there: about a small model's load time.
@@ -254,7 +253,7 @@ class Fleet:
                 return self._health()
             case StatsRequest():
                 return await self._stats()
-            case TokenizeRequest() | DetokenizeRequest():
+            case msgspec.Struct() if lane_of(request) is Lane.TEXT:
                 return await (await self._any()).connection.ask(request)
             case DrainRequest(timeout_s=timeout_s):
                 return await self._drain_all(timeout_s)

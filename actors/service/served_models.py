@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import trio
 
 from genbatch.actors.batcher.messages import Embed, Generate
@@ -19,7 +20,6 @@ from genbatch.actors.gateways.dispatcher import Callee
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, Unavailable
 from genbatch.proto.messages import (
-    DetokenizeRequest,
     Drained,
     DrainRequest,
     Health,
@@ -30,9 +30,9 @@ from genbatch.proto.messages import (
     Models,
     ModelsRequest,
     StatsRequest,
-    TokenizeRequest,
     UnloadAdapterRequest,
 )
+from genbatch.proto.methods import Lane, lane_of
 
 # From the best to the worst; a service is as well as the worst of its engines.
 _STATUSES: tuple[HealthStatus, ...] = ("ready", "draining", "stuck", "down")
@@ -62,8 +62,8 @@ class ServedModels:
             case Generate() | Embed():
                 engine = await self._named(request.request.model)
                 return await engine.call(request, timeout=timeout, control=control)
-            case TokenizeRequest() | DetokenizeRequest():
-                engine = await self._named(request.model)
+            case msgspec.Struct() if lane_of(request) is Lane.TEXT:
+                engine = await self._named(getattr(request, "model", None))
                 return await engine.call(request, timeout=timeout, control=control)
             case ModelsRequest():
                 return Models(models=await self._cards())

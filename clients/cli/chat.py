@@ -253,7 +253,7 @@ def chat(
       genbatch chat --connect tcp://127.0.0.1:5555 --temperature 0.7
     """
 
-    parameters = sampling.parameters()
+    parameters = sampling.request_params()
 
     async def talk() -> None:
         file = None if session is None else SessionFile(session)

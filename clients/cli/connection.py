@@ -13,15 +13,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, cast
 
+import msgspec
 import trio
 import typer
 
 from genbatch.actors.gateways.addresses import default_address, is_listening
 from genbatch.clients.cli.command import UsageError
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
-from genbatch.clients.interface import Client, EmbedParams, GenerateParams, MessageLike, ScoreParams, Stream, Texts
+from genbatch.clients.interface import Client, GenerateParams, MessageLike, ServiceCalls, Stream
 from genbatch.nif.models.model_names import check_source
-from genbatch.proto.messages import Embeddings, Ranking, Result, Scores
+from genbatch.proto.messages import Result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from genbatch.clients.remote import RemoteClient
 
 
-class PickedModel:
+class PickedModel(ServiceCalls):
     """Implements `Client`: requests that name no model name this one. All else is the client's own.
 
     Args:
@@ -64,41 +65,11 @@ class PickedModel:
         params.setdefault("model", self._model)
         return self._client.stream(prompt, messages=messages, **params)
 
-    async def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
-        """See `Client.embed`."""
-        params.setdefault("model", self._model)
-        return await self._client.embed(texts, **params)
-
-    async def score(
-        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
-    ) -> Scores:
-        """See `Client.score`."""
-        params.setdefault("model", self._model)
-        return await self._client.score(documents, query, **params)
-
-    async def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
-    ) -> Ranking:
-        """See `Client.rerank`."""
-        params.setdefault("model", self._model)
-        return await self._client.rerank(query, documents, top_n=top_n, **params)
-
-    async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        add_special_tokens: bool = True,
-        model: str | None = None,
-    ) -> list[int]:
-        """See `Client.tokenize`."""
-        return await self._client.tokenize(
-            prompt, messages=messages, add_special_tokens=add_special_tokens, model=model or self._model
-        )
-
-    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """See `Client.detokenize`."""
-        return await self._client.detokenize(token_ids, model=model or self._model)
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """See `Client.ask`."""
+        if getattr(request, "model", self._model) is None:
+            request = msgspec.structs.replace(request, model=self._model)
+        return await self._client.ask(request)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)

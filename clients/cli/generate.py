@@ -6,22 +6,24 @@
 import math
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from inspect import Parameter
+from typing import Annotated, Any, cast, get_type_hints
 
 import msgspec
 import trio
 import typer
+from rich.markup import escape
 
 from genbatch.clients.cli.command import UsageError, printable, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
-from genbatch.clients.cli.option_flags import ModelFlags
+from genbatch.clients.cli.option_flags import ModelFlags, OptionFlags, arguments_of, sentence
 from genbatch.clients.interface import Client, GenerateParams, build_request
 from genbatch.nif.models.model_names import written_path
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import Result
-from genbatch.proto.validation import Grammar, RequestLimits, grammar_of, validate_request
+from genbatch.proto.messages import GenerateRequest, Result
+from genbatch.proto.validation import SAMPLING_RANGES, Grammar, RequestLimits, grammar_of, validate_request
 
-_SAMPLING = "Sampling"
+_SAMPLING = "Sampling (None: the flag is not given)"
 _SHAPE = "Shape of the answer"
 
 
@@ -52,104 +54,59 @@ class PromptFlags:
         return None, [*turns, {"role": "user", "content": text}]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFlags:
-    """Parameters of a GenerateRequest, under their own names."""
+_DRAWING = ("max_tokens", *SAMPLING_RANGES, "seed", "stop", "min_tokens", "ignore_eos", "deadline_s")
 
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Most tokens to generate; as many as fit if not given.", rich_help_panel=_SAMPLING),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="0 is greedy. What is not given of these five is the model's own, or greedy and off.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw among the k likeliest tokens; 0: off.", rich_help_panel=_SAMPLING)
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw among the likeliest tokens with this share; 1: off.", rich_help_panel=_SAMPLING),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Draw among tokens this likely, relative to the likeliest; 0: off.", rich_help_panel=_SAMPLING
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Divides the logits of tokens seen; 1: off.", rich_help_panel=_SAMPLING)
-    ] = None
-    presence_penalty: Annotated[
-        float, typer.Option(help="Taken once from tokens in the output; 0: off.", rich_help_panel=_SAMPLING)
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Taken from tokens for each time in the output; 0: off.", rich_help_panel=_SAMPLING)
-    ] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.", rich_help_panel=_SAMPLING)] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Ends the output; may be given again.", rich_help_panel=_SAMPLING),
-    ] = None
-    min_tokens: Annotated[
-        int, typer.Option(help="Tokens before which nothing else ends the output.", rich_help_panel=_SAMPLING)
-    ] = 0
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.", rich_help_panel=_SAMPLING)
-    ] = False
-    deadline_s: Annotated[
-        float | None, typer.Option(help="Seconds after which the answer ends as it is.", rich_help_panel=_SAMPLING)
-    ] = None
 
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Answer in JSON of this schema; a file, or the schema itself.", rich_help_panel=_SHAPE
-        ),
-    ] = None
-    grammar: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="A Lark or GBNF grammar; a file, or the text itself.", rich_help_panel=_SHAPE
-        ),
-    ] = None
-    regex: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="A regular expression to match.", rich_help_panel=_SHAPE)
-    ] = None
+class SamplingFlags(OptionFlags):
+    """Parameters of a GenerateRequest, under their own names and with what its "Args:" say."""
 
-    def parameters(self) -> GenerateParams:
+    @classmethod
+    def parameters(cls) -> list[Parameter]:
+        """See OptionFlags."""
+        texts, hints = arguments_of(GenerateRequest), get_type_hints(GenerateRequest)
+        flags: list[Parameter] = []
+        for field in msgspec.structs.fields(GenerateRequest):
+            if field.name in _DRAWING:
+                kind, default, text = hints[field.name], field.default, texts[field.name]
+                names, metavar = ["--ignore-eos"] if kind is bool else [], None
+                if field.name == "stop":
+                    kind, default, metavar = list[str] | None, None, "TEXT"
+                    text = f"{text.removesuffix('.')}; may be given again"
+                look = typer.Option(*names, metavar=metavar, help=escape(sentence(text)), rich_help_panel=_SAMPLING)
+                flags.append(_flag(field.name, kind, default, look))
+        return [*flags, *_SHAPE_FLAGS]
+
+    def request_params(self) -> GenerateParams:
         """The parameters of a client's `generate` and `stream`.
 
         Raises:
             typer.BadParameter: a file is not text.
         """
-        shape: GenerateParams = {}
-        if self.json_schema is not None:
-            schema = _text_of(self.json_schema, "--json-schema", self.json_schema.lstrip().startswith("{"))
-            shape["response_format"] = {"type": "json_schema", "schema": schema}
-        if self.grammar is not None:
-            shape["grammar"] = _text_of(self.grammar, "--grammar", "::=" in self.grammar or "\n" in self.grammar)
-        if self.regex is not None:
-            shape["regex"] = self.regex
-        return {
-            **shape,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
-            "stop": self.stop or [],
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
-            "deadline_s": self.deadline_s,
-        }
+        params = {name: self.values[name] for name in _DRAWING if self.values.get(name) not in (None, [])}
+        schema, grammar, regex = (self.values.get(name) for name in ("json_schema", "grammar", "regex"))
+        if schema is not None:
+            text = _text_of(schema, "--json-schema", schema.lstrip().startswith("{"))
+            params["response_format"] = {"type": "json_schema", "schema": text}
+        if grammar is not None:
+            params["grammar"] = _text_of(grammar, "--grammar", "::=" in grammar or "\n" in grammar)
+        if regex is not None:
+            params["regex"] = regex
+        return cast("GenerateParams", params)
+
+
+def _flag(name: str, kind: Any, default: Any, look: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, look])
+
+
+def _shape_flag(name: str, metavar: str, text: str) -> Parameter:
+    return _flag(name, str | None, None, typer.Option(metavar=metavar, help=text, rich_help_panel=_SHAPE))
+
+
+_SHAPE_FLAGS = (
+    _shape_flag("json_schema", "FILE", "Answer in JSON of this schema; a file, or the schema itself."),
+    _shape_flag("grammar", "FILE", "A Lark or GBNF grammar; a file, or the text itself."),
+    _shape_flag("regex", "REGEX", "A regular expression to match."),
+)
 
 
 def check_request(prompt: str | None, messages: list[dict[str, str]] | None, parameters: GenerateParams) -> None:
@@ -214,7 +171,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
 
     async def answer() -> None:
-        given = (*form.of(text), sampling.parameters())
+        given = (*form.of(text), sampling.request_params())
         check_request(*given)
         async with open_client(connection, engine, finds_running=True) as client:
             if json:

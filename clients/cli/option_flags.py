@@ -97,7 +97,7 @@ def options() -> Mapping[str, Option]:
     """All of them by name, in the order of their classes."""
     found: dict[str, Option] = {}
     for owner in SECTIONS:
-        texts = _arguments(owner)
+        texts = arguments_of(owner)
         for name, kind, default in _fields(owner):
             shown = "model" if name == "model_path" else f"{LIMITS}.{name}" if owner is RequestLimits else name
             assert shown not in found, f"two options are called {shown}"
@@ -145,7 +145,7 @@ def _is_plain(kind: Any) -> bool:
     return inspect.isclass(kind) and issubclass(kind, str | int | float | bool | Enum | types.NoneType)
 
 
-def _arguments(owner: type[Any]) -> dict[str, str]:
+def arguments_of(owner: type[Any]) -> dict[str, str]:
     """The entries of "Args:", by name."""
     section = inspect.cleandoc(owner.__doc__ or "").partition("Args:\n")[2].split("\n\n")[0]
     found: dict[str, str] = {}
@@ -333,7 +333,7 @@ def _look(option: Option, heading: str, flag: str, *, text: str = "", hidden: bo
         *(flag, *_MORE_FLAGS.get(option.name, ())),
         metavar=_value(option),
         case_sensitive=False,
-        help=escape(_sentence(text or option.text)),
+        help=escape(sentence(text or option.text)),
         rich_help_panel=heading,
         hidden=hidden,
     )
@@ -351,5 +351,5 @@ def _value(option: Option) -> str | None:
     return None
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:].removesuffix('.')}."

@@ -44,6 +44,7 @@ from genbatch.nif.errors import OptionError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import LayerGroup
+from genbatch.nif.sampling.draw import FILE_SAMPLING, SamplingParams
 from genbatch.proto.codec import REQUEST_LIMITS, DecodeLimits, decode, encode
 from genbatch.proto.errors import InvalidRequest, MalformedMessage, PromptTooLong
 from genbatch.proto.messages import Choice, GenerateRequest, Result, Token
@@ -383,7 +384,7 @@ SCALARS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "min_length": ("min_tokens", int),
 }
 OTHERS = frozenset(["input_ids", "request_output_len", "beam_width", "end_id", "pad_id", "streaming"])
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+OFF = {name: getattr(SamplingParams(seed=0), name) for name in FILE_SAMPLING}
 DRAWS = ("temperature", "top_k", "top_p")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -54,6 +54,8 @@ class DecodeRun:
         forward: see Forward.
         max_steps: most steps there will be.
     """
+
+    verifies: ClassVar[Literal[True]] = True  # checks drafted tokens
 
     def __init__(
         self,
@@ -207,6 +209,8 @@ class OverlappedRun:
         states: how each sequence's next token is chosen; `can_overlap` of them is true.
         max_steps: most steps there will be.
     """
+
+    verifies: ClassVar[Literal[False]] = False
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ model = load_model("smollm2")
 runner = TorchRunner(model)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -61,6 +61,7 @@ from genbatch.nif.pooling import CLS, LAST, RANK, Pooling, directory_pooling, gg
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.runners.convolution import page_convolutions
 from genbatch.nif.runners.recurrence import RECURRENT, page_recurrences
+from genbatch.nif.sampling.draw import FILE_SAMPLING
 from genbatch.nif.scoring import classifier_scoring, head_of, is_classifier, scores_by_tokens, token_scoring
 from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.pairs import KNOWN_FORMS, PairReader, template_form
@@ -312,16 +313,9 @@ class _Directory:
 
 
 def own_sampling(said: Mapping[str, Any]) -> dict[str, float]:
-    """The parameters among those that are in their range; a file may say anything."""
-    ranges: dict[str, Callable[[float], bool]] = {
-        "temperature": lambda value: 0 < value < 2**31,
-        "top_k": lambda value: 0 <= value < 2**31 and value == int(value),
-        "top_p": lambda value: 0 < value <= 1,
-        "min_p": lambda value: 0 <= value < 1,
-        "repetition_penalty": lambda value: 0 < value < 2**31,
-    }
-    found = {name: said[name] for name in ranges if isinstance(said.get(name), int | float)}
-    return {name: value for name, value in found.items() if value is not True and ranges[name](value)}
+    """The sampling parameters that are in their range; a file may say anything."""
+    numbers = {name: said[name] for name in FILE_SAMPLING if isinstance(said.get(name), int | float)}
+    return {name: value for name, value in numbers.items() if value is not True and FILE_SAMPLING[name](value)}
 
 
 class _Gguf:
@@ -353,15 +347,9 @@ class _Gguf:
 
     def sampling(self) -> Mapping[str, float]:
         """What the file's metadata say."""
-        names = {
-            "temperature": "temp",
-            "top_k": "top_k",
-            "top_p": "top_p",
-            "min_p": "min_p",
-            "repetition_penalty": "penalty_repeat",
-        }
+        names = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
         said = self._file.metadata
-        return own_sampling({ours: said.get(f"general.sampling.{theirs}") for ours, theirs in names.items()})
+        return own_sampling({ours: said.get(f"general.sampling.{names.get(ours, ours)}") for ours in FILE_SAMPLING})
 
 
 def _unread_tokenizer(source: str, fault: BaseException) -> BaseException:

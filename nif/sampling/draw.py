@@ -7,7 +7,7 @@ A draw is a pure function of a row's logits, its parameters, its seed and its po
 depends on their number."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,16 @@ import torch
 # Beyond these a draw is what it is at them: of the largest logit, and of any token with the same chance. In float32 the
 # divisor would soon be 0 or infinite, and a row without a number to draw from.
 _COLDEST, _HOTTEST = 2.0**-64, 2.0**64
+
+
+# The parameters that a model's files may set, and the values that count.
+FILE_SAMPLING: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 < value < 2**31,
+    "top_k": lambda value: 0 <= value < 2**31 and value == int(value),
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value < 1,
+    "repetition_penalty": lambda value: 0 < value < 2**31,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ logits are, on the host or on the device.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,7 @@ class Sampled:
         top: (token id, log-probability) of the likeliest tokens, as many as the sequence asked for.
     """
 
+    failed: ClassVar[Literal[False]] = False
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
@@ -100,6 +101,7 @@ class SampleFault:
         by_request: whether it is what the caller asked for that cannot be kept to.
     """
 
+    failed: ClassVar[Literal[True]] = True
     reason: str
     by_request: bool = False
 

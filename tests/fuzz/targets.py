@@ -39,7 +39,7 @@ from genbatch.proto.validation import (
     validate_detokenize,
     validate_drain,
     validate_request,
-    validate_tokenize,
+    validate_text,
 )
 
 Target = Callable[[bytes], None]
@@ -127,7 +127,7 @@ def parameters(data: bytes) -> None:
     limits = RequestLimits()
     for read in (
         lambda: validate_request(to_generate_request(params), limits),
-        lambda: validate_tokenize(check_type(params, TokenizeRequest), limits),
+        lambda: validate_text(check_type(params, TokenizeRequest), limits),
         lambda: validate_detokenize(check_type(params, DetokenizeRequest)),
         lambda: validate_drain(check_type(params, DrainRequest)),
     ):

@@ -340,7 +340,7 @@ class ServiceRoutes:
             made["labels"] = card.labels
         return made
 
-    async def tokenize(self, request: Request) -> Response:
+    async def to_tokens(self, request: Request) -> Response:
         """The token ids of a text or of messages."""
         reader = self._new_fields()
         body = reader.read(decode_json(request.state.body), TokenizeBody)
@@ -352,7 +352,7 @@ class ServiceRoutes:
             params["messages"] = read_messages(body.messages, reader)
         if body.add_special_tokens is not None:
             params["add_special_tokens"] = body.add_special_tokens
-        token_ids = await self._calls.tokenize(params, request.state.caller)
+        token_ids = await self._calls.token_ids(params, request.state.caller)
         return JSON({"count": len(token_ids), "max_model_len": card.n_ctx, "tokens": token_ids}, headers=reader.headers)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -361,19 +361,19 @@ class ServiceRoutes:
         model, params, names = read_count(decode_json(request.state.body), reader)
         card = await self._calls.model(model)
         try:
-            token_ids = await self._calls.tokenize({**params, "model": card.id}, request.state.caller)
+            token_ids = await self._calls.token_ids({**params, "model": card.id}, request.state.caller)
         except GenbatchError as error:
             raise renamed(error, names) from None
         return JSON({"input_tokens": len(token_ids)}, headers=reader.headers)
 
-    async def detokenize(self, request: Request) -> Response:
+    async def to_text(self, request: Request) -> Response:
         """The text of token ids."""
         reader = self._new_fields()
         body = reader.read(decode_json(request.state.body), DetokenizeBody)
         card = await self._calls.model(body.model)
         try:
             params = {"token_ids": body.tokens, "model": card.id}
-            text = await self._calls.detokenize(params, request.state.caller)
+            text = await self._calls.text(params, request.state.caller)
         except GenbatchError as error:
             raise renamed(error, {"token_ids": "tokens"}) from None
         return JSON({"prompt": text}, headers=reader.headers)
@@ -484,8 +484,8 @@ def make_app(
             "The text between a prefix and a suffix. llama.cpp's.",
             InfillFields,
         ),
-        Endpoint("/tokenize", service.tokenize, "The token ids of a text or of messages.", TokenizeBody),
-        Endpoint("/detokenize", service.detokenize, "The text of token ids.", DetokenizeBody),
+        Endpoint("/tokenize", service.to_tokens, "The token ids of a text or of messages.", TokenizeBody),
+        Endpoint("/detokenize", service.to_text, "The text of token ids.", DetokenizeBody),
         Endpoint(
             "/v1/load_lora_adapter",
             service.load_adapter,

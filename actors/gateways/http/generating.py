@@ -228,7 +228,7 @@ class Generating:
 
     async def _count_tokens(self, model: str, text: str) -> int:
         wanted = {"prompt": text, "add_special_tokens": False, "model": model}
-        return len(await self._calls.tokenize(wanted, OURSELVES))
+        return len(await self._calls.token_ids(wanted, OURSELVES))
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return OpenAIAnswer(request, model, TokenNames() if request.ids_for_text else self._calls.texts(model))
@@ -264,7 +264,7 @@ class Generating:
         """Makes token ids of prompts: a table of log-probs begins with the first token's name."""
         for index, each in enumerate(request.requests):
             if each.prompt is not None:
-                ids = await self._calls.tokenize({"prompt": each.prompt, "model": each.model}, caller)
+                ids = await self._calls.token_ids({"prompt": each.prompt, "model": each.model}, caller)
                 if ids:  # an empty prompt is refused like any other
                     request.requests[index] = msgspec.structs.replace(each, prompt=None, token_ids=ids)
 

@@ -473,7 +473,7 @@ class OllamaModels:
         """Whether the model's chat template has a place for tools; a template is asked once."""
         if model not in self._takes_tools:
             try:
-                await self._calls.tokenize({**_PROBE, "model": model}, caller)
+                await self._calls.token_ids({**_PROBE, "model": model}, caller)
             except InvalidRequest:
                 self._takes_tools[model] = False
             except GenbatchError:

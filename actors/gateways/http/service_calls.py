@@ -124,13 +124,13 @@ class HTTPCalls:
         assert isinstance(answer, Scores)
         return answer
 
-    async def tokenize(self, params: dict[str, Any], caller: HTTPCaller) -> list[int]:
+    async def token_ids(self, params: dict[str, Any], caller: HTTPCaller) -> list[int]:
         """The token ids of a text or of messages."""
         answer = await self._call("tokenize", params, caller)
         assert isinstance(answer, TokenIds)
         return answer.token_ids
 
-    async def detokenize(self, params: dict[str, Any], caller: HTTPCaller) -> str:
+    async def text(self, params: dict[str, Any], caller: HTTPCaller) -> str:
         """The text of token ids."""
         answer = await self._call("detokenize", params, caller)
         assert isinstance(answer, Text)
@@ -178,7 +178,7 @@ class HTTPCalls:
         return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
 
     async def _token_text(self, model: str, token_id: int) -> str:
-        return await self.detokenize({"token_ids": [token_id], "model": model}, OURSELVES)
+        return await self.text({"token_ids": [token_id], "model": model}, OURSELVES)
 
     async def _call(
         self,

@@ -36,7 +36,7 @@ def calls() -> list[Any]:
         *(Generate(GenerateRequest(prompt="a", regex=f"[a-z]{{{n}}}", max_tokens=8), client="c") for n in (1, 2, 3, 4)),
         Generate(GenerateRequest(prompt=LONG, max_tokens=1), client="c"),
         Generate(GenerateRequest(messages=CHAT, max_tokens=30, ignore_eos=True), client="d"),
-        SaveSession(TokenizeRequest(messages=CHAT)),
+        SaveSession(CHAT),
         LoadSession(b"no session"),
         TokenizeRequest(prompt=LONG),
     ]

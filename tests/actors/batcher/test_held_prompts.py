@@ -19,7 +19,7 @@ from genbatch.actors.scheduling.request import RequestList
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, MicroBatchOutput
 from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import Message, TokenizeRequest
+from genbatch.proto.messages import Message
 from tests.actors.batcher.bench import batcher
 from tests.waiting import ENGINE_PATIENCE_S
 
@@ -144,7 +144,7 @@ async def test_a_session_finds_no_room_beside_others_for_now_and_in_a_pool_that_
 ) -> None:
     model = tiny_model("llama")
     turns = [Message(role="user", content="a word " * 12)]
-    save = SaveSession(TokenizeRequest(messages=turns))
+    save = SaveSession(turns)
     async with batcher(model, n_ctx=256) as bench:
         await bench.generate(messages=turns, max_tokens=1)
         state = await bench.ref.call(save, timeout=None)

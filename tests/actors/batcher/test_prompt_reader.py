@@ -1,6 +1,7 @@
 """A chat template that loops ends its own request, with an error that names the field; other callers do not notice."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,16 +51,21 @@ LOOPING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LOOPING)
-@pytest.mark.parametrize("call", ["generate", "tokenize", "save"])
-async def test_a_looping_chat_template_ends_its_own_request_by_name(model: Model, kind: str, call: str) -> None:
+# A session is saved of a conversation alone, without variables.
+CALLS = [*product(("generate", "tokenize"), LOOPING), ("save", "by its text")]
+
+
+@pytest.mark.parametrize(("call", "kind"), CALLS)
+async def test_a_looping_chat_template_ends_its_own_request_by_name(model: Model, call: str, kind: str) -> None:
     async with batcher(model) as bench:
         with pytest.raises(InvalidRequest, match=r"takes (more than|too much)") as caught:
             if call == "generate":
                 await bench.generate(**LOOPING[kind])
             else:
                 question = TokenizeRequest(**LOOPING[kind])
-                await bench.ref.call(question if call == "tokenize" else SaveSession(question), timeout=None)
+                await bench.ref.call(
+                    question if call == "tokenize" else SaveSession(question.messages or []), timeout=None
+                )
         assert caught.value.field == "messages"
         assert (await bench.generate(messages=chat("hi"), ignore_eos=True)).finish_reason == "length"
 

@@ -137,7 +137,7 @@ async def test_nothing_long_is_tokenized_on_the_event_loop(
             await bench.generate(messages=chat, max_tokens=1)
             await bench.generate(messages=[*chat, *chat[1:]], max_tokens=1)
             await bench.generate(token_ids=[5, 6] * 50, max_tokens=1, echo=True)
-            await bench.ref.call(SaveSession(TokenizeRequest(messages=chat * 9)), timeout=None)
+            await bench.ref.call(SaveSession(chat * 9), timeout=None)
             assert all(size <= 100 for size in inline.values()), inline
 
 

@@ -16,7 +16,7 @@ def test_a_schema_a_grammar_and_a_regex_come_from_their_flags(tmp_path: Path) ->
     grammar.write_text('root ::= "yes"')
 
     def asked(flags: SamplingFlags) -> Grammar | None:
-        return grammar_of(build_request("x", None, flags.parameters()))
+        return grammar_of(build_request("x", None, flags.request_params()))
 
     assert asked(SamplingFlags()) is None
     # The file, or what would stand in it.
@@ -33,9 +33,9 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     schema = tmp_path / "person.json"
     schema.write_bytes(b"\xff\xfe")
     with pytest.raises(typer.BadParameter, match="UTF-8"):
-        SamplingFlags(json_schema=str(schema)).parameters()
+        SamplingFlags(json_schema=str(schema)).request_params()
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match=r"nowhere\.gbnf cannot be read: No such file"):
-        SamplingFlags(grammar="nowhere.gbnf").parameters()
+        SamplingFlags(grammar="nowhere.gbnf").request_params()
