@@ -108,17 +108,13 @@ _OUR_NAMES = {"repeat_penalty": "repetition_penalty"}
 
 
 def llama_params(fields: LlamaSampling, max_tokens: int | None) -> dict[str, Any]:
-    """The parameters of a request.
-
-    Args:
-        max_tokens: most tokens; a negative number is as many as there is room for.
-    """
+    """The parameters of a request; with None for `max_tokens` as many tokens as there is room for."""
     params = {
         _OUR_NAMES.get(name, name): value for name, value in set_fields(fields, LlamaSampling.__struct_fields__).items()
     }
     if params.get("seed", 0) < 0:
         del params["seed"]
-    if max_tokens is not None and max_tokens >= 0:
+    if max_tokens is not None:
         params["max_tokens"] = max_tokens
     return params
 

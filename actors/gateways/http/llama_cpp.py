@@ -101,7 +101,8 @@ def read_infill(body: dict[str, Any], reader: Fields) -> HTTPRequest:
 
 
 def _request(fields: _LlamaFields, prompt: dict[str, Any], suffix: str = "") -> HTTPRequest:
-    params = prompt | llama_params(fields, fields.n_predict)
+    has_limit = fields.n_predict is not None and fields.n_predict >= 0
+    params = prompt | llama_params(fields, fields.n_predict if has_limit else None)
     params |= {name: value for name in ("ignore_eos", "grammar", "regex") if (value := getattr(fields, name))}
     if params.get("stop") == "":
         del params["stop"]

@@ -191,7 +191,7 @@ def plain_name(name: str) -> str:
 def _drawing(fields: OllamaFields) -> dict[str, Any]:
     """The parameters that both endpoints have."""
     options = fields.options or OllamaOptions()
-    params = llama_params(options, options.num_predict)
+    params = llama_params(options, None if options.num_predict in (-1, -2) else options.num_predict)
     if isinstance(fields.format, dict):
         params["response_format"] = {"type": "json_schema", "schema": fields.format}
     elif fields.format == "json":

@@ -1,5 +1,6 @@
 """What a body of OpenAI's API becomes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from genbatch.actors.gateways.addresses import HTTPAddress, parse_http_address
 from genbatch.actors.gateways.http.anthropic import read_message
 from genbatch.actors.gateways.http.bodies import renamed
 from genbatch.actors.gateways.http.fields import ACCEPTED, HINTS, NEUTRAL, REFUSED, Fields
+from genbatch.actors.gateways.http.http_request import HTTPRequest
+from genbatch.actors.gateways.http.llama_cpp import read_llama_completion
+from genbatch.actors.gateways.http.ollama import read_ollama_chat
 from genbatch.actors.gateways.http.openai_request import MAX_PROMPTS, read_chat, read_completion
 from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.errors import InvalidRequest
@@ -192,3 +196,26 @@ def test_thinking_budgets_have_the_names_of_their_apis() -> None:
     message = read_message(body | {"thinking": {"type": "enabled", "budget_tokens": 7}})
     assert message.requests[0].max_thinking_tokens == 7
     assert read_message(body | {"thinking": {"type": "adaptive"}}).requests[0].max_thinking_tokens is None
+
+
+def test_llama_cpps_and_ollamas_names_become_ours_and_their_words_for_no_limit_are_none() -> None:
+    options = {"repeat_penalty": 1.5, "seed": -1, "stop": "END", "min_p": 0.25}
+    ours = {"repetition_penalty": 1.5, "seed": None, "stop": ["END"], "min_p": 0.25}
+
+    def read(body: dict[str, Any], reader: Callable[[dict[str, Any], Fields], HTTPRequest]) -> HTTPRequest:
+        asked = reader(body, Fields())
+        for name, value in ours.items():
+            assert getattr(asked.requests[0], name) == value, name
+        return asked
+
+    for limit, most in ((-1, None), (-5, None), (0, 0), (7, 7)):
+        asked = read({"prompt": "a", "n_predict": limit, **options}, read_llama_completion)
+        assert asked.requests[0].max_tokens == most
+    for limit, most in ((-1, None), (-2, None), (-5, -5), (7, 7)):
+        body = {"model": "m", "messages": [USER], "options": {"num_predict": limit, **options}}
+        asked = read(body, read_ollama_chat)
+        assert asked.requests[0].max_tokens == most
+        assert (asked.names["max_tokens"], asked.names["repetition_penalty"]) == (
+            "options.num_predict",
+            "options.repeat_penalty",
+        )
