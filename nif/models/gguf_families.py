@@ -51,6 +51,11 @@ class GgufFamily:
             head.
         rotates_part: whether rope.dimension_count may be less than a head.
         single_rows: ends of names whose tensor is a row in the file, and a matrix of one row in a module.
+        negated_logs: names of tensors that hold -exp(x) of what transformers has.
+        as_stored: ends of names of norms that `norm_offset` leaves as they are.
+        tiled_heads: whether values' heads lie in turns of the key heads, and not key head by key head.
+        other_layers: transformers' kind of the layers that attention.head_count_kv gives no heads, if it is an array.
+        inner_size: a setting that is ssm.inner_size divided by another one, and that one.
         windows_by_layer: whether attention.sliding_window_pattern says which layers have the window.
     """
 
@@ -69,6 +74,11 @@ class GgufFamily:
     rotates_part: bool = False
     single_rows: tuple[str, ...] = ()
     windows_by_layer: bool = False
+    negated_logs: tuple[str, ...] = ()
+    as_stored: tuple[str, ...] = ()
+    tiled_heads: bool = False
+    other_layers: str | None = None
+    inner_size: tuple[str, str] | None = None
 
 
 _SETTINGS = {
@@ -91,6 +101,42 @@ _SANDWICH_NAMES = {
 }
 _FUSED_NAMES = {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+_SHARED_EXPERT_NAMES = {
+    **_EXPERT_NAMES,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_DELTA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_QWEN35 = GgufFamily(
+    {**_LAYER_NAMES, **_DELTA_NAMES},
+    norm_offset=-1.0,
+    kind="qwen3_5_text",
+    settings={
+        **_SETTINGS,
+        "full_attention_interval": "full_attention_interval",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    bare={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    rotates_part=True,
+    negated_logs=("linear_attn.A_log",),
+    as_stored=("linear_attn.norm.weight",),
+    tiled_heads=True,
+    inner_size=("linear_value_head_dim", "linear_num_value_heads"),
+)
 _OLMO2 = GgufFamily(_SANDWICH_NAMES, settings=_SETTINGS)
 
 FAMILIES = {
@@ -219,13 +265,7 @@ FAMILIES = {
         fixed={"norm_topk_prob": True},  # llama.cpp always does
     ),
     "qwen2moe": GgufFamily(
-        {
-            **_EXPERT_NAMES,
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
+        _SHARED_EXPERT_NAMES,
         kind="qwen2_moe",
         settings={
             **_SETTINGS,
@@ -281,6 +321,46 @@ FAMILIES = {
         },
         bare={"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
         single_rows=("e_score_correction_bias",),
+    ),
+    "lfm2": GgufFamily(
+        {
+            "attn_norm": "operator_norm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        settings={
+            **_SETTINGS,
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        fixed={"block_auto_adjust_ff_dim": False},
+        top_names={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        other_layers="conv",
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35,
+        layer_names={**_SHARED_EXPERT_NAMES, **_DELTA_NAMES},
+        kind="qwen3_5_moe_text",
+        settings={
+            **_QWEN35.settings,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        single_rows=("shared_expert_gate.weight",),
     ),
     "gpt-oss": GgufFamily(
         {

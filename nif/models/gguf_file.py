@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast, integrations
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
 from genbatch.nif.errors import ModelError, TensorError
 from genbatch.nif.models.file_checks import check_counts, token_ids
-from genbatch.nif.models.gguf_families import family_of
+from genbatch.nif.models.gguf_families import GgufFamily, family_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
 
 _MAGIC = b"GGUF"
@@ -213,8 +214,9 @@ def _kind_name(kind: int) -> str:
         return str(kind)
 
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([\w.]+?)(?:\.(weight|bias))?")
 _MORE_SETTINGS = {"nextn_predict_layers": "num_nextn_predict_layers"}
+_CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -257,8 +259,12 @@ class GgufWeights:
             rows, order = rows.reshape(len(order), -1)[order].reshape(1, -1), None
         if name.endswith(self._family.single_rows) and len(shape) == 1:
             shape = (1, *shape)
-        norm = "norm" in name and name.endswith(".weight")
-        return StoredTensor(name, found.kind, shape, rows, order, self._family.norm_offset if norm else 0.0)
+        if name.endswith(_CONVOLUTIONS) and len(shape) == 2:
+            shape = (shape[0], 1, shape[1])
+        norm = "norm" in name and name.endswith(".weight") and not name.endswith(self._family.as_stored)
+        offset = self._family.norm_offset if norm else 0.0
+        stored = StoredTensor(name, found.kind, shape, rows, order, offset, self._column_order(name))
+        return self._logs(stored) if name.endswith(self._family.negated_logs) else stored
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As in `WeightSource`."""
@@ -283,18 +289,51 @@ class GgufWeights:
         family = self._family
         if match := _LAYER.fullmatch(stored):
             layer = family.layer.format(match[1])
-            if bare := family.bare.get(f"{match[2]}.{match[3]}"):
+            if bare := family.bare.get(match[2] if match[3] is None else f"{match[2]}.{match[3]}"):
                 return layer + bare
             ours = family.layer_names.get(match[2])
-            return None if ours is None else f"{layer}{ours}.{match[3]}"
+            return None if ours is None or match[3] is None else f"{layer}{ours}.{match[3]}"
         top, _, suffix = stored.rpartition(".")
         return f"{family.top_names[top]}.{suffix}" if top in family.top_names else None
+
+    def _logs(self, stored: StoredTensor) -> StoredTensor:
+        values = stored.whole()
+        if not (values < 0).all():
+            raise self._file.fault(f"tensor {self._stored[stored.name]} has a rate that is not negative")
+        rows = (-values).log().reshape(1, -1).contiguous().view(torch.uint8).numpy()
+        return StoredTensor(stored.name, "F32", stored.shape, rows)
+
+    def _grouped(self, size: int) -> np.ndarray:
+        """Undoes turns of key heads: for each row of values, of `size` a head, where the file has it."""
+        keys, heads = self._config.linear_num_key_heads, self._config.linear_num_value_heads
+        return np.arange(heads * size).reshape(heads // keys, keys, size).swapaxes(0, 1).reshape(-1)
+
+    def _column_order(self, name: str) -> np.ndarray | None:
+        if not self._family.tiled_heads or not name.endswith("linear_attn.out_proj.weight"):
+            return None
+        order = self._grouped(self._config.linear_value_head_dim)
+        return None if np.array_equal(order, np.arange(len(order))) else order
+
+    def _value_order(self, name: str, count: int) -> np.ndarray | None:
+        """As `_order`, of the rows of a recurrent layer that belong to heads of values."""
+        if ".linear_attn." not in name or "norm" in name or "out_proj" in name:
+            return None
+        heads = self._config.linear_num_value_heads
+        if count == heads:
+            return self._grouped(1)
+        values = heads * self._config.linear_value_head_dim
+        before = count - values  # queries and keys
+        if before not in (0, 2 * self._config.linear_num_key_heads * self._config.linear_key_head_dim):
+            raise self._file.fault(f"tensor {self._stored[name]} has {count} rows for {heads} heads of values")
+        return np.concatenate((np.arange(before), before + self._grouped(self._config.linear_value_head_dim)))
 
     def _order(self, name: str, count: int) -> np.ndarray | None:
         """For each row of a module's tensor the row of the file's; None where they lie in the same order.
 
         Undoes what llama.cpp's converter does to Llama's queries and keys, and to GPT-NeoX's.
         """
+        if self._family.tiled_heads:
+            return self._value_order(name, count)
         if self._family.qkv_together and ".query_key_value." in name:
             heads, parts = self._config.num_attention_heads, 3
         elif self._family.rotates_pairs and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
@@ -349,6 +388,8 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     if (head_dim := file.metadata.get(f"{architecture}.attention.key_length")) is not None:
         settings["head_dim"] = head_dim
     try:
+        if family is not None:
+            _settle_layers(file, family, settings)
         _settle_attention(file, settings)
         check_counts(file.model, file.path.name, settings)
         if extra := settings.get("num_nextn_predict_layers"):  # block_count counts these too; they are not evaluated
@@ -359,6 +400,22 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     except Exception as fault:
         raise file.fault(f"its metadata are no configuration of {kind}: {fault}") from fault
     return config
+
+
+def _settle_layers(file: GgufFile, family: GgufFamily, settings: dict[str, Any]) -> None:
+    """What the metadata say in other words of layers that do not attend."""
+    heads = settings.get("num_key_value_heads")
+    if family.other_layers is not None and isinstance(heads, list):
+        if len({*heads} - {0}) != 1:
+            raise file.fault(f"{file.architecture}.attention.head_count_kv is {heads}: layers differ in their KV heads")
+        settings["layer_types"] = [family.other_layers if count == 0 else "full_attention" for count in heads]
+        settings["num_key_value_heads"] = max(heads)
+    if family.inner_size is not None:
+        name, per = family.inner_size
+        inner, count = file.metadata.get(f"{file.architecture}.ssm.inner_size"), settings.get(per)
+        if not isinstance(inner, int) or not isinstance(count, int) or count < 1 or inner % count:
+            raise file.fault(f"{file.architecture}.ssm.inner_size is {inner!r} for {per} {count!r}")
+        settings[name] = inner // count
 
 
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the one that scales its scores by its width

@@ -64,6 +64,7 @@ class StoredTensor:
         rows: [product of all but the last dimension, bytes of a row] uint8, usually a view of the file.
         row_order: where the file has the rows in another order: row i of the tensor is `rows[row_order[i]]`.
         offset: to be added to every element; files for llama.cpp hold some norms plus one.
+        column_order: where the file has columns in another order: column i of the tensor is the file's column_order[i].
     """
 
     name: str
@@ -72,6 +73,7 @@ class StoredTensor:
     rows: np.ndarray
     row_order: np.ndarray | None = None
     offset: float = 0.0
+    column_order: np.ndarray | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -116,6 +118,8 @@ class StoredTensor:
                 values = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[self.kind]))
         if values.numel() and not is_finite(values):
             raise TensorError(self.name)
+        if self.column_order is not None:
+            values = values[:, torch.from_numpy(self.column_order)]
         return values + self.offset if self.offset else values
 
     def nibbles(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:

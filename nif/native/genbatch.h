@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 12 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 13 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -116,6 +116,7 @@ typedef struct {
     const float *rates; /* [heads]: a state decays by exp(rate * softplus(step + its bias)) */
     const float *step_bias; /* [heads] */
     const float *skips; /* [heads]: of the value, added to the output; or NULL */
+    const int32_t *places; /* [heads]: where a head's outputs stand among those of all, and its gates */
     norm gate_norm; /* [heads * value_dim] */
     int32_t kernel, channels, heads, key_heads, key_dim, value_dim;
     int32_t corrects; /* whether a value's error against the state is added, by norms of keys and queries; else the value */

@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -144,6 +144,7 @@ class StateLayer(Structure):
         ("rates", c_void_p),
         ("step_bias", c_void_p),
         ("skips", c_void_p),
+        ("places", c_void_p),
         ("gate_norm", Norm),
         ("kernel", c_int32),
         ("channels", c_int32),

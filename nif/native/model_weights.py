@@ -364,8 +364,13 @@ class _Loader:
     def _recurrence(self, layer: Layer, start: str, names: RecurrenceNames, kind: int) -> None:
         begin = start + names.start
         channels = _order(names.channels, names.key_heads * names.key_dim * 2 + names.heads * names.value_dim)
-        layer.qkv = self._rows_of(start, names.inputs, kind)
-        layer.out = self.linear([f"{begin}out_proj"])
+        out = self.tensor(f"{begin}out_proj.weight")
+        places = np.arange(names.heads, dtype=np.int32)
+        if out.column_order is not None:  # the file's blocks stay whole; heads write where their columns are
+            places = (out.column_order[:: names.value_dim] // names.value_dim).astype(np.int32)
+        *inputs, gates = names.inputs
+        layer.qkv = self._rows_of(start, (*inputs, _heads_placed(gates, places, names.value_dim)), kind)
+        layer.out = self._pack([replace(out, column_order=None)], [self._bias(f"{begin}out_proj")])
         taps = self.tensor(f"{begin}conv1d.weight").whole()[:, 0][channels]  # [channels, taps]
         bias = self._bias(f"{begin}conv1d")
         gate_norm = self.tensor(f"{begin}norm.weight").whole().flatten()
@@ -376,6 +381,7 @@ class _Loader:
             rates=put(-self.tensor(f"{begin}A_log").whole().flatten().exp()),
             step_bias=put(self.tensor(f"{begin}dt_bias").whole().flatten()),
             skips=None if names.skip is None else put(self.tensor(f"{begin}{names.skip}").whole().flatten()),
+            places=places.ctypes.data,
             gate_norm=Norm(put(gate_norm.repeat(names.heads * names.value_dim // len(gate_norm)))),
             kernel=names.kernel,
             channels=len(channels),
@@ -387,7 +393,7 @@ class _Loader:
             norm_groups=names.norm_groups,
             gate_first=names.gate_first,
         )
-        self._held.append(struct)
+        self._held += [struct, places]
         layer.recurrence = ctypes.pointer(struct)
 
     def _rows_of(self, start: str, rows: Sequence[SomeRows], kind: int) -> Linear:
@@ -592,6 +598,14 @@ def _is_tied(config: Any, source: WeightSource, loader: "_Loader", architecture:
 def _order(parts: Sequence[range], count: int) -> np.ndarray:
     """The rows that the parts name; all `count` where there are none."""
     return np.concatenate([np.arange(part.start, part.stop) for part in parts or (range(count),)])
+
+
+def _heads_placed(gates: SomeRows, places: np.ndarray, size: int) -> SomeRows:
+    """The rows of gates, of `size` a head, in the order in which the heads' outputs stand."""
+    if np.array_equal(places, np.arange(len(places))):
+        return gates
+    rows = _order(gates.parts, len(places) * size).reshape(len(places), size)[np.argsort(places)]
+    return SomeRows(gates.name, tuple(range(head[0], head[-1] + 1) for head in rows.tolist()))
 
 
 def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:

@@ -186,7 +186,7 @@ void recurrence_head(const cache *c, const layer *l, const step *s, int entry, i
             for (int64_t i = 0; i < end - position; i++)
                 pass(r, &run[i], state + panel * r->key_dim * PANEL, panel, head);
         for (int64_t at = position > past ? position : past; at < end; at++)
-            memcpy(out + (start + at - past) * width + (int64_t)head * r->value_dim, run[at - position].value,
+            memcpy(out + (start + at - past) * width + (int64_t)r->places[head] * r->value_dim, run[at - position].value,
                    sizeof(float) * (size_t)r->value_dim);
         if (end == block_end) memcpy(state_at(c, l, table[position / size], head), state, state_bytes);
     }

@@ -69,7 +69,7 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
     """In which form of stored.h a tensor stays as it is, where the others become `kind`; None: it becomes that too."""
-    if tensor.offset or (kind != WEIGHT_F32 and tensor.kind in FLOAT_KINDS):
+    if tensor.offset or tensor.column_order is not None or (kind != WEIGHT_F32 and tensor.kind in FLOAT_KINDS):
         return None
     if kind in EIGHT_BIT_ROWS and tensor.kind in FP8_KINDS:
         return None  # bytes that are no integers; 8 bits with a finer scale lose less than their own rounding did

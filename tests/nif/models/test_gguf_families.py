@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
 from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens
 from genbatch.nif.models.model import _merged_experts
-from genbatch.nif.native.model_weights import RopeTables
-from genbatch.nif.native.runner import native_runner
+from genbatch.nif.native.library import STORED_KINDS
+from genbatch.nif.native.model_weights import ModelWeights, RopeTables
+from genbatch.nif.native.runner import NativeRunner, native_runner
 from tests.nif.models.gguf_files import batch_of
 
 ARCH = {
@@ -48,9 +50,27 @@ ARCH = {
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "ernie_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "qwen3_5": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
+}
+_DELTAS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
 # What only some files say: key, and the configuration's name for it.
 MORE = {
+    "lfm2": {"shortconv.l_cache": "conv_L_cache"},
+    "qwen3_5": _DELTAS,
+    "qwen3_5_moe": {
+        **_DELTAS,
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
@@ -123,6 +143,8 @@ def models() -> ModuleType:
 
 # What a module of the native tests is made with so that its file can say all of it.
 CHANGES: dict[str, dict[str, Any]] = {
+    "lfm2": {"conv_bias": False},
+    "qwen3_5": {"attention_bias": False},
     "qwen3_moe": {"mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
     "cohere2": {
@@ -152,12 +174,14 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
     values = {
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", 32),
         "embedding_length": config.hidden_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": getattr(config, "num_key_value_heads", config.num_attention_heads),
         "attention.key_length": head_dim,
-        f"attention.{eps}": float(getattr(config, EPS.get(name, "rms_norm_eps"))),
+        f"attention.{eps}": float(
+            config.norm_eps if name == "lfm2" else getattr(config, EPS.get(name, "rms_norm_eps"))
+        ),
         "rope.freq_base": float(rope["rope_theta"] if "rope_theta" in rope else rope["full_attention"]["rope_theta"]),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         **{key: getattr(config, ours) for key, ours in MORE.get(name, {}).items()},
@@ -169,6 +193,12 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         writer.add_string(f"{arch}.rope.scaling.type", "yarn")
         values["rope.scaling.factor"] = float(rope["factor"])
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if "linear_attention" in getattr(config, "layer_types", ()):
+        values["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
+        values["full_attention_interval"] = 2
+    if name == "lfm2":
+        heads = values.pop("attention.head_count_kv")
+        writer.add_array(f"{arch}.attention.head_count_kv", [0 if k == "conv" else heads for k in config.layer_types])
     for key, value in values.items():
         put_number(writer, f"{arch}.{key}", value)
     if name in ("exaone4", "olmo3"):
@@ -182,6 +212,43 @@ def family_keys(name: str) -> dict[str, int]:
     return {f"{arch}.{key}": 1 for key in MORE.get(name, {})}
 
 
+def tiled(config: Any, data: np.ndarray, axis: int) -> np.ndarray:
+    """Heads of values in turns of the key heads; what stands before them stays."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    size = config.linear_value_head_dim if data.shape[axis] > heads else 1
+    before, values = np.split(data, [data.shape[axis] - heads * size], axis)
+    shape = (*data.shape[:axis], keys, heads // keys, size, *data.shape[axis + 1 :])
+    return np.concatenate((before, values.reshape(shape).swapaxes(axis, axis + 1).reshape(values.shape)), axis)
+
+
+def put_recurrence(writer: gguf.GGUFWriter, config: Any, key: str, data: np.ndarray) -> None:
+    """A tensor of a gated delta net."""
+    stored = {
+        "in_proj_qkv.weight": "attn_qkv.weight",
+        "in_proj_z.weight": "attn_gate.weight",
+        "in_proj_a.weight": "ssm_alpha.weight",
+        "in_proj_b.weight": "ssm_beta.weight",
+        "out_proj.weight": "ssm_out.weight",
+        "conv1d.weight": "ssm_conv1d.weight",
+        "norm.weight": "ssm_norm.weight",
+        "A_log": "ssm_a",
+        "dt_bias": "ssm_dt.bias",
+    }
+    layer, part = key.removeprefix("model.layers.").split(".linear_attn.")
+    if part == "A_log":
+        data = -np.exp(data)
+    if part == "conv1d.weight":
+        data = data[:, 0]
+    if part != "norm.weight":
+        data = tiled(config, data, 1 if part == "out_proj.weight" else 0)
+    data = np.ascontiguousarray(data)
+    if part == "out_proj.weight" and config.linear_value_head_dim == 32:
+        q8 = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(f"blk.{layer}.{stored[part]}", gguf.quants.quantize(data, q8), raw_dtype=q8)
+    else:
+        writer.add_tensor(f"blk.{layer}.{stored[part]}", data)
+
+
 def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
     config, family = model.config, family_of(gguf.MODEL_ARCH_NAMES[ARCH[name]], family_keys(name))
     assert family is not None
@@ -191,6 +258,11 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = parameter.numpy()
+        if ".linear_attn." in key:
+            put_recurrence(writer, config, key, data)
+            continue
+        if key.endswith("conv.conv.weight"):
+            data = data[:, 0]
         if "norm" in key and key.endswith("weight"):
             data = data - np.float32(family.norm_offset)
         if family.rotates_pairs and re.search(r"\.[qk]_proj\.(weight|bias)$", key):
@@ -320,6 +392,22 @@ RUN: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": [], "norm_top
 RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}}
 NEWER = ("llama_odd", "mixtral", "stablelm", "gpt_neox", "nemotron", "glm", "cohere2", "exaone4", "olmo3")
 RUN |= {name: CHANGES.get(name, {}) for name in (*NEWER, "qwen2_moe", "glm4_moe", "ernie_moe")}
+RUN |= {name: CHANGES.get(name, {}) for name in ("lfm2", "qwen3_5", "qwen3_5_moe")}
+
+
+def described_file(name: str, model: Any, config: Any, weights: GgufWeights) -> Any:
+    """What the native runner asks of a model."""
+    return SimpleNamespace(
+        name=name,
+        hf=model,
+        config=config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        groups=layer_groups(name, config),
+        max_position=max_position(name, config),
+        vocab_size=config.vocab_size,
+        weights=weights,
+    )
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -329,19 +417,52 @@ def test_a_file_runs_natively_as_the_module_does(models: ModuleType, tmp_path: P
     config = gguf_config(file)
     if name == "gpt_oss":
         config.layer_types, config.swiglu_limit = model.config.layer_types, model.config.swiglu_limit
-    described: Any = SimpleNamespace(
-        name=name,
-        hf=model,
-        config=config,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        groups=layer_groups(name, config),
-        max_position=max_position(name, config),
-        vocab_size=config.vocab_size,
-        weights=GgufWeights(file, config),
-    )
+    described = described_file(name, model, config, GgufWeights(file, config))
     tokens = [5, 9, 100, 33, 7]
     with torch.inference_mode(), closing(native_runner(described)) as runner:
         runner.allocate([4] * len(described.groups), 16)
         expected = model(torch.tensor([tokens])).logits[0]
         assert torch.allclose(runner.forward(batch_of(tokens, len(described.groups))), expected, atol=1e-3)
+
+
+def test_blocks_of_heads_in_turns_stay_blocks(models: ModuleType, tmp_path: Path) -> None:
+    """llama.cpp's converter moves whole columns of the last projection; here the heads write where those are."""
+    model = models.random_model("qwen3_5", attention_bias=False, linear_value_head_dim=32)
+    projections = {key: value for key, value in model.state_dict().items() if "linear_attn.out_proj" in key}
+    for projection in projections.values():
+        q8 = gguf.GGMLQuantizationType.Q8_0
+        projection.copy_(torch.from_numpy(gguf.dequantize(gguf.quants.quantize(projection.numpy(), q8), q8)))
+    file = written(tmp_path / "model.gguf", "qwen3_5", model)
+    config = gguf_config(file)
+    weights = GgufWeights(file, config)
+    for key, projection in projections.items():
+        assert torch.equal(weights.tensor(key).whole(), projection)
+    described = described_file("qwen3_5", model, config, weights)
+    packed = ModelWeights(described)
+    assert [packed.layers[layer].out.parts[0].kind for layer in (0, 2)] == [STORED_KINDS["Q8_0"]] * 2
+    tokens = [5, 9, 100, 33, 7]
+    with torch.inference_mode(), closing(NativeRunner(packed)) as runner:
+        runner.allocate([4] * len(described.groups), 16)
+        expected = model(torch.tensor([tokens])).logits[0]
+        assert torch.allclose(runner.forward(batch_of(tokens, len(described.groups))), expected, atol=1e-3)
+
+
+def test_rates_that_are_not_negative_are_refused(models: ModuleType, tmp_path: Path) -> None:
+    model = models.random_model("qwen3_5", attention_bias=False)
+    model.model.layers[0].linear_attn.A_log.fill_(-200.0)  # whose exponential is zero
+    file = written(tmp_path / "model.gguf", "qwen3_5", model)
+    with pytest.raises(ModelError, match=r"blk\.0\.ssm_a has a rate that is not negative"):
+        GgufWeights(file, gguf_config(file)).tensor("model.layers.0.linear_attn.A_log")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"ssm.inner_size": 7}, "ssm.inner_size is 7"), ({"ssm.time_step_rank": 0}, "ssm.inner_size is 240")],
+)
+def test_sizes_of_heads_that_contradict_are_refused(
+    models: ModuleType, tmp_path: Path, change: dict[str, int], reason: str
+) -> None:
+    file = written(tmp_path / "model.gguf", "qwen3_5", models.random_model("qwen3_5", attention_bias=False))
+    file.metadata.update({f"qwen35.{key}": value for key, value in change.items()})
+    with pytest.raises(ModelError, match=reason):
+        gguf_config(file)
