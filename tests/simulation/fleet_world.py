@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.fleet.fleet import FleetLimits
 from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
@@ -139,14 +140,23 @@ class FleetWorld:
     Args:
         seed: draws everything.
         model: as of a World.
-        rule, num_gateways: what is not to be drawn; then there are no faults.
+        rule, num_gateways, router, options: what is not to be drawn; with a rule there are no faults.
     """
 
     gateways_die = True
     deaths_to_lose = 1  # nothing keeps the tokens that a replica has sent
     is_draining = False
 
-    def __init__(self, seed: int, model: Model, rule: ScaleRule | None = None, num_gateways: int = 1) -> None:
+    def __init__(
+        self,
+        seed: int,
+        model: Model,
+        rule: ScaleRule | None = None,
+        num_gateways: int = 1,
+        *,
+        router: str | None = None,
+        options: BatcherOptions | None = None,
+    ) -> None:
         self.seed, self.model = seed, model
         self.rng = random.Random(f"fleet {seed}")
         self.events: list[str] = []
@@ -174,6 +184,8 @@ class FleetWorld:
         if rule is not None:
             self._rule = rule
             self._gateways = [SimGateway(f"gateway{number}") for number in range(num_gateways)]
+        self._router = router or self._router
+        self._options = options
         self._nursery: trio.Nursery
 
     @property
@@ -225,13 +237,13 @@ class FleetWorld:
                 client = SimClient(self, f"client{number}", random.Random(self.rng.random()))
                 clients.start_soon(client.run, self.rng.randint(1, 8))
 
-    async def ask(self, number: int, max_tokens: int = 8) -> None:
+    async def ask(self, number: int, max_tokens: int = 8, client: str = "caller") -> None:
         """Has a plain request answered by way of the gateway with this number, and checks the answer."""
         one = self._gateways[number].gateway
         assert one is not None
         prompt = [self.rng.randrange(FIRST_PLAIN, VOCAB) for _ in range(12)]
         request = GenerateRequest(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True)
-        result = await one.fleet.call(Generate(request, client="caller"))
+        result = await one.fleet.call(Generate(request, client=client))
         assert result.token_ids == expected(prompt, max_tokens), result
 
     def start_version(self, number: int, version: int) -> None:
@@ -320,7 +332,7 @@ class FleetWorld:
             while True:
                 await trio.sleep(0.1 + self.rng.random() * 2)
                 self._num_lives += 1
-                world = World(self.seed, self.model, life=self._num_lives)
+                world = World(self.seed, self.model, life=self._num_lives, options=self._options)
                 world.events = self.events
                 life = replica.life = Life(self._num_lives, self.rng.randrange(NUM_NODES), world)
                 self.trace(name, f"starts on node {life.node}, life {life.number}")

@@ -1,16 +1,19 @@
 """Fleets in simulated time: a few of the worlds that `make sim` runs, and how a fleet grows, shrinks and is renewed."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import trio
 
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.fleet import fleet as fleet_module
 from genbatch.actors.fleet.fleet import Fleet, Replica, ReplicaPhase
 from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.nif.models.loaded_model import Model
+from genbatch.proto.errors import QueueFull
 from tests.simulation.fleet_world import FleetWorld
 
 TinyModel = Callable[[str], Model]
@@ -141,3 +144,42 @@ def test_another_version_takes_the_place_of_the_one_before_and_every_request_is_
                 scope.cancel()
 
     world.simulate(story)
+
+
+@pytest.mark.parametrize(("router", "num_gateways"), [("least_tokens", 1), ("prefix", 2), ("round_robin", 2)])
+def test_polite_clients_get_their_share_beside_a_greedy_one(model: Model, router: str, num_gateways: int) -> None:
+    """Four slots at two replicas, five clients with a request each, and one that has 24 open."""
+    options = BatcherOptions(n_parallel=2, batch_timeout=0.0)
+    rule = ScaleRule(min_replicas=2, max_replicas=2)
+    world = FleetWorld(3, model, rule, num_gateways, router=router, options=options)
+    tokens, served = 16, Counter[str]()
+    refused = Counter[str]()
+
+    async def story(world: FleetWorld) -> None:
+        async def ask_on(client: str, gateway: int, pause_s: float) -> None:
+            while True:
+                try:
+                    await world.ask(gateway, tokens, client)
+                    served[client] += 1
+                except QueueFull as error:
+                    refused[client] += 1
+                    assert error.retry_after_ms is not None
+                    await trio.sleep(pause_s or error.retry_after_ms / 1000)
+
+        await world.ask(0)
+        await trio.sleep(5.0)  # both replicas are there
+        async with trio.open_nursery() as nursery:
+            for number in range(24):
+                nursery.start_soon(ask_on, "greedy", number % num_gateways, 0.25)
+            await trio.sleep(2.0)
+            served.clear()
+            for number in range(5):
+                nursery.start_soon(ask_on, f"polite {number}", number % num_gateways, 0.0)
+            await trio.sleep(6.0)
+            nursery.cancel_scope.cancel()
+
+    world.simulate(story)
+    polite = [served[f"polite {number}"] for number in range(5)]
+    assert refused["greedy"] and refused.total() == refused["greedy"], refused
+    # A polite client has one request at a time, so that its slot is another's between two of them.
+    assert min(polite) >= served.total() / 6 / 2, served

@@ -58,7 +58,7 @@ class World:
     gateways_die = False
     deaths_to_lose = 2
 
-    def __init__(self, seed: int, model: Model, life: int | None = None) -> None:
+    def __init__(self, seed: int, model: Model, life: int | None = None, options: BatcherOptions | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
         self.model = model
@@ -73,6 +73,8 @@ class World:
         self._max_tokens = 40 if self._is_crowded else 16
         self._num_blocks = 24 if self._is_crowded else self.rng.choice((24, 64, 200))
         self._options = self._draw_options()
+        if options is not None:
+            self._options = options
         self._kill_rate = self.rng.choice((0.0, 0.0, 0.05, 0.3))
         self._hang_rate = self.rng.choice((0.0, 0.0, 0.01))
         self._shortage_rate = self.rng.choice((0.0, 0.0, 0.0, 0.01))
