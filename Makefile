@@ -140,12 +140,15 @@ overload: $(VENV)/.test
 	$(BIN)/python -m tests.benchmarks.overload
 
 # Beside llama.cpp and transformers: 25 minutes on a machine that does nothing else, and at first ten more to build
-# llama.cpp. Then the gateway alone, a minute. make bench ARGS=--quick tells whether it works.
+# llama.cpp. Then the gateway alone, a minute, and the services over HTTP, ten. make bench ARGS=--quick tells whether it
+# works.
 # ARGS="--model FILE" has a GGUF file of your own in the place of the first.
 bench: $(VENV)/.demo
 	$(BIN)/python -m tests.benchmarks.compare $(ARGS)
 	$(BIN)/python tests/benchmarks/gateway.py
 	tests/benchmarks/guidellm.sh $(VENV)
+	@$(PYTHON) -m venv $(VENV)/llama && $(VENV)/llama/bin/python -m pip --disable-pip-version-check --quiet install xllamacpp
+	$(BIN)/python -m tests.benchmarks.services --peer $(VENV)/llama/bin/python
 
 $(VENV)/.torch:
 	@echo "Making $(VENV) (once; torch takes a minute)"

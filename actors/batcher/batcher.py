@@ -48,6 +48,9 @@ from genbatch.proto.methods import METHODS, Lane
 
 # Seconds by which a timer is set behind a deadline: it would be set again if it came the last bit of a float too soon.
 LATE_S = 1e-6
+# A request waits for others at most so long, as a share of its step. One that comes later joins at the next step, and
+# waits for no more than this one.
+QUIET_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,7 @@ class Batcher(BatcherParts):
 
     def _wait_for_more(self) -> None:
         """An idle Batcher waits for the window's end, or until requests have ceased to come."""
-        now, quiet_s = trio.current_time(), self.options.quiet_s
+        now, quiet_s = trio.current_time(), self._quiet_s()
         if self._window is None:
             self._window_ends = now + self.options.window_s
         elif quiet_s is None:
@@ -225,6 +228,14 @@ class Batcher(BatcherParts):
             self._window = self.send_after(quiet_s, Quiet())
         else:
             self._window = self.send_after(left_s, Flush())
+
+    def _quiet_s(self) -> float | None:
+        """Seconds without another request that end the wait: a share of the step that requests would share."""
+        quiet_s = self.options.quiet_s
+        if quiet_s is None:
+            return None
+        step_s = self.planner.first_step_s()
+        return quiet_s if step_s is None else min(quiet_s, QUIET_SHARE * step_s)
 
     def _tick_when_idle(self) -> None:
         if not self._stepping:

@@ -149,8 +149,9 @@ class BatcherOptions:
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
         batch_timeout: milliseconds an idle Batcher waits for more requests before it starts. If not given: 20 at most,
             and no longer than `batch_quiet` says.
-        batch_quiet: milliseconds without another request after which an idle Batcher waits no longer; 0: it waits for
-            all of batch_timeout. If not given: 2, or 0 where batch_timeout or batch_size is given.
+        batch_quiet: milliseconds without another request after which an idle Batcher waits no longer, or a tenth of the
+            time that its first step takes, if that is less; 0: it waits for all of batch_timeout. If not given: 2, or 0
+            where batch_timeout or batch_size is given.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
         target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated
             in chunks that fit. A step may always take 2.25 times as long as one in which all sequences decode, so it

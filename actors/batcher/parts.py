@@ -138,9 +138,23 @@ class BatcherParts(GenServer):
             held.num_computed = len(held.tokens)
 
     async def _rehearse(self) -> None:
-        """Makes a few steps for nobody: the first request finds all built, and the first plan knows what they cost."""
+        """Reads a conversation and makes a few steps for nobody, beside each other.
+
+        So the first request finds all built, and the first plan knows what steps cost.
+        """
         if not self.intake.generates:
             return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._rehearse_text)
+            await self._rehearse_steps()
+
+    async def _rehearse_text(self) -> None:
+        try:
+            await self._tokenizing.run(self.ctx.model.tokenizer.rehearse)
+        except Exception as error:  # a request that meets the same is answered with it
+            log.warning("a first conversation for nobody could not be read: %r", error)
+
+    async def _rehearse_steps(self) -> None:
         try:
             await self._time_step(1)
             step_s = await self._time_step(1)

@@ -279,6 +279,17 @@ class Planner:
         )
         return prompt_budget(self._times.time, work, num_prompts, target_ms / 1000)
 
+    def first_step_s(self) -> float | None:
+        """Seconds for a step that evaluates all prompts that wait; None where nothing is known of steps."""
+        time = self._times.time
+        if time is None:
+            return None
+        ready = self._slots.ready()[: len(self._slots.seq_pool)]
+        cached = [self._slots.beginning_of(one).length for one in ready]
+        sizes = [len(one.tokens) - length for one, length in zip(ready, cached, strict=True)]
+        keys = sum([size * (length + size / 2) for size, length in zip(sizes, cached, strict=True)])
+        return time.seconds(StepWork(prompts=len(ready), prefill=sum(sizes), prefill_keys=keys))
+
     def plan(self, inflight: Set[int], budget: PromptBudget | None) -> SchedulerOutput:
         """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked.
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -339,6 +340,19 @@ class Tokenizer:
             goes_on=goes_on,
         )
         return ChatPrompt(rendering, len(conversations) - 1)
+
+    def rehearse(self) -> None:
+        """Renders and tokenizes a conversation for nobody, so that the first request finds all of it built.
+
+        These are the processes of the chat template, and the bound of `least_tokens`. A template may refuse the
+        conversation; a request that meets the same is answered with it.
+        """
+        self.least_tokens("Hello")
+        if self.has_chat_template:
+            with suppress(ChatTemplateError):
+                prompt = self.start_prompt([{"role": "user", "content": "Hello"}])
+                prompt.rendering.wait()
+                self.encode_prompt(prompt.rendering.prompt(0))
 
 
 _MAX_GROWTH = 1024  # real ones put three bytes or one word in the place of a character

@@ -19,6 +19,7 @@ from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.step_costs import StepWork
 from genbatch.nif.text.tokenizer import ChatPrompt, Tokenizer
 from genbatch.proto.errors import EngineError, PromptTooLong, Unavailable
 from genbatch.proto.messages import GenerateRequest, Message, Result, Token
@@ -116,6 +117,29 @@ async def test_an_idle_batcher_lets_a_lone_caller_wait_for_two_milliseconds(
         nursery.start_soon(lambda: bench.generate(prompt="a"))
         assert await steps_after(bench, mock_clock, 0.0019) == 0
         assert await steps_after(bench, mock_clock, 0.0002) > 0
+
+
+@pytest.mark.trio
+async def test_an_idle_batcher_waits_for_others_a_tenth_of_a_short_step(
+    tiny_model: TinyModel, mock_clock: MockClock
+) -> None:
+    async with batcher(tiny_model("llama"), batch_timeout=None) as bench, trio.open_nursery() as nursery:
+        bench.actor.times.took(StepWork(prompts=1, prefill=1), 0.005)  # so a token or two take five milliseconds
+        nursery.start_soon(lambda: bench.generate(prompt="a"))
+        assert await steps_after(bench, mock_clock, 0.0004) == 0
+        assert await steps_after(bench, mock_clock, 0.0004) > 0
+
+
+@pytest.mark.trio
+async def test_a_burst_of_long_steps_shares_its_first_forward(tiny_model: TinyModel, mock_clock: MockClock) -> None:
+    async with batcher(tiny_model("llama"), n_parallel=8, batch_timeout=None) as bench:
+        bench.actor.times.took(StepWork(prompts=1, prefill=1), 0.1)
+        async with trio.open_nursery() as nursery:
+            for number in range(5):
+                nursery.start_soon(lambda number: bench.generate(prompt=f"p{number}", max_tokens=1), number)
+                assert await steps_after(bench, mock_clock, 0.0015) == 0
+            mock_clock.jump(0.001)
+        assert (bench.actor.stats.steps, bench.actor.stats.scheduled_entries) == (1, 5)
 
 
 @pytest.mark.trio

@@ -10,7 +10,7 @@ import trio
 from genbatch.actors.batcher.messages import SaveSession
 from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.text.templates import MAX_RENDERINGS
+from genbatch.nif.text.templates import MAX_RENDERINGS, TemplateRenderer
 from genbatch.proto.errors import InvalidRequest, PromptTooLong, QueueFull
 from genbatch.proto.messages import Message, TokenizeRequest
 from tests.actors.batcher.bench import Bench, batcher
@@ -127,3 +127,20 @@ async def test_a_batcher_closes_while_a_template_loops(model: Model) -> None:
         scopes[0].cancel()
         while len(bench.actor.requests):
             await trio.lowlevel.checkpoint()
+
+
+async def test_the_first_conversation_finds_the_processes_of_the_template_started(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Batcher opens with a conversation read for nobody; so no request waits for a fork, or for the vocabulary."""
+    vars(model.tokenizer).pop("_longest_token", None)
+    async with batcher(model) as bench:
+        assert "_longest_token" in vars(model.tokenizer)
+        monkeypatch.setattr(TemplateRenderer, "_fork", lambda _: pytest.fail("a request waits for a process"))
+        await bench.generate(messages=chat("hi"), max_tokens=1, ignore_eos=True)
+
+
+async def test_a_template_that_refuses_the_first_conversation_ends_no_service(model: Model) -> None:
+    model.tokenizer.set_template("{% if messages[0].content == 'Hello' %}" + LOOP + "{% endif %}" + PLAIN)
+    async with batcher(model) as bench:
+        assert (await bench.generate(messages=chat("hi"), max_tokens=1, ignore_eos=True)).finish_reason == "length"

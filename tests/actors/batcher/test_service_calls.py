@@ -166,9 +166,9 @@ async def test_what_is_long_beside_the_words_of_a_conversation_is_not_rendered_o
         inline.append(threading.current_thread() is threading.main_thread())
         return whole(*arguments, **named)
 
-    monkeypatch.setattr(tokenizer, "start_prompt", watched)
     chat = {"messages": [Message(role="user", content="Hi")]}
     async with batcher(tiny_model("llama"), n_ctx=512) as bench:
+        monkeypatch.setattr(tokenizer, "start_prompt", watched)  # the Batcher has rehearsed
         await bench.ref.call(TokenizeRequest(**chat), timeout=None)
         assert inline == [True], "a short one is not worth a thread"
         inline.clear()
