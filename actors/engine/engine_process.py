@@ -262,6 +262,12 @@ async def _import_model_side() -> ModuleType:
     return await trio.to_thread.run_sync(import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True)
 
 
+async def _import_everything() -> None:
+    """What any model may need: one that was not described before is described by transformers' modules."""
+    await _import_model_side()
+    await trio.to_thread.run_sync(import_module, "genbatch.nif.models.model", abandon_on_cancel=True)
+
+
 class EngineProcess:
     """What the process does for its parent."""
 
@@ -284,7 +290,7 @@ class EngineProcess:
             while True:
                 match await self._channel.receive():
                     case PrepareEngine():
-                        self._nursery.start_soon(_import_model_side)
+                        self._nursery.start_soon(_import_everything)
                     case StartEngine() as start:
                         self._nursery.start_soon(self._open, start)
                     case Join(number):

@@ -6,28 +6,26 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from genbatch.nif.context.context import Context
-from genbatch.nif.context.tensor_parallel import TensorParallelRunner, open_ranks
 from genbatch.nif.cores import available_cores
 from genbatch.nif.cuda_device import choose_device
-from genbatch.nif.engine_options import GPU_ONLY, EngineOptions
+from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_host_memory, gpu_memory
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
-from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.model_names import written_path
-from genbatch.nif.models.model_source import Progress, no_progress
+from genbatch.nif.models.model_source import ModelSource, Progress, no_progress, resolve_model
+from genbatch.nif.models.warm_model import keep_model, kept_model
 from genbatch.nif.native.build import NativeUnavailable, build_library
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.pooling import RANK
 from genbatch.nif.runner import HoldsMemory, KnowsStep, Runner
-from genbatch.nif.runners.encoder_runner import EncoderRunner
-from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.sampler import choice_bytes
 from genbatch.nif.text.templates import ChatTemplateError
 from genbatch.nif.text.tokenizer import check_template
@@ -149,9 +147,11 @@ class Engine:
         if isinstance(runner, KnowsStep):
             # Such a runner computes in float32, whatever the weights are.
             return replace(shape, dtype_bytes=4, step_bytes=runner.step_bytes(n_batch, num_sequences))
+        from genbatch.nif.runners.torch_runner import TorchRunner
+
         if isinstance(runner, TorchRunner):
             return replace(shape, score_bytes=runner.score_bytes)
-        return shape if isinstance(runner, TensorParallelRunner) else replace(shape, score_bytes=0)
+        return shape if self.options.tensor_parallel > 1 else replace(shape, score_bytes=0)
 
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -202,26 +202,32 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
     if options.tensor_parallel > 1:
         if options.pooling:
             raise OptionError("pooling", "a model that tensor_parallel shares out gives no embeddings and no scores")
+        from genbatch.nif.context.tensor_parallel import open_ranks
+
         # Each rank keeps its share only, so the whole is never on a GPU.
-        load = partial(load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
+        load = partial(_load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
         shard, new_runner = open_ranks(options, load)
         return Engine(shard, options, lambda _: new_runner())
     on_cpu, reason = options.n_gpu_layers == 0 or not torch.cuda.is_available(), None
     if on_cpu and options.runner in ("auto", "native") and options.pooling in ("", RANK):
         report = progress or no_progress
-        model = describe_model(options.model_path, dtype=options.dtype, pooling=options.pooling, progress=progress)
+        found = resolve_model(options.model_path, report)
+        model = _described(options, found, report)
         if model is not None:
             try:
                 build_library(progress=report)
                 report("pack", 0, 0)
-                return Engine(model, options)
+                engine = Engine(model, options)
+                if model.shape is None and model.pooling is None:
+                    keep_model(found, model)
+                return engine
             except NativeUnavailable as unavailable:
                 reason = unavailable.reason
     packs = not on_cpu and options.runner in ("auto", "triton") and packs_weights(options)
     try:
         # What is packed goes to the GPU layer by layer: the whole model need not fit there.
         n_gpu_layers = 0 if packs else options.n_gpu_layers
-        model = load_model(
+        model = _load_model(
             options.model_path,
             dtype=options.dtype,
             n_gpu_layers=n_gpu_layers,
@@ -237,6 +243,38 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
         lean_llama = import_module("genbatch.nif.runners.lean_llama")  # needs Triton
         model = lean_llama.pack_model(model, options.quantize, choose_device(-1, options.main_gpu))
     return Engine(model, options)
+
+
+def _described(options: EngineOptions, found: ModelSource, report: Progress) -> Model | None:
+    """The model without its weights, as it was described at an earlier start or is now; None: see `describe_model`."""
+    source, dtype = options.model_path, options.dtype
+    check_dtype(dtype)
+
+    def describe() -> Model | None:
+        from genbatch.nif.models.model import describe_model
+
+        return describe_model(source, dtype=dtype, pooling=options.pooling, progress=report, found=found)
+
+    if options.pooling:
+        return describe()
+    kept = kept_model(source, found, torch.float32 if dtype == "auto" else getattr(torch, dtype), describe)
+    if kept is None:
+        return describe()
+    report("load", 1, 1)
+    return kept
+
+
+def _load_model(source: str, **settings: Any) -> Model:
+    """`load_model`, which needs transformers' modules: two seconds of imports that a native model does without."""
+    from genbatch.nif.models.model import load_model
+
+    return load_model(source, **settings)
+
+
+def _torch_runner(model: Model) -> Runner:
+    from genbatch.nif.runners.torch_runner import TorchRunner
+
+    return TorchRunner(model)
 
 
 def packs_weights(options: EngineOptions) -> bool:
@@ -265,7 +303,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
         return _triton(model, options)
     if options.runner == "torch" or on_gpu:
         _refuse_quantize(options, "the torch runner computes in the model's dtype")
-        return lambda _: TorchRunner(model)
+        return lambda _: _torch_runner(model)
     if options.quantize in GPU_ONLY:
         raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
     try:
@@ -277,7 +315,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
         _refuse_quantize(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
         log.warning("%s runs in torch, about three times slower than natively: %s", model.name, unavailable.reason)
-        return lambda _: TorchRunner(model)
+        return lambda _: _torch_runner(model)
     return lambda _: NativeRunner(weights, n_threads=options.n_threads or None)
 
 
@@ -290,6 +328,9 @@ def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Run
     if options.use_cuda_graph:
         raise OptionError("use_cuda_graph", reason)
     _refuse_quantize(options, reason)
+    from genbatch.nif.runners.encoder_runner import EncoderRunner
+    from genbatch.nif.runners.torch_runner import TorchRunner
+
     runner = EncoderRunner if model.pooling is not None and model.pooling.reads_whole else TorchRunner
     return lambda _: runner(model)
 
@@ -308,7 +349,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
             raise OptionError("runner", f"triton cannot run {model.name}: {reason}") from error
         _refuse_quantize(options, f"triton cannot run {model.name}: {reason}")
         log.info("%s runs in torch: %s", model.name, reason)
-        return lambda _: TorchRunner(model)
+        return lambda _: _torch_runner(model)
     quantize = options.quantize if packs_weights(options) else "none"
     if quantize != "none" and not is_packed(model):
         model = pack_model(model, quantize, model.device)

@@ -12,20 +12,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.runner import LayerGroup, LayerShape
 from genbatch.nif.scoring import is_classifier
+
+if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NONE, SHARED, PER_HEAD, WHOLE = range(4)
 """Norms of queries and keys, as `enum qk_norm`: none, each head by the same weights, by its own, all heads as one."""
@@ -765,7 +761,7 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
 """By the name of transformers' class, what makes the architecture of a configuration."""
 
 
-def layer_groups(name: str, config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
+def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...]:
     """The model's layers by how far back they attend, in the order in which each kind first appears.
 
     Args:
@@ -818,7 +814,7 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     return tuple(shapes)
 
 
-def max_position(name: str, config: PreTrainedConfig) -> int:
+def max_position(name: str, config: "PreTrainedConfig") -> int:
     """How many positions one sequence may have.
 
     Rotary embeddings or queries that are rescaled once a sequence is long would change the other sequences of the same
@@ -848,13 +844,15 @@ LAYERS = (LayerShape(1, 1, 1),)
 _NO_BOUND = 10**9
 
 
-def is_encoder(config: PreTrainedConfig) -> bool:
+def is_encoder(config: "PreTrainedConfig") -> bool:
     """Whether a model of this configuration reads a text in both directions."""
     settings: Any = config.get_text_config()
     if settings.is_encoder_decoder or getattr(settings, "is_decoder", False):
         return False
     if getattr(settings, "use_bidirectional_attention", None) is True or getattr(settings, "is_causal", None) is False:
         return True
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
+
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and type(config) in MODEL_MAPPING
 
 
@@ -865,6 +863,8 @@ def encoder_class(source: str, config: Any) -> Any:
         ModelError: there is none, or the weights belong to a head that decides something else.
     """
     written = getattr(config, "architectures", None) or [""]
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
+
     if is_classifier(config):
         model_class: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     elif written[0].endswith(("Classification", "Answering", "RewardModel")):
@@ -898,7 +898,7 @@ def load_encoder(
     return hf.eval().requires_grad_(False).to(device), frozenset(report["unexpected_keys"])
 
 
-def encoder_positions(source: str, hf: PreTrainedModel, tokenizer_bound: int | None) -> int:
+def encoder_positions(source: str, hf: "PreTrainedModel", tokenizer_bound: int | None) -> int:
     """How many tokens one text may have.
 
     Args:

@@ -17,15 +17,17 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import ARCHITECTURES, Architecture
 from genbatch.nif.models.weight_source import WeightSource, is_finite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("genbatch")
 
@@ -290,8 +292,8 @@ def check_all_used(
 
 
 def check_complete(
-    source: str, kind: str, config: Any, make: Callable[[], PreTrainedModel], weights: WeightSource
-) -> PreTrainedModel:
+    source: str, kind: str, config: Any, make: Callable[[], "PreTrainedModel"], weights: WeightSource
+) -> "PreTrainedModel":
     """Compares the tensors of a module with those of its files, before any of them is read.
 
     Args:
@@ -371,7 +373,7 @@ def _check_shape(source: str, name: str, shape: tuple[int, ...], parameter: torc
         )
 
 
-def check_size(source: str, make: Callable[[], PreTrainedModel], weights: WeightSource) -> None:
+def check_size(source: str, make: Callable[[], "PreTrainedModel"], weights: WeightSource) -> None:
     """Compares a module with its files before memory is taken for it: how many numbers there are, and their shapes.
 
     transformers may give a tensor another name on the way: only those with a name of the module's are compared.
@@ -398,7 +400,7 @@ def check_size(source: str, make: Callable[[], PreTrainedModel], weights: Weight
                 break
 
 
-def _on_meta(source: str, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def _on_meta(source: str, make: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel":
     try:
         with torch.device("meta"):
             hf: Any = make()

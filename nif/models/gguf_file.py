@@ -15,17 +15,18 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast, integrations
-from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
 from genbatch.nif.errors import ModelError, TensorError
 from genbatch.nif.models.file_checks import check_counts, token_ids
 from genbatch.nif.models.gguf_families import GgufFamily, family_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
+
+if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -228,7 +229,7 @@ class GgufWeights:
         config: what `gguf_config` made of it.
     """
 
-    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
+    def __init__(self, file: GgufFile, config: "PreTrainedConfig") -> None:
         self._file = file
         self._config: Any = config
         family = family_of(file.architecture, file.metadata)
@@ -352,12 +353,15 @@ class GgufWeights:
 # Configuration and tokenizer
 
 
-def gguf_config(file: GgufFile) -> PreTrainedConfig:
+def gguf_config(file: GgufFile) -> "PreTrainedConfig":
     """The configuration that transformers would make of the file's metadata.
 
     Raises:
         ModelError: the metadata lack something or contradict themselves.
     """
+    from transformers import AutoConfig
+    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+
     architecture = file.architecture
     family = family_of(architecture, file.metadata)
     known: Any = GGUF_CONFIG_MAPPING
@@ -590,12 +594,14 @@ _TOKENIZER_KEYS = {
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
-def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase":
     """The tokenizer that transformers makes of the file's vocabulary, with the file's chat template.
 
     Raises:
         ModelError: the vocabulary is missing or not one that transformers reads.
     """
+    from transformers import PreTrainedTokenizerFast, integrations
+
     described: dict[str, Any] = {}
     for key, name in _TOKENIZER_KEYS.items():
         value = file.metadata.get(f"tokenizer.ggml.{key}")

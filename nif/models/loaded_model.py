@@ -1,16 +1,42 @@
 """Model: a causal language model or an encoder in memory. `load_model` makes it, runners read it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from genbatch.nif.models.weight_source import WeightSource
 from genbatch.nif.pooling import Pooling
 from genbatch.nif.runner import LayerGroup, LayerShape
 from genbatch.nif.text.pairs import PairReader
 from genbatch.nif.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a model that was described before needs nothing of transformers
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShape:
+    """transformers' module in words: its class's name, and each tensor's shape. All its linears are plain."""
+
+    kind: str
+    tensors: Mapping[str, tuple[int, ...]]
+
+
+class LazyModule:
+    """transformers' module, made when an attribute of it is first read."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    @cached_property
+    def _module(self) -> Any:
+        return self._make()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 @dataclass(frozen=True)
@@ -20,7 +46,7 @@ class Model:
     Args:
         name: what to call it towards users.
         hf: transformers' module in eval mode, its attention going through `ATTENTION_NAME`; on the "meta" device, a
-            description without weights, where `weights` has them.
+            description without weights, where `weights` has them. A LazyModule where `shape` is there.
         config: of the text decoder.
         tokenizer: the model's own.
         dtype: of the weights and of the KV cache.
@@ -36,11 +62,12 @@ class Model:
         generates: whether it continues text.
         sampling: how its makers say to draw, by the names of a request's parameters; nothing where they say nothing.
         codes: the files of a checkpoint that is quantised already, beside the values that `hf` holds; else None.
+        shape: what a native runner asks of `hf`, where that was described before; else None.
     """
 
     name: str
-    hf: PreTrainedModel
-    config: PreTrainedConfig
+    hf: "PreTrainedModel"
+    config: "PreTrainedConfig"
     tokenizer: Tokenizer
     dtype: torch.dtype
     device: torch.device
@@ -55,3 +82,11 @@ class Model:
     generates: bool = True
     sampling: Mapping[str, float] = field(default_factory=dict)
     codes: WeightSource | None = None
+    shape: ModuleShape | None = None
+
+
+def module_shape(model: Model) -> ModuleShape:
+    """The model's module in words."""
+    if model.shape is not None:
+        return model.shape
+    return ModuleShape(type(model.hf).__name__, {name: tuple(one.shape) for name, one in model.hf.state_dict().items()})

@@ -26,6 +26,7 @@ from safetensors.torch import load
 
 from genbatch.nif.errors import AdapterError
 from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.runner import LoraAdapter, LoraLinear
 from genbatch.nif.text.expressions import check_repeats
@@ -352,7 +353,7 @@ def _targets(model: "Model") -> dict[str, tuple[int, int]]:
         for name, module in hf.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not hf.get_output_embeddings()
     }
-    kind = type(hf).__name__
+    kind = module_shape(model).kind
     if kind not in ARCHITECTURES:
         return linears
     tensors = ARCHITECTURES[kind](hf.config).tensors

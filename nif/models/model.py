@@ -147,9 +147,17 @@ def load_model(
 
 
 def describe_model(
-    source: str, *, dtype: str = "auto", pooling: str = "", progress: Progress | None = None
+    source: str,
+    *,
+    dtype: str = "auto",
+    pooling: str = "",
+    progress: Progress | None = None,
+    found: ModelSource | None = None,
 ) -> Model | None:
     """As `load_model` for the CPU, but the weights stay in their files: `Model.weights` has them, `Model.hf` none.
+
+    Args:
+        found: what `resolve_model` has made of the source, where it was asked before.
 
     Returns:
         None where the configuration alone does not describe the family's layers, and for models with hidden states that
@@ -162,7 +170,7 @@ def describe_model(
     report = progress or no_progress
     device = torch.device("cpu")
     torch_dtype = _dtype(dtype, device)
-    found = resolve_model(source, report)
+    found = found or resolve_model(source, report)
     register_attention()
     with quiet_transformers():
         report("load", 0, _LOAD_STEPS)

@@ -21,12 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 from filelock import FileLock
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
-from transformers.utils import logging as transformers_logging
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_families import FAMILIES
@@ -48,6 +44,8 @@ Progress = Callable[[str, int, int], None]
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silences transformers and the Hugging Face client inside the block, and restores their settings."""
+    from transformers.utils import logging as transformers_logging  # here, as below: most starts need none of it
+
     theirs: Any = transformers_logging
     verbosity, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity(logging.CRITICAL)
@@ -78,6 +76,8 @@ def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
     Raises:
         Exception: whatever transformers raises about a file that it cannot read.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     progress("convert", 0, 0)
     place: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     with quiet_transformers(), _tensors_reported(progress):
@@ -109,6 +109,8 @@ def _exact_dtype(model: torch.nn.Module) -> torch.dtype:
 @contextmanager
 def _tensors_reported(progress: Progress) -> Iterator[None]:
     """Replaces the bar that transformers draws over a GGUF file's tensors: it has no switch, nor a hook."""
+
+    from transformers import modeling_gguf_pytorch_utils
 
     def reporting(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
         everything = list(tensors)
@@ -372,6 +374,9 @@ def _sha256(path: Path) -> str:
 
 
 def _snapshot(source: str, progress: Progress) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     progress("download", 0, 0)
     try:
         with quiet_transformers():
@@ -393,6 +398,8 @@ def _snapshot(source: str, progress: Progress) -> Path:
 
 def _reporting_bar(progress: Progress) -> Any:
     """A bar class for the Hugging Face client that draws nothing and reports bytes."""
+    import huggingface_hub
+
     client: Any = huggingface_hub.utils
     drawn = client.tqdm
 

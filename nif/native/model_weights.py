@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import ModelError, OptionError, TensorError
@@ -29,6 +27,8 @@ from genbatch.nif.models.architectures import (
     head_dim_of,
     kv_heads_of,
 )
+from genbatch.nif.models.loaded_model import module_shape
+from genbatch.nif.models.warm_model import KeptConfig
 from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource, bytes_per_row
 from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.library import (
@@ -114,6 +114,10 @@ def _frequencies(config: Any, kind: str | None, *, partial: bool) -> tuple[torch
     """Radians a position for each pair of elements, [rotary_dim / 2], and a factor of the cosines and sines."""
     parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if parameters["rope_type"] != "default":
+        if isinstance(config, KeptConfig):
+            return config.frequencies(kind)
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"), layer_type=kind)
         return frequencies.float(), float(scale)
     size = head_dim_of(config)
@@ -126,8 +130,6 @@ QUANTIZE = ("none", "int8", "int4")
 
 _HEAD_DIM_STEP = 16
 MAX_EXPERT_GROUPS = 64
-# Kinds that gguf knows the blocks of.
-STORED_NAMES = frozenset(kind.name for kind in GGMLQuantizationType)
 _I8_GROUP = 64  # inputs that share a scale
 _I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale brings two thirds of int8's loss back
 
@@ -139,7 +141,7 @@ def check_supported(model: "Model") -> Architecture:
         NativeUnavailable: they do not; the reason says which part.
     """
     config: Any = model.config
-    kind = type(model.hf).__name__
+    kind = module_shape(model).kind
     if kind not in ARCHITECTURES:
         raise NativeUnavailable(f"{kind} is none of the architectures that the kernels know")
     if model.device.type != "cpu":
@@ -176,7 +178,7 @@ def check_supported(model: "Model") -> Architecture:
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise NativeUnavailable("its tokens attend to later ones")
-    for name, module in model.hf.named_modules():
+    for name, module in model.hf.named_modules() if model.shape is None else ():
         if isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear:
             raise NativeUnavailable(f"{name} is a {type(module).__name__}, not a plain torch.nn.Linear")
     return architecture
@@ -308,7 +310,7 @@ class _Loader:
         self._packer = packer
         self._kind = kind
         # What the module has, the source must have in the same shape; only experts may be merged in one of them.
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.hf.state_dict().items()}
+        self._shapes = module_shape(model).tensors
         self._held: list[Any] = []  # what structs point to
         self.num_kv_heads = kv_heads_of(self._config)
 
@@ -616,7 +618,10 @@ def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:
 
 def _columns(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
     """`count` columns of a matrix: of its own bytes where they are whole blocks."""
-    start, size = (bytes_per_row(tensor.kind, n) if tensor.kind in STORED_NAMES else None for n in (first, count))
+    from gguf.constants import GGMLQuantizationType  # here: few models have such experts
+
+    is_known = tensor.kind in GGMLQuantizationType.__members__
+    start, size = (bytes_per_row(tensor.kind, n) if is_known else None for n in (first, count))
     if start is None or size is None:
         return _stored(tensor.whole()[:, first : first + count])
     return replace(tensor, shape=(tensor.shape[0], count), rows=tensor.rows[:, start : start + size])

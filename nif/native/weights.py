@@ -14,7 +14,6 @@ from functools import cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 
@@ -84,6 +83,8 @@ def _patterns(kind: str) -> np.ndarray | None:
 
     A code is the place of a value among the type's own, the smallest first.
     """
+    import gguf  # here: few files have such types
+
     reader: Any = getattr(gguf.quants, kind, None)
     values = getattr(reader, "grid_map", None)
     if not values:

@@ -18,11 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import regex
-from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.response_templates import load_response_template
-
-from genbatch.nif.text.expressions import Expression, SearchTime, check_repeats
+from genbatch.nif.text.expressions import SearchTime, check_repeats
 from genbatch.nif.text.tools import CallPiece, Parts, new_call_id
 
 Events = Sequence[Mapping[str, Any]]
@@ -82,6 +78,8 @@ def checked_template(spec: Any) -> Mapping[str, Any] | None:
     """
     if spec is None:
         return None
+    from transformers.utils.chat_parsing import ResponseParser  # here: few models have such a template
+
     try:
         _check_patterns(spec)
         ResponseParser(spec, prefix="")
@@ -98,41 +96,6 @@ def _check_patterns(value: object) -> None:
             if isinstance(inner, str) and name.endswith("_pattern"):
                 check_repeats(inner)
             _check_patterns(inner)
-
-
-class _Parser(ResponseParser):
-    """transformers' parser with a time for its expressions.
-
-    Raises:
-        TimeoutError: from every method.
-    """
-
-    def __init__(
-        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], left: SearchTime
-    ) -> None:
-        self._left = left
-        spec = load_response_template(dict(template))
-        spec.start_anchor_re = Expression(spec.start_anchor_re, left)
-        for field in spec.fields.values():
-            for name in ("open_re", "close_re"):
-                if (pattern := getattr(field, name)) is not None:
-                    setattr(field, name, Expression(pattern, left))
-        super().__init__(spec, prefix=prefix, tools=[dict(tool) for tool in tools])
-
-    def _close_current(self, events: list[dict[str, Any]]) -> None:
-        if self._current is not None and self._opened:
-            self._try_tags(self._body, self._spec.fields[self._current].content_args)
-        super()._close_current(events)
-
-    def _try_tags(self, text: str, args: Any) -> None:
-        """Looks for a region's tags as the parser will, which sets no limit."""
-        inner = args.get("value_parser") if isinstance(args, dict) else None
-        if not isinstance(args, dict) or "tag_pattern" not in args:
-            return
-        expression = Expression(regex.compile(args["tag_pattern"], regex.DOTALL), self._left)
-        for match in expression.finditer(text):
-            if isinstance(inner, dict):
-                self._try_tags(match.groupdict().get("value") or "", inner.get("args"))
 
 
 class TemplateReader:
@@ -157,13 +120,15 @@ class TemplateReader:
         *,
         by_character: bool = False,
     ) -> None:
+        from genbatch.nif.text.response_parser import TimedParser  # needs transformers, and few models need it
+
         # The template says whether the white space around a region is part of it.
         fields = template["fields"].items()
         self._strips = {name: bool(field.get("content_args", {}).get("strip", True)) for name, field in fields}
         self._time = SearchTime(FIRST_S)
         self._has_failed = False
         try:
-            self._parser = _Parser(template, prefix, tools, self._time)
+            self._parser = TimedParser(template, prefix, tools, self._time)
         except TimeoutError:  # of the prompt
             self._has_failed = by_character = True
         self._has_tools = bool(tools)

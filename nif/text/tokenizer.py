@@ -6,12 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from inspect import signature
 from math import prod
 from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from genbatch.nif.text.detokenizer import TokenizerError, raised
 from genbatch.nif.text.response_template import HARMONY, THINKING, checked_template, known_template
@@ -44,8 +40,15 @@ _CONTINUATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
 # The names that transformers gives to one of several templates; a single one has the first.
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 
-# What `apply_chat_template` takes beside a template's variables, and what the template gets from it.
-_RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages", "self"}
+# What transformers' `apply_chat_template` takes beside a template's variables, and what the template gets from it.
+# Written out, since transformers takes half a second to import; a test compares them.
+RESERVED = frozenset(
+    (
+        *("self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "kwargs"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,13 @@ class Tokenizer:
     """A Hugging Face fast tokenizer with the calls that serving needs.
 
     Args:
-        hf: the tokenizer that transformers loaded; must be a fast one.
+        hf: the tokenizer that transformers loaded, which must be a fast one, or the same as `warm_model` keeps it.
 
     Raises:
         TokenizerError: it makes a text much longer before it cuts it up.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+    def __init__(self, hf: Any) -> None:
         self.hf = hf
         self.backend: Backend = hf.backend_tokenizer
         _check_growth(self.backend)
@@ -143,8 +146,7 @@ class Tokenizer:
         if said["model"].get("type") != "BPE" or not keeps_all or swallows:
             return 0, b""
         names = self.backend.get_vocab(with_added_tokens=True)
-        characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]  # each byte's
-        dropped = bytes(byte for byte, character in characters.items() if character not in names)
+        dropped = bytes(byte for byte, character in byte_characters().items() if character not in names)
         return max(len(name.encode()) for name in names), dropped
 
     @property
@@ -320,7 +322,7 @@ class Tokenizer:
             raise ChatTemplateError("the model has no chat template; send a prompt instead of messages")
         if not messages:
             raise ChatTemplateError("a conversation needs at least one message")
-        reserved = _RESERVED.intersection(variables or ())
+        reserved = RESERVED.intersection(variables or ())
         if reserved:
             raise ChatTemplateError(f"{min(reserved)!r} is no variable that a request may set")
         conversations: list[Sequence[Mapping[str, Any]]] = [messages]
@@ -353,6 +355,16 @@ class Tokenizer:
                 prompt = self.start_prompt([{"role": "user", "content": "Hello"}])
                 prompt.rendering.wait()
                 self.encode_prompt(prompt.rendering.prompt(0))
+
+
+def byte_characters() -> dict[int, str]:
+    """The character that stands for each byte in a byte-level vocabulary, as GPT-2 chose them.
+
+    A printable byte of Latin-1 stands for itself, the others for the characters from 256 on, in ascending order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)}
 
 
 _MAX_GROWTH = 1024  # real ones put three bytes or one word in the place of a character

@@ -42,6 +42,12 @@ FILE_GUARDS = (
         "every answer is token 0",
     ),
     Mutation(
+        "a damaged description",
+        never,
+        ("nif/models/test_warm_model.py::test_a_damaged_description_is_named_once_and_made_anew",),
+        "a torn file in the cache makes another model of the same weights",
+    ),
+    Mutation(
         "end tokens within the logits",
         never,
         (FILES + "test_an_end_token_is_a_whole_number_within_the_logits_width",),

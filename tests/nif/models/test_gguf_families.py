@@ -407,6 +407,7 @@ def described_file(name: str, model: Any, config: Any, weights: GgufWeights) -> 
         max_position=max_position(name, config),
         vocab_size=config.vocab_size,
         weights=weights,
+        shape=None,
     )
 
 

@@ -125,6 +125,7 @@ def main(sanitizers: str) -> None:
                 groups=groups,
                 vocab_size=config.vocab_size,
                 max_position=config.max_position_embeddings,
+                shape=None,
             )
             weights = model_weights.ModelWeights(model, mode if mode in ("int8", "int4") else "none")
             run(NativeRunner(weights, n_threads=n_threads))

@@ -52,6 +52,7 @@ def described(models: ModuleType) -> Callable[[str, str], Any]:
             vocab_size=hf.config.vocab_size,
             max_position=max_position(name, hf.config),
             weights=None,
+            shape=None,
         )
 
     return make

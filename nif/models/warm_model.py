@@ -1,0 +1,329 @@
+"""A model's description on disk, so that its next start needs no module of transformers.
+
+    model = kept_model(source, found, torch.float32, describe)   # None: it was not described before, or has changed
+    keep_model(found, model)                                     # after `describe_model`
+
+transformers' configurations and modules take two seconds to import. A native runner asks them for the configuration's
+numbers, the shapes of tensors and the tokenizer only. These are kept in the cache directory under a name that depends
+on the model's files (sizes, times, inodes), on this code and on transformers. A file there is read only if nobody but
+this user could have written it, and if its digest is right. What is read back is compared with what was described
+before it is kept: a model whose configuration says more than its fields is not kept.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Backend
+
+from genbatch.nif.errors import ModelError
+from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, layer_shapes, max_position
+from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
+from genbatch.nif.models.loaded_model import LazyModule, Model, ModuleShape, module_shape
+from genbatch.nif.models.model_source import ModelSource, cache_directory, quiet_transformers
+from genbatch.nif.models.weight_source import SafetensorsWeights, WeightSource
+from genbatch.nif.text.tokenizer import Tokenizer
+from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+
+log = logging.getLogger("genbatch")
+
+_MAGIC = b"genbatch model 1 "
+_DIGEST_BYTES = 64
+MAX_KEPT = 32  # descriptions, of some megabytes each; the ones that were used last stay
+_MAX_FILES = 1000  # of a directory
+
+
+class KeptConfig:
+    """A configuration's fields as attributes, like transformers' own.
+
+    Args:
+        fields: what its `to_dict` gives.
+        attributes: every attribute that a file can hold.
+        frequencies: of rotary embeddings that are not plain, with the factor of their cosines, by kind of layer.
+    """
+
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        attributes: Mapping[str, Any],
+        frequencies: Sequence[tuple[str | None, list[float], float]],
+    ) -> None:
+        vars(self).update(attributes)
+        self._fields = fields
+        self._frequencies = {kind: (values, factor) for kind, values, factor in frequencies}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as they were written."""
+        return self._fields
+
+    def frequencies(self, kind: str | None) -> tuple[torch.Tensor, float]:
+        """What transformers' function for this kind of layer gave: float32, and the factor."""
+        values, factor = self._frequencies[kind]
+        return torch.tensor(values), factor
+
+    def get_text_config(self, decoder: bool = False) -> "KeptConfig":
+        """Itself: only decoders are kept."""
+        return self
+
+
+@dataclass
+class KeptTokenizer:
+    """What `Tokenizer` asks of transformers' tokenizer.
+
+    Args:
+        text: of tokenizer.json.
+        size: how many ids it knows.
+    """
+
+    text: str
+    size: int
+    all_special_ids: list[int]
+    eos_token_id: int | None
+    chat_template: Any
+    special_tokens_map: dict[str, Any]
+    response_template: Any
+
+    def __len__(self) -> int:
+        return self.size
+
+    @cached_property
+    def backend_tokenizer(self) -> Backend:
+        """The tokenizer itself."""
+        return Backend.from_str(self.text)
+
+
+def kept_model(
+    source: str, found: ModelSource, dtype: torch.dtype, describe: Callable[[], Model | None]
+) -> Model | None:
+    """The model that `keep_model` has described, its weights in its files; None: there is none, or not of these files.
+
+    Args:
+        source: what the user called the model, for errors.
+        found: its files.
+        dtype: of the weights.
+        describe: makes the model with its module, for the few who ask for that.
+
+    Raises:
+        ModelError: the weights' files cannot be read.
+    """
+    path = _place(found)
+    said = None if path is None else _read(path)
+    if said is None:
+        return None
+    try:
+        config: Any = KeptConfig(said["config"], said["attributes"], said["frequencies"])
+        shape = ModuleShape(said["kind"], {name: tuple(size) for name, size in said["tensors"].items()})
+        return Model(
+            name=found.name,
+            hf=LazyModule(partial(_module, describe)),  # type: ignore[arg-type]
+            config=config,
+            tokenizer=Tokenizer(KeptTokenizer(**said["tokenizer"])),
+            dtype=dtype,
+            device=torch.device("cpu"),
+            groups=layer_groups(source, config),
+            layers=layer_shapes(config),
+            vocab_size=config.vocab_size,
+            eos_token_ids=frozenset(said["end_tokens"]),
+            max_position=max_position(source, config),
+            weights=_weights(source, found.path, config),
+            sampling=said["sampling"],
+            shape=shape,
+        )
+    except ModelError:
+        raise
+    except Exception as fault:  # its digest is right, and so somebody has written nonsense
+        log.warning("the description of %s in %s is not used: %r", found.name, path, fault)
+        return None
+
+
+def keep_model(found: ModelSource, model: Model) -> None:
+    """Writes the description of what `describe_model` has made; logs why where it cannot be written."""
+    path = _place(found)
+    if path is None or type(model.weights) not in (GgufWeights, SafetensorsWeights):
+        return
+    try:
+        with quiet_transformers():  # some of a configuration's attributes are deprecated
+            said = _described(model)
+        if said is None:
+            return
+        payload = json.dumps(said).encode()
+        digest = hashlib.sha256(payload).hexdigest().encode()
+        private_folder(path.parent)
+        _write(path, _MAGIC + digest + b"\n" + payload)
+        _forget_oldest(path.parent)
+    except (NotOurs, OSError) as fault:
+        log.warning("the description of %s is not kept, so the next start is slower: %s", model.name, fault)
+
+
+def _module(describe: Callable[[], Model | None]) -> Any:
+    model = describe()
+    assert model is not None, "these files were described before"
+    return model.hf
+
+
+def _weights(source: str, path: Path, config: Any) -> WeightSource:
+    if path.is_file():
+        return GgufWeights(GgufFile(source, path), config)
+    return SafetensorsWeights(source, path)
+
+
+def _described(model: Model) -> dict[str, Any] | None:
+    """What is written; None where it does not give back what it was made of."""
+    hf, shape = model.hf, module_shape(model)
+    if any(isinstance(part, torch.nn.Linear) and type(part) is not torch.nn.Linear for part in hf.modules()):
+        return None
+    try:
+        said = _facts_to_keep(model, shape)
+        read = json.loads(json.dumps(said))
+        config: Any = KeptConfig(read["config"], read["attributes"], read["frequencies"])
+        is_same = _facts(shape.kind, model.name, config) == _facts(shape.kind, model.name, model.config)
+    except Exception as fault:  # a configuration may hold any object, and lack any attribute
+        log.debug("%s is not kept: %r", model.name, fault)
+        return None
+    return said if is_same else None
+
+
+def _facts_to_keep(model: Model, shape: ModuleShape) -> dict[str, Any]:
+    own = model.tokenizer.hf
+    return {
+        "kind": shape.kind,
+        "tensors": shape.tensors,
+        "config": model.config.to_dict(),
+        "attributes": _attributes(model.config),
+        "frequencies": _frequencies(model.config),
+        "tokenizer": {
+            "text": model.tokenizer.backend.to_str(),
+            "size": len(own),
+            "all_special_ids": own.all_special_ids,
+            "eos_token_id": own.eos_token_id,
+            "chat_template": own.chat_template,
+            "special_tokens_map": own.special_tokens_map,
+            "response_template": getattr(own, "response_template", None),
+        },
+        "end_tokens": sorted(model.eos_token_ids),
+        "sampling": model.sampling,
+    }
+
+
+def _facts(kind: str, name: str, config: Any) -> list[Any]:
+    """All that a native runner makes of a configuration."""
+    fields = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    sizes = [getattr(config, size, None) for size in ("hidden_size", "num_hidden_layers", "vocab_size", "head_dim")]
+    sizes += [
+        config.num_attention_heads,
+        getattr(config, "intermediate_size", None),
+        getattr(config, "num_key_value_heads", None),
+    ]
+    ropes = [getattr(config, part, None) for part in ("rope_parameters", "layer_types", "tie_word_embeddings")]
+    shapes = layer_groups(name, config), layer_shapes(config), max_position(name, config)
+    return [fields, sizes, ropes, shapes, ARCHITECTURES[kind](config)]
+
+
+def _frequencies(config: Any) -> list[tuple[str | None, list[float], float]]:
+    """Those of `KeptConfig`, by transformers' own functions."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found, parameters = [], config.rope_parameters
+    for kind, rope in [(None, parameters)] if "rope_type" in parameters else parameters.items():
+        if rope["rope_type"] != "default":
+            values, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
+            found.append((kind, values.float().tolist(), float(factor)))
+    return found
+
+
+def _attributes(config: Any) -> dict[str, Any]:
+    """The attributes of a configuration that a file can hold: its own, its class's properties and its aliases."""
+    names = {name for name in vars(config) if not name.startswith("_")} | set(config.attribute_map)
+    names |= {name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)}
+    found = {}
+    for name in names:
+        try:
+            value = getattr(config, name)
+            json.dumps(value)  # with infinities, which Python reads again
+        except Exception:  # a property may need what is not there; what is asked for is compared later
+            continue
+        found[name] = value
+    return found
+
+
+# The file
+
+
+def _place(found: ModelSource) -> Path | None:
+    """Where the description of a model's files is; None where they cannot be told apart from others."""
+    try:
+        paths = [found.path]
+        if found.path.is_dir():
+            paths = sorted(path for path in found.path.rglob("*") if path.is_file())
+        if len(paths) > _MAX_FILES:
+            return None
+        digest = hashlib.sha256(_version())
+        for path in paths:
+            status = path.stat()
+            # Anybody can set a file's time of change; the time of the change of its inode is the system's own.
+            facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            digest.update(f"{os.path.realpath(path)}\0{facts}\n".encode(errors="surrogateescape"))
+        return cache_directory() / "described" / f"{digest.hexdigest()[:32]}.json"
+    except (OSError, RuntimeError, ModelError):
+        return None
+
+
+@cache
+def _version() -> bytes:
+    """A digest of this layer's code and of the libraries that described the model."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    for library in ("transformers", "tokenizers", "torch"):
+        digest.update(importlib.metadata.version(library).encode() + b"\0")
+    return digest.digest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content of a file that is there, ours and whole; else None."""
+    try:
+        if not is_ours(path):
+            return None
+        data = path.read_bytes()
+        os.utime(path)
+    except OSError as fault:
+        log.debug("%s is not read: %s", path, fault)
+        return None
+    start = len(_MAGIC) + _DIGEST_BYTES + 1
+    digest = hashlib.sha256(data[start:]).hexdigest().encode()
+    # guard: a damaged description
+    if data[:start] != _MAGIC + digest + b"\n":
+        log.warning("the model's description %s is damaged, and is made anew", path)
+        return None
+    said: dict[str, Any] = json.loads(data[start:])
+    return said
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Puts the file there whole, or not at all."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")  # for this user alone
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Keeps the descriptions that were used last, and nothing of a write that was cut off."""
+    with suppress(OSError):  # another process does the same
+        used = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in used[MAX_KEPT:]:
+            path.unlink(missing_ok=True)
