@@ -16,6 +16,7 @@ from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_host_memory, gpu_memory
+from genbatch.nif.models.architectures import widest_mlp
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model_names import written_path
@@ -132,7 +133,7 @@ class Engine:
         logit_rows = max(num_sequences, n_batch)
         shape = StepShape(
             hidden_size=hidden,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
+            intermediate_size=widest_mlp(config),
             num_heads=config.num_attention_heads,
             num_kv_heads=max((layer.num_kv_heads for layer in attending), default=1),
             head_dim=max((max(layer.key_dim, layer.value_dim) for layer in attending), default=1),

@@ -286,6 +286,13 @@ def gated_rows(names: Sequence[str], config: Any) -> tuple[SomeRows, ...]:
     return SomeRows(both, queries), SomeRows(keys), SomeRows(values), SomeRows(both, gates)
 
 
+def widest_mlp(config: Any) -> int:
+    """The inner size of the widest MLP of any layer."""
+    size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widest: int = max(size) if isinstance(size, list | tuple) else size
+    return widest * 2 if getattr(config, "use_double_wide_mlp", False) else widest
+
+
 def _llama(config: Any) -> Architecture:
     """Norm, attention, norm, MLP, each added to what came in."""
     return Architecture(config.rms_norm_eps, head_dim_of(config) ** -0.5, config.hidden_act)

@@ -4,7 +4,8 @@ model = load_model("smollm2")
 runner = TorchRunner(model)
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -58,6 +59,7 @@ from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisat
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource
 from genbatch.nif.pooling import CLS, LAST, RANK, Pooling, directory_pooling, gguf_pooling, plain_pooling
+from genbatch.nif.runner import LayerShape
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.runners.convolution import page_convolutions
 from genbatch.nif.runners.recurrence import RECURRENT, page_recurrences
@@ -66,6 +68,8 @@ from genbatch.nif.scoring import classifier_scoring, head_of, is_classifier, sco
 from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.pairs import KNOWN_FORMS, PairReader, template_form
 from genbatch.nif.text.tokenizer import Tokenizer
+
+log = logging.getLogger("genbatch")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The values of the option `dtype`, beside "auto"."""
@@ -123,6 +127,7 @@ def load_model(
         hf = _load_weights(source, files, torch_dtype, device)
         report("load", 2, _LOAD_STEPS)
         layers, vocab_size = probe_layers(source, hf, groups)
+        _log_expanded(found.name, text_config, layers, torch_dtype.itemsize)
         model = Model(
             name=found.name,
             hf=hf,
@@ -254,6 +259,7 @@ class _Directory:
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault
+        _read_whole(config)
         self.config = config
         path = directory / "generation_config.json"
         self._generation: Mapping[str, Any] | None = read_object(source, path) if path.is_file() else None
@@ -318,6 +324,22 @@ class _Directory:
         if said.get("do_sample") is False:
             return {}
         return ({"temperature": 1.0} if said.get("do_sample") is True else {}) | own_sampling(said)
+
+
+def _read_whole(config: Any) -> None:
+    """Lets a configuration give the usual value of what differs among its layers; `probe_layers` finds each layer's."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "is_heterogeneous", False):
+            part.allow_global_per_layer_attribute_access = True
+
+
+def _log_expanded(name: str, config: Any, layers: Sequence[LayerShape], itemsize: int) -> None:
+    """Tells what keys and values take that the model makes of a compressed row, and are kept as every head's own."""
+    rank, rotated = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    if isinstance(rank, int) and isinstance(rotated, int):
+        kept = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in layers) * itemsize
+        least = len(layers) * (rank + rotated) * itemsize
+        log.info("%s keeps keys and values of every head: %d bytes a token, %d compressed", name, kept, least)
 
 
 def own_sampling(said: Mapping[str, Any]) -> dict[str, float]:
@@ -477,11 +499,17 @@ def _encoder(
     )
 
 
+# Text models that run in torch without the parts around them.
+_TEXT_IN_TORCH = ("Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM")
+
+
 def _has_text_model(config: Any) -> bool:
-    """Whether a configuration is of a model that reads pictures too, with a text model that the kernels know."""
+    """Whether a configuration is of a model that reads pictures too, with a text model that is known to run alone."""
     text: Any = config.get_text_config(decoder=True)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    return text is not config and not config.is_encoder_decoder and kind is not None and described(kind)
+    if text is config or config.is_encoder_decoder or kind is None:
+        return False
+    return described(kind) or kind.__name__ in _TEXT_IN_TORCH
 
 
 def _supported_class(source: str, config: PreTrainedConfig) -> Any:

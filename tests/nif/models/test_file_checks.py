@@ -213,7 +213,7 @@ def test_fewer_layers_than_the_file_has_are_refused(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stored", ["blk.0.attn_q.bias", "outpud.weight", "blk.1.ffn_up.weight", "blk.00.ffn_up.weight"]
+    "stored", ["blk.0.attn_norm.bias", "outpud.weight", "blk.1.ffn_up.weight", "blk.00.ffn_up.weight"]
 )
 def test_a_tensor_of_a_gguf_file_likewise(tmp_path: Path, stored: str) -> None:
     write_llama(tmp_path / "bad.gguf", tensors={stored: np.ones(64, np.float32)})

@@ -12,6 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma3nConfig,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
 )
@@ -31,6 +36,10 @@ SIGHT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+_GEMMA4_SIGHT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "patch_size": 14,
+}  # fmt: skip
 MODELS: dict[str, Any] = {
     "gemma3": lambda: Gemma3ForConditionalGeneration(Gemma3Config(text_config=TEXT, vision_config=SIGHT)),
     "mistral3": lambda: Mistral3ForConditionalGeneration(
@@ -41,6 +50,36 @@ MODELS: dict[str, Any] = {
         )
     ),
 }
+# Every layer reads an embedding of its own; the last two read the keys and values of the two before them.
+_MATFORMER: dict[str, Any] = {
+    **TEXT,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 2,
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention"), *("sliding_attention", "full_attention"),
+    ],
+}  # fmt: skip
+IN_TORCH: dict[str, Any] = {
+    # The layers that attend to everything have heads of twice the size.
+    "gemma4": lambda: Gemma4ForConditionalGeneration(
+        Gemma4Config(text_config={**_MATFORMER, "global_head_dim": 32, "use_double_wide_mlp": True},
+                     vision_config=_GEMMA4_SIGHT)
+    ),
+    "gemma4 with experts": lambda: Gemma4ForConditionalGeneration(
+        Gemma4Config(
+            text_config={
+                **_MATFORMER, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+                "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
+                "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "final_logit_softcapping": 5.0,
+            },
+            vision_config=_GEMMA4_SIGHT,
+        )
+    ),
+}  # fmt: skip
 NEW = 12
 
 
@@ -48,18 +87,58 @@ NEW = 12
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tiny_models: ModuleType) -> tuple[Path, Any]:
     torch.manual_seed(4)
     torch.set_num_threads(1)
-    hf = MODELS[request.param]().eval()
+    return saved(MODELS[request.param](), tmp_path, tiny_models)
+
+
+def saved(hf: Any, directory: Path, tiny_models: ModuleType) -> tuple[Path, Any]:
+    hf = hf.eval()
     hf.generation_config.eos_token_id = None
-    hf.save_pretrained(tmp_path)
-    tiny_models.build_tokenizer(tmp_path)
-    return tmp_path, hf
+    hf.save_pretrained(directory)
+    tiny_models.build_tokenizer(directory)
+    return directory, hf
 
 
 @pytest.mark.parametrize("runner", ["native", "torch"])
 def test_text_is_that_of_the_whole_model(
     checkpoint: tuple[Path, Any], runner: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory, hf = checkpoint
+    check_text(*checkpoint, runner, caplog)
+
+
+@pytest.mark.parametrize("kind", IN_TORCH)
+def test_the_text_model_of_gemma_4_runs_in_torch(
+    kind: str, tmp_path: Path, tiny_models: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(4)
+    torch.set_num_threads(1)
+    check_text(*saved(IN_TORCH[kind](), tmp_path, tiny_models), "auto", caplog)
+
+
+def test_the_text_model_of_gemma_3n_runs_in_torch(
+    tmp_path: Path, tiny_models: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its parts for pictures and sound need packages of their own, so the whole checkpoint is written by hand."""
+    torch.manual_seed(4)
+    torch.set_num_threads(1)
+    sparsity = [0.5, 0.5, 0.0, 0.0, 0.0]
+    config = Gemma3nTextConfig(
+        **_MATFORMER,
+        altup_num_inputs=3,
+        laurel_rank=8,
+        activation_sparsity_pattern=sparsity,
+        final_logit_softcapping=5.0,
+    )
+    directory, hf = saved(Gemma3nForCausalLM(config), tmp_path, tiny_models)
+    weights = load_file(directory / "model.safetensors")
+    whole = {f"model.language_model.{name.removeprefix('model.')}": tensor for name, tensor in weights.items()}
+    whole["model.vision_tower.conv.weight"] = torch.ones(2)
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    whole_config = Gemma3nConfig(text_config=config.to_dict(), architectures=["Gemma3nForConditionalGeneration"])
+    whole_config.save_pretrained(directory)
+    check_text(directory, hf, "auto", caplog)
+
+
+def check_text(directory: Path, hf: Any, runner: str, caplog: pytest.LogCaptureFixture) -> None:
     prompt = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     answer = hf.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     options = EngineOptions(model_path=str(directory), n_gpu_layers=0, runner=runner, dtype="float32", n_ctx=1024)
