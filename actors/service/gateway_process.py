@@ -146,7 +146,10 @@ class Listeners:
 
         assert self._options.http is not None
         address = parse_http_address(self._options.http)
-        self._http = HTTPGateway(self._dispatcher(), address, self._security, strict=self._options.http_strict)
+        batch_dir = None if self._options.batch_dir is None else Path(self._options.batch_dir)
+        self._http = HTTPGateway(
+            self._dispatcher(), address, self._security, strict=self._options.http_strict, batch_dir=batch_dir
+        )
         return self._http.run
 
     def _new_metrics(self) -> Task:

@@ -33,6 +33,8 @@ class ServiceOptions:
         allowed_hosts: names by which HTTP clients may call the service (their Host header), and then no others but
             localhost; () is every name, on a loopback address localhost alone.
         allowed_origins: origins whose web pages may use it over HTTP, such as https://chat.example.
+        batch_dir: folder where files and batches of OpenAI's API are kept, so that batches survive a restart. If not
+            given, /v1/files and /v1/batches are off.
         engine: "process" runs the Batcher in a process of its own, which is restarted when it dies; "thread" in this
             one, which ends with it.
         spare_engine: whether a process waits that has imported an engine's libraries, so that an engine which died is
@@ -58,6 +60,7 @@ class ServiceOptions:
     http_strict: bool = False
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
+    batch_dir: str | None = None
     engine: EngineKind = "thread"
     spare_engine: bool = False
     shutdown_timeout_s: float = 30.0
@@ -81,7 +84,7 @@ class ServiceOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_cert" if self.tls_cert is None else "tls_key"
             raise OptionError(missing, "a certificate and its private key go together")
-        for name in ("allowed_hosts", "allowed_origins", "http_strict"):
+        for name in ("allowed_hosts", "allowed_origins", "http_strict", "batch_dir"):
             if self.http is None and getattr(self, name):
                 raise OptionError(name, "goes with http, which is not given")
         for origin in self.allowed_origins:

@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from genbatch.clients.cli.batch_api import BatchAPI, BatchLine
+from genbatch.actors.gateways.http.batch_runner import BatchLine
+from genbatch.clients.cli.batch_api import BatchAPI
 from genbatch.clients.cli.command import FAILURE, UsageError, report, run_command, with_flag_groups
 from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.option_flags import ModelFlags

@@ -8,27 +8,17 @@ import json
 from typing import Any
 
 import msgspec
-import trio
 
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.gateways.connection_limit import ConnectionLimit
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.app import make_app
+from genbatch.actors.gateways.http.asgi_call import post
+from genbatch.actors.gateways.http.batch_runner import ENDPOINTS, BatchLine
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.security.security import Security
 from genbatch.clients.interface import Client, embed_for, generate_for
 from genbatch.proto.errors import InvalidRequest
-
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-
-
-class BatchLine(msgspec.Struct, frozen=True):
-    """A request of a batch file; unknown fields are ignored, as OpenAI's own reader does."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-    method: str = "POST"
 
 
 class BatchAPI:
@@ -50,47 +40,13 @@ class BatchAPI:
         """
         if line.method != "POST":
             raise InvalidRequest("method", f"{line.method[:16]!r} is not POST")
-        if line.url not in URLS:
-            raise InvalidRequest("url", f"{line.url[:64]!r} is none of {', '.join(URLS)}")
+        if line.url not in ENDPOINTS:
+            raise InvalidRequest("url", f"{line.url[:64]!r} is none of {', '.join(ENDPOINTS)}")
         if line.body.get("stream"):
             raise InvalidRequest("body.stream", "a batch file has whole answers")
-        status, body = await self._post(line.url, json.dumps(line.body).encode())
-        return status, json.loads(body)
-
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        received = [{"type": "http.request", "body": body, "more_body": False}]
-        status, answer = 0, bytearray()
-
-        async def receive() -> Any:
-            if not received:
-                await trio.sleep_forever()  # this client never disconnects
-            return received.pop()
-
-        async def send(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif message["type"] == "http.response.body":
-                answer.extend(message.get("body", b""))
-
         with ConnectionLimit(1).seat(lambda: None) as seat:
-            scope = {
-                "type": "http",
-                "asgi": {"version": "3.0"},
-                "http_version": "1.1",
-                "method": "POST",
-                "scheme": "http",
-                "path": path,
-                "raw_path": path.encode(),
-                "root_path": "",
-                "query_string": b"",
-                "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-                "client": ("127.0.0.1", 0),
-                "server": ("127.0.0.1", 80),
-                "state": {"seat": seat},
-            }
-            await self._app(scope, receive, send)
-        return status, bytes(answer)
+            status, body = await post(self._app, line.url, json.dumps(line.body).encode(), {"seat": seat})
+        return status, json.loads(body)
 
 
 class _Asked:

@@ -181,6 +181,7 @@ _VALUES = {
     **dict.fromkeys(("http", "metrics"), "[HOST]:PORT"),
     "allowed_hosts": "NAME",
     "allowed_origins": "ORIGIN",
+    "batch_dir": "DIR",
     "keys": "DIR",
     "lora": "NAME=DIR",
     "system_prompts": "TEXT",

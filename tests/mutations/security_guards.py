@@ -141,4 +141,16 @@ SECURITY_GUARDS = (
         ("actors/gateways/http/test_http_gateway.py::test_a_page_of_another_site_reaches_nothing",),
         "a page gets in under a name of its own",
     ),
+    Mutation(
+        "ids that are paths",
+        always,
+        ("actors/gateways/http/test_batches.py::test_an_id_is_no_path",),
+        "a client reads any file of the service's user",
+    ),
+    Mutation(
+        "another owner's files and batches",
+        always,
+        ("actors/gateways/http/test_batches.py::test_another_owner_sees_nothing",),
+        "a client reads what others asked and were answered",
+    ),
 )

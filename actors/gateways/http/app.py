@@ -27,6 +27,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from genbatch.actors.gateways.http.anthropic import CountFields, MessageFields, read_count, read_message
+from genbatch.actors.gateways.http.batch_endpoints import BatchEndpoints, BatchFields, NoBatches
+from genbatch.actors.gateways.http.batch_runner import BatchRunner
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.front import Front
@@ -88,17 +90,19 @@ class Endpoint:
         endpoint: what answers.
         summary: what it is for, in a line.
         body: the type of a POST's body; None is a GET.
+        verb: HTTP's, where it is another.
     """
 
     path: str
     endpoint: Any
     summary: str
     body: type | None = None
+    verb: str = ""
 
     @property
     def method(self) -> str:
         """HTTP's."""
-        return "GET" if self.body is None else "POST"
+        return self.verb or ("GET" if self.body is None else "POST")
 
     @property
     def shown(self) -> str:
@@ -428,7 +432,13 @@ _BODIES = (ChatFields, CompletionFields, ResponseFields, MessageFields, Embeddin
 
 
 def make_app(
-    calls: HTTPCalls, open_calls: OpenCalls, security: Security, *, only_loopback: bool, strict: bool = False
+    calls: HTTPCalls,
+    open_calls: OpenCalls,
+    security: Security,
+    *,
+    only_loopback: bool,
+    strict: bool = False,
+    batches: BatchRunner | None = None,
 ) -> ASGIApp:
     """The ASGI application.
 
@@ -438,6 +448,7 @@ def make_app(
         security: who is let in.
         only_loopback: see Front.
         strict: whether a field that no API has published is refused.
+        batches: evaluates stored batches through the endpoints; None where nothing is stored.
     """
     elsewhere = frozenset(name for body in _BODIES for name in body.__struct_fields__)
     new_fields = partial(Fields, strict=strict, elsewhere=elsewhere)
@@ -472,6 +483,7 @@ def make_app(
             FimFields,
         ),
         *_ollama_endpoints(calls, open_calls, new_fields),
+        *_batch_endpoints(batches),
         Endpoint(
             "/completion",
             LlamaCppGenerating(read_llama_completion, calls, open_calls, new_fields),
@@ -507,8 +519,11 @@ def make_app(
         *docs_routes(endpoints),
         *page_routes(),
     ]
+    app = _routed(routes)
+    if batches is not None:
+        batches.app = app
     return Front(
-        _routed(routes),
+        app,
         authenticate=security.tokens.tenant if security.tokens else None,
         only_loopback=only_loopback,
         hosts=security.allowed_hosts,
@@ -532,6 +547,21 @@ def _reading_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewF
         Endpoint("/score", scoring, "The same.", ScoreFields),
         Endpoint("/v1/classify", classifying, "The label of each text. vLLM's.", ClassifyFields),
         Endpoint("/classify", classifying, "The same.", ClassifyFields),
+    ]
+
+
+def _batch_endpoints(runner: BatchRunner | None) -> list[Endpoint]:
+    batches = NoBatches() if runner is None else BatchEndpoints(runner)
+    return [
+        Endpoint("/v1/files", batches.upload, "Keeps a file of requests, sent as a form. OpenAI's.", verb="POST"),
+        Endpoint("/v1/files", batches.files, "The files that are kept. OpenAI's."),
+        Endpoint("/v1/files/{id}", batches.file, "One of them. OpenAI's."),
+        Endpoint("/v1/files/{id}", batches.delete, "Deletes it. OpenAI's.", verb="DELETE"),
+        Endpoint("/v1/files/{id}/content", batches.content, "Its content. OpenAI's."),
+        Endpoint("/v1/batches", batches.create, "Evaluates a file where there is room. OpenAI's.", BatchFields),
+        Endpoint("/v1/batches", batches.batches, "The batches. OpenAI's."),
+        Endpoint("/v1/batches/{id}", batches.batch, "One of them. OpenAI's."),
+        Endpoint("/v1/batches/{id}/cancel", batches.cancel, "Ends it. OpenAI's.", verb="POST"),
     ]
 
 

@@ -138,7 +138,7 @@ def _allow(headers: Headers) -> Response:
     """The answer to a browser that asks what a page of an allowed origin may send; it shows no token for that."""
     wanted = headers.get("access-control-request-headers", "authorization, content-type")
     allowed = {
-        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": wanted,
         "access-control-max-age": "600",
     }

@@ -10,6 +10,7 @@ Listening, TLS, the number of connections and the end of all of them are here; a
 
 import logging
 import ssl
+from pathlib import Path
 
 import trio
 
@@ -18,6 +19,8 @@ from genbatch.actors.gateways.addresses import HTTPAddress
 from genbatch.actors.gateways.connection_limit import ConnectionLimit, Seat, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.app import make_app, make_metrics_app
+from genbatch.actors.gateways.http.batch_runner import BatchRunner
+from genbatch.actors.gateways.http.batch_store import BatchStore
 from genbatch.actors.gateways.http.connection import HTTPConnection, Peers
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.security.key_files import AddressError
@@ -40,6 +43,7 @@ class HTTPGateway:
         security: who is let in, and the certificate; nothing of it is needed on a loopback interface.
         only_metrics: whether there is nothing but counters and health, for everybody who reaches the address.
         strict: whether a field that no API has published is refused.
+        batch_dir: where files and batches are kept; None keeps none.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class HTTPGateway:
         *,
         only_metrics: bool = False,
         strict: bool = False,
+        batch_dir: Path | None = None,
     ) -> None:
         security = security or Security()
         if not only_metrics:
@@ -61,11 +66,19 @@ class HTTPGateway:
         self._connections: set[HTTPConnection] = set()
         self._limit = ConnectionLimit(max_connections())
         calls = HTTPCalls(dispatcher)
+        self._batches = None if batch_dir is None else BatchRunner(BatchStore(batch_dir), calls)
         if only_metrics:
             self._app = make_metrics_app(calls)
         else:
             only_loopback = address.is_loopback
-            self._app = make_app(calls, self._open_calls, security, only_loopback=only_loopback, strict=strict)
+            self._app = make_app(
+                calls,
+                self._open_calls,
+                security,
+                only_loopback=only_loopback,
+                strict=strict,
+                batches=self._batches,
+            )
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
@@ -77,10 +90,14 @@ class HTTPGateway:
         async with trio.open_nursery() as nursery:
             stopping = trio.Event()
             connections: trio.Nursery = await nursery.start(self._host_connections, stopping)
+            if self._batches is not None:
+                nursery.start_soon(self._batches.run)
             try:
                 task_status.started(self.address)
                 await accept_from(listeners, self._serve, connections)
             finally:
+                if self._batches is not None:
+                    self._batches.store.close()
                 self._open_calls.stop()
                 for connection in self._connections:
                     connection.stop()

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -41,6 +42,7 @@ async def served_http(
     *,
     only_metrics: bool = False,
     strict: bool = False,
+    batch_dir: Path | None = None,
 ) -> AsyncIterator[ServedHTTP]:
     """Runs all of them for as long as the body runs; PATIENCE_S at most, so that no test hangs."""
     batcher = batcher or ScriptedBatcher()
@@ -48,7 +50,8 @@ async def served_http(
         async with trio.open_nursery() as nursery:
             ref = await start(nursery, batcher)
             address = parse_http_address(":0")
-            gateway = HTTPGateway(Dispatcher(ref), address, security, only_metrics=only_metrics, strict=strict)
+            options: Any = {"only_metrics": only_metrics, "strict": strict, "batch_dir": batch_dir}
+            gateway = HTTPGateway(Dispatcher(ref), address, security, **options)
             scope = trio.CancelScope()
 
             async def run(task_status: trio.TaskStatus[str]) -> None:

@@ -1,0 +1,255 @@
+"""BatchRunner: evaluates the requests of stored batches where live traffic leaves room.
+
+One batch at a time, the oldest first. Its requests go through the same endpoints as those of the network, with the
+lowest priority, and only while no request waits and a sequence is free beside one that is kept for newcomers.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import trio
+from starlette.types import ASGIApp
+
+from genbatch.actors.gateways.http.asgi_call import post
+from genbatch.actors.gateways.http.batch_store import Batch, BatchStore, Status
+from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls
+from genbatch.proto.errors import GenbatchError
+from genbatch.proto.validation import MAX_PRIORITY
+
+logger = logging.getLogger(__name__)
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""What a batch may ask."""
+POLL_S = 0.2
+"""Seconds between two looks at whether there is room."""
+RETRY_S = 1.0
+"""Seconds until a request that was refused for a passing reason is tried again."""
+MAX_ERRORS = 100
+"""Faulty lines that a batch names."""
+_PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """A request of a batch file; unknown fields are ignored, as OpenAI's own reader does."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+class BatchRunner:
+    """Evaluates batches; `run` is a task of the gateway.
+
+    Args:
+        store: where they are.
+        calls: tell whether there is room.
+
+    Attributes:
+        store: as given.
+        app: the endpoints, behind what asks callers who they are; to be set before `run`.
+    """
+
+    app: ASGIApp
+
+    def __init__(self, store: BatchStore, calls: HTTPCalls) -> None:
+        self.store = store
+        self._calls = calls
+        self._changed = trio.Event()
+        self._running: tuple[Batch, trio.CancelScope] | None = None
+        self._has_priorities = True
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._changed.set()
+
+    def cancel(self, batch: Batch) -> None:
+        """Ends a batch; its requests under way are freed."""
+        batch.status, batch.cancelling_at = "cancelling", int(time.time())
+        self.store.save(batch)
+        if self._running is not None and self._running[0].id == batch.id:
+            running, scope = self._running
+            running.status, running.cancelling_at = batch.status, batch.cancelling_at
+            scope.cancel()
+        else:
+            self._end(batch, "cancelled")
+
+    async def run(self) -> None:
+        """Evaluates what is there and what comes, until cancelled."""
+        while True:
+            self._changed = trio.Event()
+            for batch in self.store.open_batches():
+                await self._run_one(batch)
+                break
+            else:
+                await self._changed.wait()
+
+    async def _run_one(self, batch: Batch) -> None:
+        """Runs a batch to its end; at a cancellation from outside it stays open for the next start."""
+        if batch.status == "cancelling":
+            self._end(batch, "cancelled")
+        elif self._begin(batch):
+            with trio.CancelScope() as scope:
+                scope.deadline = trio.current_time() + batch.expires_at - time.time()
+                self._running = (batch, scope)
+                try:
+                    await _Evaluation(self, self.store, batch).run()
+                    self._end(batch, "completed")
+                except Exception:  # such as a full disk
+                    logger.exception("batch %s failed", batch.id)
+                    self._end(batch, "failed")
+                finally:
+                    self._running = None
+            if scope.cancelled_caught:
+                self._end(batch, "cancelled" if batch.cancelling_at is not None else "expired")
+
+    def _begin(self, batch: Batch) -> bool:
+        """Checks every line; returns whether the batch can be evaluated."""
+        if batch.status == "in_progress":
+            return True
+        lines, errors = read_lines(self.store, batch)
+        if errors:
+            batch.errors = errors[:MAX_ERRORS]
+            self._end(batch, "failed")
+            return False
+        batch.status, batch.in_progress_at = "in_progress", int(time.time())
+        batch.counts.total = len(lines)
+        batch.output_file_id = self.store.result_file(batch, "output")
+        batch.error_file_id = self.store.result_file(batch, "errors")
+        self.store.save(batch)
+        return True
+
+    def _end(self, batch: Batch, status: Status) -> None:
+        batch.status, batch.ended_at = status, int(time.time())
+        empty = [one for one in (batch.output_file_id, batch.error_file_id) if one and not self.store.size(one)]
+        batch.output_file_id = None if batch.output_file_id in empty else batch.output_file_id
+        batch.error_file_id = None if batch.error_file_id in empty else batch.error_file_id
+        self.store.save(batch)
+        for file_id in empty:
+            self.store.delete_file(batch.owner, file_id)
+
+    async def room(self) -> int:
+        """How many requests may begin now."""
+        try:
+            stats = await self._calls.stats(OURSELVES)
+        except GenbatchError:
+            return 0  # the engine is being restarted
+        slots = int(stats.get("n_parallel", 1))
+        if stats.get("requests_waiting", 0):
+            return 0
+        return max(1, slots - 1) - int(stats.get("requests_running", 0))
+
+    async def answer(self, batch: Batch, line: BatchLine, request_id: str) -> tuple[int, dict[str, Any]]:
+        """The status and the body that the endpoint answers a line with."""
+        caller = HTTPCaller(f"batch:{batch.owner}", batch.tenant, request_id)
+        while True:
+            adds_priority = self._has_priorities and "priority" not in line.body
+            body = json.dumps({"priority": MAX_PRIORITY, **line.body} if adds_priority else line.body).encode()
+            status, content = await post(self.app, line.url, body, {"caller": caller, "body": body})
+            answer: dict[str, Any] = json.loads(content)
+            if status == HTTPStatus.BAD_REQUEST and adds_priority and answer["error"].get("param") == "priority":
+                self._has_priorities = False  # this service serves everyone alike
+            elif status in _PASSING or (status == HTTPStatus.GATEWAY_TIMEOUT and "deadline_s" not in line.body):
+                await trio.sleep(RETRY_S)  # of a batch only its own deadline counts
+            else:
+                return status, answer
+
+
+class _Evaluation:
+    """One batch's requests under way."""
+
+    def __init__(self, runner: BatchRunner, store: BatchStore, batch: Batch) -> None:
+        self._runner = runner
+        self._store = store
+        self._batch = batch
+
+    async def run(self) -> None:
+        """Evaluates every line that has no answer yet."""
+        todo = self._todo()
+        async with trio.open_nursery() as nursery:
+            while True:
+                for _ in range(await self._runner.room()):
+                    number, line = next(todo, (0, None))
+                    if line is None:
+                        return
+                    nursery.start_soon(self._evaluate, number, line)
+                await trio.sleep(POLL_S)
+
+    def _todo(self) -> Iterator[tuple[int, BatchLine]]:
+        lines, _ = read_lines(self._store, self._batch)
+        counts, done = self._batch.counts, set[str]()
+        answered, failed = (self._read_answers(file_id) for file_id in self._result_files())
+        counts.completed, counts.failed = len(answered), len(failed)
+        done = answered | failed
+        return ((number, line) for number, line in lines if line.custom_id not in done)
+
+    def _result_files(self) -> tuple[str, str]:
+        batch = self._batch
+        assert batch.output_file_id is not None and batch.error_file_id is not None
+        return batch.output_file_id, batch.error_file_id
+
+    def _read_answers(self, file_id: str) -> set[str]:
+        """The lines that an earlier run answered; a last line that a kill cut short is taken away."""
+        path = self._store.path(file_id)
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            path.write_bytes(whole)
+        return {json.loads(line)["custom_id"] for line in whole.split(b"\n") if line}
+
+    async def _evaluate(self, number: int, line: BatchLine) -> None:
+        batch, name = self._batch, f"{self._batch.id}_{number}"
+        status, body = await self._runner.answer(batch, line, name)
+        is_answer = status == HTTPStatus.OK
+        response = {"status_code": status, "request_id": name, "body": body}
+        entry = {"id": name, "custom_id": line.custom_id, "response": response, "error": None}
+        output, errors = self._result_files()
+        with self._store.path(output if is_answer else errors).open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+        if is_answer:
+            batch.counts.completed += 1
+        else:
+            batch.counts.failed += 1
+        self._store.save(batch)
+
+
+def read_lines(store: BatchStore, batch: Batch) -> tuple[list[tuple[int, BatchLine]], list[dict[str, Any]]]:
+    """A batch's requests with their line numbers, from 1, and what is wrong with the others."""
+    lines: list[tuple[int, BatchLine]] = []
+    errors: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for number, data in enumerate(store.path(batch.input_file_id).read_bytes().split(b"\n"), 1):
+        if not data.strip():
+            continue
+        fault: tuple[str, str, str | None] | None
+        try:
+            line = msgspec.json.decode(data, type=BatchLine)
+            fault = _fault_of(line, batch.endpoint, seen)
+        except (msgspec.DecodeError, RecursionError) as error:
+            fault = ("invalid_json_line", str(error) or "nested too deeply", None)
+        if fault is None:
+            seen.add(line.custom_id)
+            lines.append((number, line))
+        else:
+            code, message, param = fault
+            errors.append({"code": code, "message": message, "param": param, "line": number})
+    if not lines and not errors:
+        errors.append({"code": "empty_file", "message": "the file has no requests", "param": None, "line": None})
+    return lines, errors
+
+
+def _fault_of(line: BatchLine, endpoint: str, seen: set[str]) -> tuple[str, str, str | None] | None:
+    if line.method != "POST":
+        return "invalid_method", f"{line.method[:16]!r} is not POST", "method"
+    if line.url != endpoint:
+        return "mismatched_endpoint", f"{line.url[:64]!r} is not the batch's endpoint {endpoint}", "url"
+    if line.custom_id in seen:
+        return "duplicate_custom_id", f"{line.custom_id[:64]!r} is used twice", "custom_id"
+    if line.body.get("stream"):
+        return "invalid_request", "a batch file has whole answers", "body.stream"
+    return None

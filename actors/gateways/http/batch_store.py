@@ -1,0 +1,234 @@
+"""BatchStore: uploaded files and batches, in a directory that outlives the service.
+
+    DIR/files/file-ID          what was uploaded, or the answers of a batch
+    DIR/files/file-ID.json     its name, purpose and owner
+    DIR/batches/batch_ID.json  a batch's state, written anew at each change
+
+A batch's answers are appended line by line, so a service that starts again goes on behind the last whole line.
+"""
+
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from genbatch.actors.gateways.http.bodies import Refusal
+from genbatch.nif.errors import OptionError
+from genbatch.proto.errors import InvalidRequest
+
+MAX_STORE_BYTES = 2**30
+"""All files together; beyond it an upload is refused until something is deleted."""
+Status = Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
+OPEN: tuple[Status, ...] = ("validating", "in_progress", "cancelling")
+"""The states of a batch that has not ended."""
+
+
+class StoredFile(msgspec.Struct):
+    """A file, as the API shows it, and its owner.
+
+    Args:
+        owner: who may read and delete it.
+        bytes: its size.
+        created_at: seconds since 1970.
+        filename: the name that it was uploaded with; no path of this machine.
+    """
+
+    id: str
+    owner: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+
+
+class Counts(msgspec.Struct):
+    """How many of a batch's requests there are and have ended."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Batch(msgspec.Struct):
+    """A batch's state.
+
+    Args:
+        owner: who may see and cancel it.
+        tenant: in whose name its requests are evaluated.
+        ended_at: seconds since 1970; the status says how.
+        errors: why no request was evaluated.
+    """
+
+    id: str
+    owner: str
+    tenant: str | None
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    status: Status = "validating"
+    in_progress_at: int | None = None
+    cancelling_at: int | None = None
+    ended_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    counts: Counts = msgspec.field(default_factory=Counts)
+    errors: list[dict[str, Any]] = []
+    metadata: dict[str, str] | None = None
+
+
+T = TypeVar("T", StoredFile, Batch)
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
+
+
+class BatchStore:
+    """Opens the directory for this process alone; `close` gives it back.
+
+    Args:
+        directory: is made where it is missing; nobody else may read it.
+
+    Raises:
+        OptionError: others can read the directory, it cannot be made, or another service uses it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._files, self._batches = directory / "files", directory / "batches"
+        try:
+            for folder in (directory, self._files, self._batches):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = directory.stat()
+        except OSError as error:
+            raise OptionError("batch_dir", f"{directory} cannot be made: {error.strerror}") from error
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise OptionError("batch_dir", f"{directory} is not a directory of this user alone (mode 0700)")
+        self._lock = FileLock(directory / "lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise OptionError("batch_dir", f"another service uses {directory}") from None
+
+    def close(self) -> None:
+        """Lets another service use the directory."""
+        self._lock.release()
+
+    # Files
+
+    def add_file(self, owner: str, filename: str, purpose: str, content: bytes) -> StoredFile:
+        """Keeps a file.
+
+        Raises:
+            InvalidRequest: there is no room for it.
+        """
+        held = sum(path.stat().st_size for path in self._files.iterdir())
+        if held + len(content) > MAX_STORE_BYTES:
+            raise InvalidRequest("file", f"{held} of {MAX_STORE_BYTES} bytes are in use: delete files first")
+        made = StoredFile(_new_id("file-"), owner, len(content), int(time.time()), filename, purpose)
+        self.path(made.id).write_bytes(content)
+        _write(self._files / f"{made.id}.json", made)
+        return made
+
+    def file(self, owner: str, file_id: str) -> StoredFile:
+        """One of the owner's files, with its size of now.
+
+        Raises:
+            Refusal: there is none of this id.
+        """
+        found = _read(self._files, file_id, owner, StoredFile, "file")
+        found.bytes = self.size(file_id)
+        return found
+
+    def files(self, owner: str) -> list[StoredFile]:
+        """The owner's files, the newest first."""
+        found = [self.file(owner, one.id) for one in _all(self._files, StoredFile) if one.owner == owner]
+        return sorted(found, key=lambda one: (-one.created_at, one.id))
+
+    def path(self, file_id: str) -> Path:
+        """Where a file's content is."""
+        return self._files / file_id
+
+    def size(self, file_id: str) -> int:
+        """Bytes of a file."""
+        return self.path(file_id).stat().st_size
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Raises:
+        Refusal: the owner has no such file.
+        InvalidRequest: a batch that has not ended needs it.
+        """
+        self.file(owner, file_id)
+        if any(file_id in (one.input_file_id, one.output_file_id, one.error_file_id) for one in self.open_batches()):
+            raise InvalidRequest("file_id", "a batch that has not ended needs this file")
+        (self._files / f"{file_id}.json").unlink()
+        self.path(file_id).unlink()
+
+    # Batches
+
+    def save(self, batch: Batch) -> None:
+        """Keeps a batch's state of now."""
+        _write(self._batches / f"{batch.id}.json", batch)
+
+    def batch(self, owner: str, batch_id: str) -> Batch:
+        """One of the owner's batches.
+
+        Raises:
+            Refusal: there is none of this id.
+        """
+        return _read(self._batches, batch_id, owner, Batch, "batch")
+
+    def batches(self, owner: str) -> list[Batch]:
+        """The owner's batches, the newest first."""
+        found = [one for one in _all(self._batches, Batch) if one.owner == owner]
+        return sorted(found, key=lambda one: (-one.created_at, one.id))
+
+    def open_batches(self) -> list[Batch]:
+        """Everybody's batches that have not ended, the oldest first."""
+        found = [one for one in _all(self._batches, Batch) if one.status in OPEN]
+        return sorted(found, key=lambda one: (one.created_at, one.id))
+
+    def result_file(self, batch: Batch, kind: str) -> str:
+        """The id of a new, empty file for a batch's answers or errors."""
+        return self.add_file(batch.owner, f"{batch.id}_{kind}.jsonl", "batch_output", b"").id
+
+
+def new_batch_id() -> str:
+    """An id that no batch has."""
+    return _new_id("batch_")
+
+
+def _new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
+
+
+def _write(path: Path, state: StoredFile | Batch) -> None:
+    """Replaces a file whole, so that a kill leaves the old state or the new one."""
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(state))
+    new.replace(path)
+
+
+def _read(folder: Path, name: str, owner: str, kind: type[T], what: str) -> T:
+    # guard: ids that are paths
+    if _ID.fullmatch(name):
+        try:
+            found = msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=kind)
+        except FileNotFoundError:
+            pass
+        else:
+            # guard: another owner's files and batches
+            if found.owner == owner:
+                return found
+    raise Refusal(HTTPStatus.NOT_FOUND, "not_found", f"there is no {what} {name[:64]!r}")
+
+
+def _all(folder: Path, kind: type[T]) -> Iterator[T]:
+    for path in folder.glob("*.json"):
+        yield msgspec.json.decode(path.read_bytes(), type=kind)
