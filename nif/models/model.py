@@ -68,6 +68,7 @@ from genbatch.nif.scoring import classifier_scoring, head_of, is_classifier, sco
 from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.pairs import KNOWN_FORMS, PairReader, template_form
 from genbatch.nif.text.tokenizer import Tokenizer
+from genbatch.nif.text.tokenizer_process import check_loading
 
 log = logging.getLogger("genbatch")
 
@@ -289,6 +290,7 @@ class _Directory:
 
     def tokenizer(self) -> Tokenizer:
         try:
+            check_loading(self.directory)
             loaded = AutoTokenizer.from_pretrained(self.directory, trust_remote_code=False)
             if loaded.is_fast:
                 return Tokenizer(loaded)

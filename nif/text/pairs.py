@@ -8,14 +8,9 @@ roles "query" and "document", or it is of a kind that has a prompt of its own.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.templates import ChatTemplateError
 from genbatch.nif.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding
 
 _MARKS = {"system": "genbatch-instruction", "query": "genbatch-query", "document": "genbatch-document"}
 
@@ -155,24 +150,14 @@ class PairReader:
 
     def beginning(self, text: str, num_tokens: int) -> str:
         """The text of the first tokens of a text."""
-        offsets = self._encoding(text).offsets
+        offsets = self._tokenizer.encoding(text, add_special_tokens=False).offsets
         return text if len(offsets) <= num_tokens else text[: offsets[num_tokens][0]]
 
     def _count(self, text: str) -> int:
-        return len(self._encoding(text).ids)
-
-    def _encoding(self, text: str) -> "Encoding":
-        """The tokens of a text by itself, without special ones; one at a time, so that other threads can run."""
-        try:
-            return self._tokenizer.backend.encode_batch([text], add_special_tokens=False)[0]
-        except BaseException as fault:
-            raise raised(fault) from None
+        return len(self._tokenizer.encoding(text, add_special_tokens=False).ids)
 
     def _joined(self, query: str, document: str) -> list[int]:
-        try:
-            found = self._tokenizer.backend.encode_batch([(query, document)])[0]
-        except BaseException as fault:
-            raise raised(fault) from None
+        found = self._tokenizer.encoding(query, document)
         if not self.second:
             return list(found.ids)
         return [token + kind * self.second for token, kind in zip(found.ids, found.type_ids, strict=True)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from genbatch.nif.text.detokenizer import TokenizerError, raised
 from genbatch.nif.text.response_template import HARMONY, THINKING, checked_template, known_template
 from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
+from genbatch.nif.text.tokenizer_process import Encoding, TokenizerProcess, decoder_expressions, unchecked
 from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, ToolFormat, plain_conversation, tool_format
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Tokenizer:
         hf: the tokenizer that transformers loaded, which must be a fast one, or the same as `warm_model` keeps it.
 
     Raises:
-        TokenizerError: it makes a text much longer before it cuts it up.
+        TokenizerError: it makes a text much longer before it cuts it up, or its decoder has expressions of its own.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -102,6 +103,7 @@ class Tokenizer:
         # Limits are the context's business; a limit kept here would only warn.
         self.backend.no_truncation()
         self.backend.no_padding()
+        self._process = _own_process(self.backend)
         self._renderer: TemplateRenderer | None = None
         self._set_response_template(self._response_template())
 
@@ -184,10 +186,17 @@ class Tokenizer:
         return self._ids(text, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self.encoding(text, add_special_tokens=add_special_tokens).ids)
+
+    def encoding(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoding:
+        """The tokens of a text, or of two, with their places in it; raises as `encode`."""
+        if self._process is not None:
+            return self._process.encode(text, pair, add_special_tokens=add_special_tokens)
         try:
-            if len(text) < LONG_CHARS:
-                return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-            return list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+            if len(text) < LONG_CHARS and pair is None:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            texts = [text if pair is None else (text, pair)]
+            return self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)[0]
         except BaseException as fault:
             raise raised(fault) from None
 
@@ -365,6 +374,22 @@ def byte_characters() -> dict[int, str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)}
+
+
+def _own_process(backend: "Backend") -> TokenizerProcess | None:
+    """A process for a tokenizer that may take any time; None for a tokenizer that cannot."""
+    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    settings = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
+    settings["model"] = {"max_input_chars_per_word": getattr(backend.model, "max_input_chars_per_word", None)}
+    # guard: a decoder with expressions of its own
+    for expression in decoder_expressions(settings):
+        raise TokenizerError(f"its decoder has the expression {expression[:60]!r}, which may take any time")
+    found = unchecked(settings)
+    # guard: a process for a tokenizer with expressions of its own
+    if found:
+        log.info("the tokenizer runs in a process of its own, for it has parts that are not known: %.200r", found)
+        return TokenizerProcess(backend.to_str())
+    return None
 
 
 _MAX_GROWTH = 1024  # real ones put three bytes or one word in the place of a character

@@ -29,6 +29,10 @@ NASTY: tuple[Any, ...] = (
 _BYTES = (b"\xff" * 8, bytes(8), b"\x01", b"\xff" * 4, b"\0\0\0\x80", b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\x7f")
 
 
+# Texts that are hard to cut up.
+LONG = ("x" * 20_000 + " y", "x" * 3_000 + " y", " " * 20_000 + "x", "xy" * 10_000)
+
+
 @dataclass(frozen=True, slots=True)
 class Good:
     """Files that load.
@@ -81,6 +85,37 @@ def _fields(name: str) -> Callable[[random.Random, str, Good, Path], Case]:
         return Case(what, directory)
 
     return change
+
+
+# Pieces of expressions. Repeats of repeats, and repeats side by side, may take any time.
+_PIECES = ("x", ".", "[a-y]", r"\w", r"\s", " ?", "(?:x|xx)", "(?=z)", r"\p{L}", "|", "y", "$", "(?i:X)", "(")
+_REPEATS = ("", "", "*", "+", "?", "{2,}", "{1,9}")
+
+
+def _expressions(draw: random.Random, what: str, good: Good, scratch: Path) -> Case:
+    """A tokenizer with an expression in its normalizer, its pre-tokenizer or its decoder, and a long token."""
+    directory = Path(shutil.copytree(good.directory, scratch / "model"))
+    path = directory / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    expression = ""
+    for _ in range(draw.randint(1, 6)):
+        expression += draw.choice(_PIECES) + draw.choice(_REPEATS)
+        if draw.random() < 0.3:
+            expression = f"({expression})" + draw.choice(_REPEATS)
+    part = draw.choice(("normalizer", "pre_tokenizer", "pre_tokenizer", "decoder"))
+    step: dict[str, Any] = {"type": "Replace", "pattern": {"Regex": expression}, "content": "x"}
+    if part == "pre_tokenizer":
+        behaviours = ("Isolated", "Removed", "MergedWithNext", "Contiguous")
+        step = {"type": "Split", "pattern": {"Regex": expression}, "behavior": draw.choice(behaviours), "invert": False}
+    fields[part] = {"type": "Sequence", f"{part}s".replace("pre_tokenizer", "pretokenizer"): [step, fields[part]]}
+    if part != "pre_tokenizer" or fields["pre_tokenizer"] is None:
+        fields[part] = step
+    if draw.random() < 0.3:
+        token = {"id": len(fields["model"]["vocab"]), "content": draw.choice(LONG), "special": False}
+        fields["added_tokens"].append(token | dict.fromkeys(("single_word", "lstrip", "rstrip"), False))
+        fields["added_tokens"][-1]["normalized"] = True
+    path.write_text(json.dumps(fields))
+    return Case(what, directory)
 
 
 def _safetensors(draw: random.Random, what: str, good: Good, scratch: Path) -> Case:
@@ -167,6 +202,7 @@ def _gguf_values(draw: random.Random, what: str, good: Good, scratch: Path) -> C
 _KINDS: dict[str, Callable[[random.Random, str, Good, Path], Case]] = {
     **{f"fields {name}": _fields(name) for name in ("config.json", "generation_config.json", "quantize_config.json")},
     **{f"fields {name}": _fields(name) for name in ("tokenizer.json", "tokenizer_config.json")},
+    "expressions": _expressions,
     "safetensors": _safetensors,
     "adapter": _adapter,
     "gguf": _gguf,

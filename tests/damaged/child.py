@@ -23,7 +23,9 @@ from genbatch.nif.models.model_source import quiet_transformers
 from genbatch.nif.runner import Entry
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from tests.damaged.cases import Case, Good, damage
+from genbatch.nif.text import tokenizer_process
+from genbatch.nif.text.detokenizer import TokenizerError
+from tests.damaged.cases import LONG, Case, Good, damage
 
 MEMORY = 3 << 30  # bytes beyond what the process has once it has loaded a good model
 PROMPT, NUM_TOKENS = "The capital of France is", 4
@@ -37,6 +39,9 @@ def generated(path: Path, runner: str, adapter: Path | None = None) -> tuple[lis
     # What a request with min_tokens makes of the ids that end a text.
     SamplerState(SamplingParams(seed=0, suppress=engine.model.eos_token_ids, min_tokens=1), ())
     prompt = engine.model.tokenizer.encode(PROMPT)[:32]
+    for text in LONG:
+        with contextlib.suppress(TokenizerError):  # of this text alone
+            engine.model.tokenizer.encode(text)
     if not prompt:
         return [], []
     context = engine.open_context(n_parallel=1, n_held=0, n_batch=64)
@@ -91,6 +96,7 @@ def main(good: Good, scratch: Path, first: int, count: int) -> None:
     report = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print of what they load
     transformers_logging.set_verbosity_error()
+    tokenizer_process.LOAD_S, tokenizer_process.ENCODE_S = 2.0, 0.5
     generated(good.directory, "auto")
     generated(good.gguf, "torch")
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

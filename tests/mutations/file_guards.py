@@ -3,6 +3,7 @@
 from tests.mutations.mutation import Mutation, dropped, never
 
 FILES = "nif/models/test_file_checks.py::"
+TOKENIZERS = "nif/text/test_tokenizer_process.py::"
 
 FILE_GUARDS = (
     Mutation(
@@ -88,5 +89,23 @@ FILE_GUARDS = (
         never,
         (FILES + "test_a_json_file_without_an_end_is_refused",),
         "a file takes all memory",
+    ),
+    Mutation(
+        "a process for a tokenizer with expressions of its own",
+        never,
+        (TOKENIZERS + "test_only_what_may_take_long_has_a_process_of_its_own",),
+        "one text holds a thread of the engine for hours",
+    ),
+    Mutation(
+        "a decoder with expressions of its own",
+        dropped,
+        (TOKENIZERS + "test_a_decoder_with_an_expression_is_refused_by_name",),
+        "one token holds the engine for hours",
+    ),
+    Mutation(
+        "time to load a tokenizer with expressions of its own",
+        dropped,
+        (TOKENIZERS + "test_a_model_that_takes_too_long_to_load_its_tokenizer_is_refused",),
+        "the load of a model takes hours",
     ),
 )

@@ -1,0 +1,236 @@
+"""Tokenizers with expressions of their own: they run in a process that has a limit of time (ADR 51).
+
+    unchecked(settings)             # expressions of a tokenizer.json that are not in KNOWN
+    process = TokenizerProcess(json)
+    process.encode(text).ids        # TokenizerError once it takes too long; the next text has a new process
+
+A pre-tokenizer and a normalizer are lists of steps, some of which search the text with a regular expression of the
+file. One search may take years, and the tokenizers package cannot be interrupted. The expressions in KNOWN are those of
+models that people use; they take a time in proportion to the text, and run in the caller's thread.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from genbatch.nif.text.detokenizer import TokenizerError
+from genbatch.nif.text.tokenizer_child import ANSWER, JOB
+
+_ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_MARK = r"[^\r\n\p{L}\p{N}]?"
+_DIGITS = (r"\p{N}", r"\p{N}{1,3}")
+KNOWN = frozenset(
+    (
+        # GPT-2 and those after it, CLIP, BLOOM.
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+        r" ?[^(\s|[.,!?…。，、।۔،])]+",  # noqa: RUF001
+        *(*_DIGITS, r"\d", r"\d{1,3}", "[0-9]", "[0-9][0-9][0-9]", r"\n", r"[\r\n]"),
+        # Llama 3, Qwen2 to Qwen3.5, and those that took their expression.
+        *(
+            rf"{_ENGLISH}|{_MARK}{letters}+|{digits}| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|{_SPACES}"
+            for letters, marks in ((r"\p{L}", ""), (r"[\p{L}\p{M}]", r"\p{M}"))
+            for digits in _DIGITS
+        ),
+        # Mistral's Tekken, o200k and gpt-oss.
+        *(
+            rf"{_MARK}{_UPPER}*{_LOWER}+{end}|{_MARK}{_UPPER}+{_LOWER}*{end}|{digits}"
+            rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+            for end in ("", f"{_ENGLISH}?")
+            for digits in _DIGITS
+        ),
+        # DeepSeek 3
+        "[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+        # Normalizers of the SentencePiece families
+        *(" {2,}", r"\s+", r"\s{2,}|[\n\r\t]", r"[\n\r\t]"),
+    )
+)
+# Processor time. A tokenizer of 256,000 tokens is read in two seconds, and others cut up a megabyte in one.
+LOAD_S = 20.0
+ENCODE_S = 2.0
+ENCODE_S_PER_BYTE = 10e-6
+# A WordPiece model tries all ends of a piece at each place of a word, so a word's length counts squared.
+MAX_WORD = 1000
+_MAX_DEPTH = 8  # of a configuration
+
+
+class Encoding(Protocol):
+    """A text as tokens."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+    @property
+    def type_ids(self) -> Sequence[int]: ...
+    @property
+    def offsets(self) -> Sequence[Sequence[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """An Encoding from the process."""
+
+    ids: list[int]
+    type_ids: list[int]
+    offsets: list[list[int]]
+
+
+def unchecked(settings: Mapping[str, Any]) -> list[str]:
+    """The parts of a tokenizer that may take longer than in proportion to a text.
+
+    Args:
+        settings: the content of a tokenizer.json.
+    """
+    found = [each for part in ("normalizer", "pre_tokenizer") for each in _expressions(settings.get(part))]
+    model = settings.get("model")
+    word = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
+    long_words = [f"max_input_chars_per_word {word}"] if isinstance(word, int) and word > MAX_WORD else []
+    return [each for each in found if each not in KNOWN] + long_words
+
+
+def decoder_expressions(settings: Mapping[str, Any]) -> list[str]:
+    """The expressions of a tokenizer's decoder, which no process of its own runs."""
+    return [each for each in _expressions(settings.get("decoder")) if each not in KNOWN]
+
+
+def _expressions(step: Any) -> Iterator[str]:
+    """All regular expressions within a step of a tokenizer."""
+    if isinstance(step, list):
+        for each in step:
+            yield from _expressions(each)
+    if isinstance(step, dict):
+        for name, value in step.items():
+            if name == "Regex" and isinstance(value, str):
+                yield value
+            else:
+                yield from _expressions(value)
+
+
+class TokenizerProcess:
+    """A tokenizer in a process of its own; threads may share it, and wait for one another.
+
+    Args:
+        tokenizer: the content of a tokenizer.json.
+        added: texts of tokens that another file adds.
+    """
+
+    def __init__(self, tokenizer: str, added: Sequence[str] = ()) -> None:
+        self._job = json.dumps({"tokenizer": tokenizer, "added": list(added)}).encode()
+        self._lock = threading.Lock()
+        self._open: list[subprocess.Popen[bytes]] = []  # one at most
+        weakref.finalize(self, _close, self._open)
+
+    def load(self) -> None:
+        """Starts the process, if it does not run.
+
+        Raises:
+            TokenizerError: the tokenizer cannot be read, or that takes too long.
+        """
+        with self._lock:
+            self._load()
+
+    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoding:
+        """The tokens of a text, or of two.
+
+        Raises:
+            TokenizerError: the tokenizer fails on this text, or takes too long.
+        """
+        job = json.dumps([text, pair, add_special_tokens]).encode()
+        limit_s = ENCODE_S + ENCODE_S_PER_BYTE * len(job)
+        with self._lock:
+            self._load()
+            return _Encoded(*self._ask(job, limit_s, "for this text"))
+
+    def _load(self) -> None:
+        if self._open and self._open[0].poll() is not None:
+            _close(self._open)
+        if not self._open:
+            self._open.append(_start())
+            self._ask(self._job, LOAD_S, "to be read")
+
+    def _ask(self, job: bytes, limit_s: float, purpose: str) -> Any:
+        (process,) = self._open
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(JOB.pack(limit_s, len(job)) + job)
+            process.stdin.flush()
+            header = process.stdout.read(ANSWER.size)
+            data = process.stdout.read(ANSWER.unpack(header)[0]) if header else b""
+        except OSError:
+            data = b""
+        if not data:
+            _close(self._open)
+            raise TokenizerError(f"the model's tokenizer takes more than {limit_s:.2g} s {purpose}")
+        answer, fault = json.loads(data)
+        if fault:
+            raise TokenizerError(f"the model's tokenizer failed: {fault}")
+        return answer
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # Not a fork of this process: its threads and locks must not be copied.
+    code = "from genbatch.nif.text.tokenizer_child import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # the terminal's Ctrl-C is not for it
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def _close(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what is left to write has nobody to read it
+                pipe.close()
+        process.wait()
+    processes.clear()
+
+
+def check_loading(directory: Path) -> None:
+    """Reads the tokenizer of a directory in a process of its own, where its expressions are not known.
+
+    Loading a tokenizer runs its normalizer over added tokens.
+
+    Raises:
+        TokenizerError: the tokenizer cannot be read, or that takes too long.
+    """
+    try:
+        text = (directory / "tokenizer.json").read_text()
+        settings = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return  # transformers says what is wrong
+    if not isinstance(settings, dict) or not unchecked(settings):
+        return
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        config = {}
+    # guard: time to load a tokenizer with expressions of its own
+    TokenizerProcess(text, list(_texts(config))).load()
+
+
+def _texts(value: Any, depth: int = 0) -> Iterator[str]:
+    """All texts of a tokenizer's configuration that may become tokens."""
+    if isinstance(value, str):
+        yield value
+    if isinstance(value, dict | list) and depth < _MAX_DEPTH:
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, each in inner:
+            if name != "chat_template":
+                yield from _texts(each, depth + 1)
