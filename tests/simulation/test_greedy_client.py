@@ -82,7 +82,9 @@ async def ask_politely(caller: SimCaller, client: Client, rng: random.Random) ->
             await trio.sleep(call.end.retry_after_ms / 1000)
 
 
-def live_together(model: Model, greedy: list[Client], polite: list[Client], **options: object) -> None:
+def live_together(
+    model: Model, greedy: list[Client], polite: list[Client], *, num_blocks: int = 2000, **options: object
+) -> None:
     """A minute of all of them."""
 
     async def story(service: SimService) -> None:
@@ -96,7 +98,7 @@ def live_together(model: Model, greedy: list[Client], polite: list[Client], **op
                     nursery.start_soon(ask_politely, caller, client, rng)
         service.nursery.cancel_scope.cancel()
 
-    run_simulated(story, model, BatcherOptions(n_parallel=SLOTS, **options), num_blocks=2000)  # type: ignore[arg-type]
+    run_simulated(story, model, BatcherOptions(n_parallel=SLOTS, **options), num_blocks=num_blocks)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -145,3 +147,17 @@ def test_polite_clients_are_served_beside_greedy_ones(model: Model, num_greedy: 
     assert all(client.refused == 0 for client in polite)
     # A request takes two seconds alone, and at most as long until a slot is free.
     assert all(len(client.waits) >= 8 for client in polite), [len(client.waits) for client in polite]
+
+
+@pytest.mark.parametrize("num_blocks", [45, pytest.param(30, marks=pytest.mark.long)])
+def test_polite_clients_are_served_beside_a_greedy_one_where_memory_is_short(model: Model, num_blocks: int) -> None:
+    """A request of the greedy client takes 26 blocks at its end, and one of the polite clients takes six."""
+    greedy = [Client("greedy", 96)]
+    polite = [Client(f"polite {number}", 16) for number in range(3)]
+    live_together(model, greedy, polite, num_blocks=num_blocks, scheduler_policy=SchedulerPolicy.MAX_UTILIZATION)
+    assert greedy[0].refused > 0
+    assert all(client.refused == 0 and len(client.waits) >= 2 for client in polite)
+    # One request of the greedy client may go on to its end before a newcomer's first token, and not a second one.
+    assert max(wait for client in polite for wait in client.waits) <= (96 + 16) * STEP_S
+    served = [len(client.waits) for client in polite]
+    assert max(served) - min(served) <= 1, served
