@@ -298,6 +298,10 @@ def _llama(config: Any) -> Architecture:
     return Architecture(config.rms_norm_eps, head_dim_of(config) ** -0.5, config.hidden_act)
 
 
+def _arcee(config: Any) -> Architecture:
+    return replace(_llama(config), tensors=Tensors(gate_up=("mlp.up_proj",)), gated=False)
+
+
 def _qwen3(config: Any) -> Architecture:
     return replace(_llama(config), qk_norm=SHARED)
 
@@ -756,6 +760,9 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
     "MinistralForCausalLM": _llama,
     "Ministral3ForCausalLM": _llama,
     "SeedOssForCausalLM": _llama,
+    "CwmForCausalLM": _llama,
+    "HeliumForCausalLM": _ernie,
+    "ArceeForCausalLM": _arcee,
     "Exaone4ForCausalLM": _exaone4,
     "Cohere2ForCausalLM": _cohere2,
     "Lfm2ForCausalLM": _lfm2,

@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
     BambaConfig,
     BambaForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
+    CwmConfig,
+    CwmForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -35,6 +39,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -423,6 +429,17 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             },
         ),
     ),
+    "cwm": (
+        CwmForCausalLM,
+        lambda: CwmConfig(
+            **_sizes(64, 96, 4, 2, 32),
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+    ),
+    "helium": (HeliumForCausalLM, lambda: HeliumConfig(**_sizes(64, 96, 4, 2, 16))),
+    "arcee": (ArceeForCausalLM, lambda: ArceeConfig(**_sizes(64, 96, 4, 2, 16), mlp_bias=True)),
     "seed_oss": (
         SeedOssForCausalLM,
         lambda: SeedOssConfig(
