@@ -21,6 +21,7 @@ from genbatch.nif.context.engine import EngineOptions
 from genbatch.proto.messages import GenerateRequest, Message, Result, StatsRequest
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
+from tests.tool_models import tool_model
 from tests.waiting import ENGINE_PATIENCE_S, a_moment, until_idle
 
 # The client leaves its own generators as they are when a stream says that it is done.
@@ -209,6 +210,29 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(serve: Any) -
         assert answer.choices[0].finish_reason == "stop"
         streamed = [chunk.choices[0].text async for chunk in await client.completions.create(**params, stream=True)]
         assert "".join(streamed) == answer.choices[0].text
+
+
+@pytest.mark.trio
+async def test_a_message_that_cannot_be_continued_and_a_format_beside_min_tokens_are_named(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    template = "{% for message in messages %}{{ message.role }}{% endfor %}"  # it writes no content
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", template)
+    engine = EngineOptions(model_path=str(model), dtype="float32", n_gpu_layers=0, n_ctx=1024)
+    with trio.fail_after(ENGINE_PATIENCE_S):
+        async with (
+            open_service(engine, BatcherOptions(), ServiceOptions(http=":0")) as service,
+            connect(service) as client,
+        ):
+            said: Any = {"model": (await client.models.list()).data[0].id, "messages": [USER], "max_tokens": 4}
+            going_on = {"continue_final_message": True, "add_generation_prompt": False}
+            with pytest.raises(openai.BadRequestError, match="does not name `content`") as refused:
+                await client.chat.completions.create(**said, extra_body=going_on)
+            assert refused.value.param == "continue_final_message"
+            shape: Any = {"type": "json_object"}
+            with pytest.raises(openai.BadRequestError, match="combined with response_format") as refused:
+                await client.chat.completions.create(**said, response_format=shape, extra_body={"min_tokens": 2})
+            assert refused.value.param == "min_tokens"
 
 
 @pytest.mark.trio
