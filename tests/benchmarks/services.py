@@ -10,6 +10,7 @@ gap is the time between two pieces of text.
 """
 
 import argparse
+import http.client
 import json
 import os
 import signal
@@ -17,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -62,7 +63,8 @@ async def ask(port: int, question: str, times: RequestTimes) -> None:
         "stream": True,
     }
     body = json.dumps({"model": MODEL, "ignore_eos": True, **fields}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += "Content-Type: application/json\r\n"
     times.sent_at = time.perf_counter()
     async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
         await stream.send_all(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -135,13 +137,23 @@ HEADER = """| service | load | tokens/s | first token p50 / p99, ms | gap p50 / 
 |---|---|---|---|---|---|---|---|"""
 
 
+def is_healthy(port: int) -> bool:
+    """Whether the service answers; llama.cpp's listens before its model is loaded."""
+    try:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
 @contextmanager
-def running(command: Sequence[str], is_ready: Callable[[str], bool]) -> Iterator[int]:
-    """A service in a session of its own; its process id."""
+def running(command: Sequence[str], port: int) -> Iterator[int]:
+    """A service in a session of its own, once it says that it is healthy; its process id."""
     with tempfile.NamedTemporaryFile("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
-            while not is_ready(Path(log.name).read_text()):
+            while not is_healthy(port):
                 if process.poll() is not None:
                     raise SystemExit(Path(log.name).read_text())
                 time.sleep(0.1)
@@ -196,13 +208,13 @@ def main() -> None:
             flags = ["--n-parallel", str(slots), "--n-ctx", str(512 * slots), "--quantize", quantize]
             flags += ["--served-model-name", MODEL]
             command = [sys.executable, "-c", SERVE, arguments.model, *doors, *flags]
-            with running(command, lambda log: " ready " in log) as session:
+            with running(command, arguments.port) as session:
                 measure(f"genbatch {quantize}", arguments.port, session, arguments)
     if arguments.peer:
         file = str(resolve_model(arguments.model).path)
         threads = str(len(os.sched_getaffinity(0)))
         command = [arguments.peer, "-c", LLAMA, file, str(slots), str(arguments.port), threads]
-        with running(command, lambda log: f":{arguments.port}" in log) as session:
+        with running(command, arguments.port) as session:
             measure("llama.cpp", arguments.port, session, arguments)
 
 
