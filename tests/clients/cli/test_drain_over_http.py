@@ -15,8 +15,8 @@ from tests.actors.service.running_service import TIMEOUT_S, RunningService, kill
 from tests.tool_models import tool_model
 
 Events = list[dict[str, Any]]
-TOKENS = 400
-# While there is a file "slow" beside it the streams take 40 s and more; without it they take one.
+TOKENS = 800
+# While there is a file "slow" beside it the streams take 80 s and more; without it they take two.
 SCHEDULER = """
 import time
 from pathlib import Path
