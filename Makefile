@@ -91,6 +91,12 @@ kills: $(VENV)/.test
 smoke: $(VENV)/.test
 	tests/smoke.sh $(BIN)/python "$(TORCH)" "$(MODEL_PACKAGE)"
 
+# A wheel for Linux on x86-64 that brings its kernels compiled, in dist/. Its name has the glibc that it needs. Then it is
+# installed where no compiler is found, it answers, and its kernels give the bits of those compiled here.
+.PHONY: wheel
+wheel: $(VENV)/.test
+	tests/wheel.sh $(BIN)/python
+
 # Arbitrary bytes for the decoders, guided by coverage: make fuzz MINUTES=60
 MINUTES ?= 10
 fuzz: $(VENV)/.test

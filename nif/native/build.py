@@ -1,4 +1,4 @@
-"""Compiles the C files for the machine at hand, once, into the cache directory.
+"""Compiles the C files for the machine at hand, once, into the cache directory; a wheel brings them compiled.
 
 Where that cannot be done, NativeUnavailable sends the model to the general path.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import NativeError
 from genbatch.nif.models.model_source import OTHER_CACHE, cache_directory
+from genbatch.nif.native.packaged import packaged_library
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
 
@@ -57,7 +58,7 @@ def _report_to_nobody(stage: str, done: int, total: int) -> None:
 def build_library(
     machine_flags: Sequence[str] | None = None, progress: Callable[[str, int, int], None] = _report_to_nobody
 ) -> Path:
-    """Path of the shared library for this machine, compiled if the cache has none.
+    """Path of the shared library for this machine: the wheel's, or compiled if the cache has none.
 
     Args:
         machine_flags: instead of `native_flags()`; tests build for lesser machines.
@@ -66,6 +67,8 @@ def build_library(
     Raises:
         NativeUnavailable: there is no compiler, or it failed.
     """
+    if machine_flags is None and (packaged := packaged_library(_cpu())) is not None:
+        return packaged  # beside this code, and so believed as this code is
     compiler = _compiler()
     flags = (*FLAGS, *(native_flags() if machine_flags is None else machine_flags))
     sources = tuple(sorted(SOURCE_DIRECTORY.glob("*.c")))

@@ -1,0 +1,79 @@
+"""Kernels that a wheel carries: one library for each level of x86-64, chosen by the CPU's flags.
+
+`make wheel` compiles them (tests/wheel_kernels.py).
+
+A name has a digest of the C sources, so a library never runs with the Python of other sources. A machine that none of
+the libraries is for compiles its own.
+"""
+
+import hashlib
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE_DIRECTORY = Path(__file__).parent
+PACKAGED = SOURCE_DIRECTORY / "packaged"
+
+_V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A kind of CPU.
+
+    Args:
+        name: for the file.
+        flags: for the compiler.
+        needs: what /proc/cpuinfo names on such a CPU.
+        vendor: of the CPU, where the flags pay for it only.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    needs: tuple[str, ...]
+    vendor: str = ""
+
+
+LEVELS = (
+    Level(
+        "v4-vnni-bf16",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-DDOT_BF16"),
+        (*_V4, "avx512_vnni", "avx512_bf16"),
+        "AuthenticAMD",
+    ),
+    Level("v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), (*_V4, "avx512_vnni")),
+    Level("v4", ("-march=x86-64-v4",), _V4),
+    Level("v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), (*_V3, "avx_vnni")),
+    Level("v3", ("-march=x86-64-v3",), _V3),
+)
+"""The kinds that the C code distinguishes on x86-64, the fastest first."""
+
+
+def level_of(cpu: str) -> Level | None:
+    """The best level for a CPU.
+
+    Args:
+        cpu: lines of /proc/cpuinfo.
+    """
+    words = set(cpu.split())
+    return next(
+        (level for level in LEVELS if words.issuperset(level.needs) and (not level.vendor or level.vendor in words)),
+        None,
+    )
+
+
+def packaged_library(cpu: str, folder: Path = PACKAGED) -> Path | None:
+    """The library of this installation for a CPU; None where it has none."""
+    level = level_of(cpu) if platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux" else None
+    path = None if level is None else folder / library_name(level)
+    return path if path is not None and path.is_file() else None
+
+
+def library_name(level: Level) -> str:
+    """The file of a level's library, compiled from the sources of this installation."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCE_DIRECTORY.glob("*.c"), *SOURCE_DIRECTORY.glob("*.h")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return f"{level.name}-{digest.hexdigest()[:16]}.so"
