@@ -40,6 +40,7 @@ from genbatch.proto.rpc import (
     CallAnswered,
     CallFailed,
     ClientConnection,
+    GoAway,
     StreamOptions,
     TokenReceived,
     TokensReceived,
@@ -194,6 +195,7 @@ class RPCCalls:
         self._connection = ClientConnection()
         self._results: dict[int, CallResult] = {}
         self._methods: dict[int, Method] = {}
+        self._carriers: dict[int, int] = {}  # by msgid the connection that a call was sent over
 
     def __len__(self) -> int:
         return len(self._results)
@@ -219,6 +221,19 @@ class RPCCalls:
         self._methods[msgid] = method
         return msgid, message
 
+    def sent(self, msgid: int, connection: int) -> None:
+        """The call went over this connection."""
+        if msgid in self._results:
+            self._carriers[msgid] = connection
+
+    def connection_of(self, msgid: int) -> int:
+        """The connection that a call was sent over; 0 where there is none."""
+        return self._carriers.get(msgid, 0)
+
+    def connections(self) -> set[int]:
+        """Those that carry open calls."""
+        return {*self._carriers.values()}
+
     def close(self, msgid: int) -> bytes | None:
         """Forgets a call; returns the message that cancels it, if it had not ended."""
         if msgid not in self._results:
@@ -234,21 +249,37 @@ class RPCCalls:
         """The message that keeps the open calls for another `lease_s` seconds."""
         return self._connection.heartbeat(lease_s)
 
-    def receive(self, message: bytes) -> None:
-        """Hands a message's content to its call; a message that breaks the protocol ends every call."""
+    def receive(self, message: bytes) -> bool:
+        """Hands a message's content to its call; a message that breaks the protocol ends every call.
+
+        Returns whether it asks the client to leave the connection.
+        """
         try:
-            self._act(self._connection.receive(message))
+            event = self._connection.receive(message)
         except (FrameTooLarge, MalformedMessage) as fault:
             self.fail_all(fault)
+            return False
+        self._act(event)
+        return isinstance(event, GoAway)
 
-    def fail_all(self, error: GenbatchError, *, spared: Container[int] = ()) -> list[bytes]:
-        """Ends every open call but those `spared` with `error`; returns the messages that cancel them."""
+    def fail_all(
+        self, error: GenbatchError, *, spared: Container[int] = (), connection: int | None = None
+    ) -> list[tuple[bytes, int]]:
+        """Ends open calls with `error`; returns the messages that cancel them, and their connections.
+
+        Args:
+            spared: calls that go on.
+            connection: only calls that were sent over it; None is any.
+        """
         cancels = []
         for msgid in [msgid for msgid in self._results if msgid not in spared]:
+            carrier = self.connection_of(msgid)
+            if connection is not None and connection != carrier:
+                continue
             self._results[msgid].fail(error)
             cancel = self.close(msgid)
             if cancel is not None:
-                cancels.append(cancel)
+                cancels.append((cancel, carrier))
         return cancels
 
     def _act(self, event: object) -> None:
@@ -271,6 +302,7 @@ class RPCCalls:
                 self._take(msgid)[0].fail(error)
 
     def _take(self, msgid: int) -> tuple[CallResult, Method]:
+        self._carriers.pop(msgid, None)
         return self._results.pop(msgid), self._methods.pop(msgid)
 
 
@@ -299,6 +331,7 @@ class RemoteClient(AsyncCalls):
         self._transport = transport
         self._calls = RPCCalls()
         self._unsent: set[int] = set()  # calls that wait for a connection
+        self._left: set[int] = set()  # connections that carry no new calls
         self._is_open = False
         self._last_heard = 0.0
         self._tasks: trio.Nursery
@@ -358,7 +391,7 @@ class RemoteClient(AsyncCalls):
 
         def grant(count: int) -> None:
             if self._is_open:
-                self._transport.try_send(self._calls.credit(msgid, count))
+                self._transport.try_send(self._calls.credit(msgid, count), self._calls.connection_of(msgid))
 
         stream = RemoteStream(open_call, grant, window=WINDOW, retry=self.retry)
         await open_call()
@@ -400,12 +433,14 @@ class RemoteClient(AsyncCalls):
         self._unsent.add(msgid)
         try:
             with trio.move_on_after(self.timeout):
-                await self._transport.send([self._calls.heartbeat(LEASE_S), message])
+                connection = await self._transport.send([self._calls.heartbeat(LEASE_S), message])
+                self._calls.sent(msgid, connection)
                 is_sent = True
         finally:
             self._unsent.remove(msgid)
             if not is_sent:
                 self._calls.close(msgid)
+            self._part()
         if not is_sent:
             raise Unavailable(self._transport.no_answer(self.timeout))
         self._watch()
@@ -413,18 +448,30 @@ class RemoteClient(AsyncCalls):
 
     def _close(self, msgid: int) -> None:
         """Forgets a call; one that has not ended is cancelled."""
+        connection = self._calls.connection_of(msgid)
         cancel = self._calls.close(msgid)
-        if cancel is not None and self._is_open and not self._transport.try_send(cancel):
+        if cancel is not None and self._is_open and not self._transport.try_send(cancel, connection):
             self._tasks.start_soon(self._transport.send, [cancel])
+        self._part()
 
     def _watch(self) -> None:
         if not self._busy.is_set():
             self._last_heard = trio.current_time()
             self._busy.set()
 
-    def _receive(self, message: bytes) -> None:
+    def _receive(self, message: bytes, connection: int) -> None:
         self._last_heard = trio.current_time()
-        self._calls.receive(message)
+        if self._calls.receive(message):
+            self._left.add(connection)
+            self._transport.leave(connection)
+        self._part()
+
+    def _part(self) -> None:
+        """Closes the connections that were left and carry no call any more."""
+        if self._left and not self._unsent:  # what is being sent may go over any of them
+            for connection in self._left - self._calls.connections():
+                self._left.remove(connection)
+                self._transport.close(connection)
 
     async def _beat(self) -> None:
         """While there are calls, is heard by the service and listens for it."""
@@ -440,15 +487,21 @@ class RemoteClient(AsyncCalls):
             if now - self._last_heard > self.timeout:
                 self._fail_all(Unavailable(f"the service at {self.address} was silent for {self.timeout:g} s"))
             else:
-                self._transport.try_send(self._calls.heartbeat(LEASE_S))
+                for connection in self._calls.connections():
+                    self._transport.try_send(self._calls.heartbeat(LEASE_S), connection)
 
-    def _fail_all(self, error: GenbatchError) -> None:
+    def _fail_all(self, error: GenbatchError, connection: int | None = None) -> None:
         """Ends all calls: what was asked over a connection that is lost will not be answered over the next one.
 
         What has not been asked yet will be.
+
+        Args:
+            connection: the one that is lost; None where nothing is expected of any.
         """
-        for cancel in self._calls.fail_all(error, spared=self._unsent):
-            self._transport.try_send(cancel)  # if it can be sent at all; a service that hears nothing ends them itself
+        for cancel, carrier in self._calls.fail_all(error, spared=self._unsent, connection=connection):
+            # If it can be sent at all; a service that hears nothing ends them itself.
+            self._transport.try_send(cancel, carrier)
+        self._part()
 
 
 class RPCClient(RemoteClient):

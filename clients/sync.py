@@ -141,6 +141,7 @@ class SyncRemoteClient(SyncServiceCalls):
         self._transport = transport
         self._calls = RPCCalls()
         self._is_open = False
+        self._is_to_leave = False  # the service asks for another connection
         self._last_beat = 0.0
 
     def __enter__(self) -> Self:
@@ -196,7 +197,7 @@ class SyncRemoteClient(SyncServiceCalls):
                 self._fail_all(lost)
                 continue
             for message in messages:
-                self._calls.receive(message)
+                self._is_to_leave |= self._calls.receive(message)
                 last_heard = time.monotonic()
             if time.monotonic() - last_heard > self.timeout:
                 self._fail_all(Unavailable(f"the service at {self.address} was silent for {self.timeout:g} s"))
@@ -243,10 +244,21 @@ class SyncRemoteClient(SyncServiceCalls):
             cancel = self._calls.close(msgid)
             if cancel is not None and self._is_open:
                 self._transport.send(cancel)
+            if not self._calls and self._is_open:
+                self._leave()
+
+    def _leave(self) -> None:
+        """Closes a connection that the service asked to leave, while no call is open."""
+        for message in self._transport.unread():
+            self._is_to_leave |= self._calls.receive(message)
+        if self._is_to_leave:
+            self._is_to_leave = False
+            self._transport.reopen()
 
     def _connect(self) -> None:
         """Waits until messages can be sent. The service must know of the lease before it works for us."""
         if len(self._calls) == 1:  # the one being opened
+            self._leave()
             self._transport.forget_losses()
         try:
             self._transport.connect(self.timeout)
@@ -263,7 +275,7 @@ class SyncRemoteClient(SyncServiceCalls):
             self._transport.send(self._calls.heartbeat(LEASE_S))
 
     def _fail_all(self, error: GenbatchError) -> None:
-        for cancel in self._calls.fail_all(error):
+        for cancel, _ in self._calls.fail_all(error):
             if self._is_open:
                 self._transport.send(cancel)
 
@@ -304,11 +316,20 @@ class SyncRPCTransport:
             self._exchange(LINGER_S)
         self._disconnect()
 
+    def reopen(self) -> None:
+        """See `SyncTransport.reopen`."""
+        self.close()
+        self._lost = None
+
+    def unread(self) -> list[bytes]:
+        """See `SyncTransport.unread`."""
+        self._exchange(0)
+        messages, self._incoming = self._incoming, []
+        return messages
+
     def forget_losses(self) -> None:
         """See `SyncTransport.forget_losses`."""
-        self._exchange(0)
         self._lost = None
-        self._incoming.clear()
 
     def connect(self, timeout: float) -> None:
         """See `SyncTransport.connect`."""
@@ -486,6 +507,16 @@ class SyncZeroMQTransport:
         if self._monitor in ready and not self._read_monitor():  # after what was sent before the connection ended
             raise self._refusal or Unavailable(f"the connection to {self.address} was lost")
         return []
+
+    def reopen(self) -> None:
+        """See `SyncTransport.reopen`."""
+        self.close()
+        self._is_connected = False
+        self.open()
+
+    def unread(self) -> list[bytes]:
+        """See `SyncTransport.unread`."""
+        return self._take()
 
     def forget_losses(self) -> None:
         """See `SyncTransport.forget_losses`."""

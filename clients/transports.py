@@ -4,6 +4,7 @@ import ssl
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import trio
@@ -16,12 +17,15 @@ from genbatch.proto.errors import ErrorInfo, GenbatchError, MalformedMessage, Un
 from genbatch.proto.messages import HelloRequest, check_type
 from genbatch.proto.rpc import WIRE_VERSION
 
-OnMessage = Callable[[bytes], None]
-OnLost = Callable[[GenbatchError], None]
+OnMessage = Callable[[bytes, int], None]
+OnLost = Callable[[GenbatchError, int], None]
 
 
 class Transport(Protocol):
-    """For trio. It connects when there is something to send, and again after a connection was lost."""
+    """For trio. It connects when there is something to send, and again after a connection was lost.
+
+    Each connection has a number, from 1. There is one for new requests, and those that were left before.
+    """
 
     address: str
 
@@ -31,23 +35,30 @@ class Transport(Protocol):
         """Works until cancelled.
 
         Args:
-            on_message: called with each message that arrives; must not block or raise.
-            on_lost: called when nothing will be answered of what was sent so far; the same.
+            on_message: called with each message that arrives, and its connection; must not block or raise.
+            on_lost: called when nothing will be answered of what was sent over a connection so far; the same.
             task_status: started once `send` may be called.
 
         Raises:
             Unavailable: it is not an address.
         """
 
-    async def send(self, messages: Sequence[bytes]) -> None:
-        """Sends, as soon as there is a connection: all of them or, if cancelled, none.
+    async def send(self, messages: Sequence[bytes]) -> int:
+        """Sends, as soon as there is a connection: all of them or, if cancelled, none. Returns the connection.
 
         Raises:
             Unauthenticated: the service does not let this client in.
         """
+        ...
 
-    def try_send(self, message: bytes) -> bool:
-        """Sends if that needs no waiting; whether it did."""
+    def try_send(self, message: bytes, connection: int) -> bool:
+        """Sends over a connection if that needs no waiting; whether it did."""
+
+    def leave(self, connection: int) -> None:
+        """New messages go over another connection from now on; this one stays until `close`."""
+
+    def close(self, connection: int) -> None:
+        """Closes a connection that was left."""
 
     def no_answer(self, timeout: float) -> str:
         """What to say when `send` did not get through within `timeout` seconds."""
@@ -67,6 +78,13 @@ class SyncTransport(Protocol):
 
     def close(self) -> None:
         """Ends the connection, after a moment for what was sent last."""
+
+    def reopen(self) -> None:
+        """Ends the connection, so that the next request makes another one."""
+
+    def unread(self) -> list[bytes]:
+        """The messages that have arrived, without waiting."""
+        ...
 
     def forget_losses(self) -> None:
         """Nobody has asked for anything: connections that were lost until now are not told of."""
@@ -229,7 +247,9 @@ MAX_RECEIVE_BYTES = 2**16
 class _Connection:
     """A stream, and what is to be written to it."""
 
-    def __init__(self, stream: trio.abc.Stream, link: RPCLink) -> None:
+    def __init__(self, number: int, stream: trio.abc.Stream, link: RPCLink) -> None:
+        self.number = number
+        self.scope = trio.CancelScope()
         self.stream = stream
         self.link = link
         self.mail = trio.Event()
@@ -269,6 +289,8 @@ class RPCTransport:
         self._tls = tls
         self._refusal: Unauthenticated | None = None
         self._connection: _Connection | None = None
+        self._left: dict[int, _Connection] = {}
+        self._numbers = count(1)
         self._connecting = trio.Lock()
         self._tasks: trio.Nursery
         self._on_message: OnMessage
@@ -284,29 +306,41 @@ class RPCTransport:
             task_status.started()
             await trio.sleep_forever()
 
-    async def send(self, messages: Sequence[bytes]) -> None:
+    async def send(self, messages: Sequence[bytes]) -> int:
         """See `Transport.send`."""
         async with self._connecting:
-            if self._connection is None:
-                await self._connect()
+            connection = self._connection or await self._connect()
         if self._refusal is not None:
             raise self._refusal
         for message in messages:
-            if self._connection is not None:  # else it was lost meanwhile, which ends the calls
-                self._connection.post(message)
+            connection.post(message)
+        return connection.number
 
-    def try_send(self, message: bytes) -> bool:
+    def try_send(self, message: bytes, connection: int) -> bool:
         """See `Transport.try_send`."""
-        if self._connection is None:
+        current = self._connection
+        there = current if current is not None and current.number == connection else self._left.get(connection)
+        if there is None:
             return False
-        self._connection.post(message)
+        there.post(message)
         return True
+
+    def leave(self, connection: int) -> None:
+        """See `Transport.leave`."""
+        if self._connection is not None and self._connection.number == connection:
+            self._left[connection] = self._connection
+            self._connection = None
+
+    def close(self, connection: int) -> None:
+        """See `Transport.close`."""
+        if connection in self._left:
+            self._left.pop(connection).scope.cancel()
 
     def no_answer(self, timeout: float) -> str:
         """See `Transport.no_answer`."""
         return f"no service answers at {self.address} within {timeout:g} s"
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> _Connection:
         while True:
             try:
                 stream = await self._open_stream()
@@ -314,10 +348,11 @@ class RPCTransport:
             except (OSError, trio.BrokenResourceError):
                 await trio.sleep(RECONNECT_S)
         self._refusal = None
-        connection = _Connection(stream, RPCLink(self.address, self._token))
+        connection = _Connection(next(self._numbers), stream, RPCLink(self.address, self._token))
         connection.post(connection.link.greeting)
         self._connection = connection
         self._tasks.start_soon(self._serve, connection)
+        return connection
 
     async def _open_stream(self) -> trio.abc.Stream:
         where = self._where
@@ -337,6 +372,10 @@ class RPCTransport:
         return encrypted
 
     async def _serve(self, connection: _Connection) -> None:
+        with connection.scope:
+            await self._serve_until_lost(connection)
+
+    async def _serve_until_lost(self, connection: _Connection) -> None:
         """Reads until the connection ends; writes what is left when the client is closed."""
         lost: GenbatchError = Unavailable(f"the connection to {self.address} was lost")
         try:
@@ -354,10 +393,11 @@ class RPCTransport:
         finally:
             if self._connection is connection:
                 self._connection = None
+            self._left.pop(connection.number, None)
             await trio.aclose_forcefully(connection.stream)
         if isinstance(lost, Unauthenticated):
             self._refusal = lost
-        self._on_lost(lost)
+        self._on_lost(lost, connection.number)
 
     async def _read(self, connection: _Connection) -> None:
         while True:
@@ -368,7 +408,7 @@ class RPCTransport:
             if not data:
                 return
             for message in connection.link.receive(bytes(data)):
-                self._on_message(message)
+                self._on_message(message, connection.number)
 
 
 async def _open_unix_stream(path: str) -> trio.SocketStream:
@@ -448,6 +488,17 @@ def no_answer(address: str, timeout: float, *, has_keys: bool) -> str:
 MESSAGES_PER_TURN = 64
 
 
+class _ZeroMQConnection:
+    """A socket and its connection, which ZeroMQ makes again whenever it is lost."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.scope = trio.CancelScope()
+        self.socket: ZeroMQSocket | None = None  # None before its task has begun, and at its end
+        # Between the news that a connection has ended and the next one ZeroMQ still takes messages, and loses them.
+        self.connected = trio.Event()
+
+
 class ZeroMQTransport:
     """Implements `Transport`; ZeroMQ itself connects, now and again.
 
@@ -461,75 +512,114 @@ class ZeroMQTransport:
         self._keys = keys
         self._refusal: Unauthenticated | None = None
         self._connecting: set[trio.CancelScope] = set()
-        self._socket: ZeroMQSocket | None = None
-        # Between the news that a connection has ended and the next one ZeroMQ still takes messages, and loses them.
-        self._connected = trio.Event()
+        self._current = _ZeroMQConnection(1)
+        self._left: dict[int, _ZeroMQConnection] = {}
+        self._is_closed = False
+        self._tasks: trio.Nursery
+        self._on_message: OnMessage
+        self._on_lost: OnLost
 
     async def run(
         self, on_message: OnMessage, on_lost: OnLost, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """See `Transport.run`."""
-        async with open_socket(zmq.DEALER, linger_ms=LINGER_MS) as socket:
-            for option, value in socket_options(self.address, self._keys):
-                socket.set(option, value)
-            async with monitored(socket, CONNECTION_EVENTS) as monitor:
-                try:
-                    socket.connect(self.address)
-                except zmq.ZMQError as error:
-                    raise no_address(self.address, ZEROMQ_ADDRESSES) from error
-                self._socket = socket
+        self._on_message, self._on_lost = on_message, on_lost
+        try:
+            async with trio.open_nursery() as self._tasks:
+                await self._tasks.start(self._serve, self._current)
                 task_status.started()
-                try:
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(self._notice_disconnection, monitor, on_lost)
-                        await _receive(socket, on_message)
-                finally:
-                    self._socket = None
-                    self._connected.set()  # who waits for a connection is told that none will come
+        except* Unavailable as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._is_closed = True
+            self._current.connected.set()  # who waits for a connection is told that none will come
 
-    async def send(self, messages: Sequence[bytes]) -> None:
+    async def send(self, messages: Sequence[bytes]) -> int:
         """See `Transport.send`."""
-        assert self._socket is not None
         with trio.CancelScope() as scope:
             self._connecting.add(scope)
             try:
                 if self._refusal is None:
-                    await self._connected.wait()
-                    if self._socket is None:
-                        raise Unavailable(f"the connection to {self.address} was closed")
+                    connection = await self._connected()
                     for message in messages:
-                        await self._socket.send([message])
-                    return
+                        assert connection.socket is not None
+                        await connection.socket.send([message])
+                    return connection.number
             finally:
                 self._connecting.remove(scope)
         assert self._refusal is not None
         raise self._refusal
 
-    def try_send(self, message: bytes) -> bool:
+    async def _connected(self) -> _ZeroMQConnection:
+        """The connection for new messages, once it stands."""
+        while True:
+            connection = self._current
+            await connection.connected.wait()
+            if self._is_closed:
+                raise Unavailable(f"the connection to {self.address} was closed")
+            if connection is self._current:
+                return connection
+
+    def try_send(self, message: bytes, connection: int) -> bool:
         """See `Transport.try_send`."""
-        return self._socket is not None and self._socket.try_send([message])
+        there = self._current if self._current.number == connection else self._left.get(connection)
+        return there is not None and there.socket is not None and there.socket.try_send([message])
+
+    def leave(self, connection: int) -> None:
+        """See `Transport.leave`."""
+        if self._current.number == connection:
+            self._left[connection] = self._current
+            self._current = _ZeroMQConnection(connection + 1)
+            self._tasks.start_soon(self._serve, self._current)
+
+    def close(self, connection: int) -> None:
+        """See `Transport.close`."""
+        if connection in self._left:
+            self._left.pop(connection).scope.cancel()
 
     def no_answer(self, timeout: float) -> str:
         """See `Transport.no_answer`."""
         return no_answer(self.address, timeout, has_keys=self._keys is not None)
 
-    async def _notice_disconnection(self, monitor: ZeroMQSocket, on_lost: OnLost) -> None:
+    async def _serve(
+        self, connection: _ZeroMQConnection, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Works until it is closed."""
+        with connection.scope:
+            async with open_socket(zmq.DEALER, linger_ms=LINGER_MS) as socket:
+                for option, value in socket_options(self.address, self._keys):
+                    socket.set(option, value)
+                async with monitored(socket, CONNECTION_EVENTS) as monitor:
+                    try:
+                        socket.connect(self.address)
+                    except zmq.ZMQError as error:
+                        raise no_address(self.address, ZEROMQ_ADDRESSES) from error
+                    connection.socket = socket
+                    task_status.started()
+                    try:
+                        async with trio.open_nursery() as nursery:
+                            nursery.start_soon(self._notice_disconnection, connection, monitor)
+                            await self._receive(connection, socket)
+                    finally:
+                        connection.socket = None
+
+    async def _notice_disconnection(self, connection: _ZeroMQConnection, monitor: ZeroMQSocket) -> None:
         while True:
             event, *_ = await monitor.recv()
             if is_connected(event):
-                self._connected.set()
+                connection.connected.set()
                 continue
-            if self._connected.is_set():
-                self._connected = trio.Event()
+            if connection.connected.is_set():
+                connection.connected = trio.Event()
             self._refusal = read_refusal(event, self.address, has_keys=self._keys is not None) or self._refusal
-            on_lost(self._refusal or Unavailable(f"the connection to {self.address} was lost"))
+            lost = self._refusal or Unavailable(f"the connection to {self.address} was lost")
+            self._on_lost(lost, connection.number)
             if self._refusal is not None:  # ZeroMQ does not try again
                 for scope in self._connecting:
                     scope.cancel()
 
-
-async def _receive(socket: ZeroMQSocket, on_message: OnMessage) -> None:
-    while True:
-        for frames in await socket.recv_many(MESSAGES_PER_TURN):
-            on_message(frames[-1])
-        await trio.lowlevel.checkpoint()
+    async def _receive(self, connection: _ZeroMQConnection, socket: ZeroMQSocket) -> None:
+        while True:
+            for frames in await socket.recv_many(MESSAGES_PER_TURN):
+                self._on_message(frames[-1], connection.number)
+            await trio.lowlevel.checkpoint()

@@ -2,7 +2,7 @@
 
     request       [0, msgid, method, [params]]            client to service; [params, options] for a stream
     response      [1, msgid, error, result]               service to client, exactly one for each request taken
-    notification  [2, name, params]                       to the client: token, tokens, heartbeat
+    notification  [2, name, params]                       to the client: token, tokens, heartbeat, goaway
                                                           to the service: cancel, credit, heartbeat
 
 `ServerConnection` and `ClientConnection` are the two ends. Whoever owns a socket hands each received message to
@@ -87,6 +87,11 @@ class Heartbeat:
     """The other end is alive. A client may say how many seconds its silence is to be taken for its death."""
 
     lease_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GoAway:
+    """New requests are for another connection, and this connection is to be closed once its calls have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +352,11 @@ def tokens_message(tokens: list[TokenArray]) -> bytes:
     return encode([NOTIFICATION, "tokens", tokens])
 
 
+def goaway_message() -> bytes:
+    """The notification that asks a client to open another connection for new requests."""
+    return encode([NOTIFICATION, "goaway", []])
+
+
 def error_message(msgid: int | None, error: GenbatchError) -> bytes:
     """A response that is an error; without a msgid it is about no call in particular."""
     return encode([RESPONSE, msgid, error.to_wire(), None])
@@ -373,7 +383,7 @@ def _check_credit(count: int, least: int) -> None:
         raise InvalidRequest("credit", f"must be at least {least} and at most {MAX_CREDIT}, not {count}")
 
 
-ClientEvent = TokenReceived | TokensReceived | CallAnswered | CallFailed | Heartbeat
+ClientEvent = TokenReceived | TokensReceived | CallAnswered | CallFailed | Heartbeat | GoAway
 
 
 class ClientConnection:
@@ -442,6 +452,8 @@ class ClientConnection:
                 return TokensReceived([token for token in received if token is not None])
             case [2, "heartbeat", list()]:
                 return Heartbeat()
+            case [2, "goaway", list()]:
+                return GoAway()
             case [2, str(), list()]:
                 return None
             case [1, None, error, None]:

@@ -39,6 +39,7 @@ MESSAGES: dict[str, Any] = {
     "tokens": tuple[Literal[2], Literal["tokens"], list[list[Any]]],
     "cancel": tuple[Literal[2], Literal["cancel"], tuple[Msgid]],
     "credit": tuple[Literal[2], Literal["credit"], tuple[Msgid, CreditCount]],
+    "goaway": tuple[Literal[2], Literal["goaway"], list[Any]],
     "heartbeat": tuple[Literal[2], Literal["heartbeat"], list[LeaseS]],
 }
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.addresses import check_http, parse_http_address
+from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.security.security import Security
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
@@ -59,7 +60,7 @@ def test_each_command_line_is_one_that_serve_takes(flags: list[str], monkeypatch
 
     @asynccontextmanager
     async def note(
-        engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions
+        engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions, sockets: ListeningSockets
     ) -> AsyncIterator[None]:
         taken.append(options)
         raise ModelError(engines[0].model_path, "the end")

@@ -190,10 +190,22 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     engine: int = 0
 
 
+class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="listening"):
+    """The socket that comes with this message listens for a door of the service (`ListeningSockets`)."""
+
+    door: str
+
+
 class DrainAndStop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain_and_stop"):
-    """Take no new requests, end those there are within `timeout_s` seconds, and stop."""
+    """Take no new requests, end those there are within `timeout_s` seconds, and stop.
+
+    Args:
+        retires: another service has the sockets: clients that are connected are served until they have gone, within
+            `timeout_s` seconds.
+    """
 
     timeout_s: float
+    retires: bool = False
 
 
 class StopNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop"):
@@ -260,7 +272,7 @@ class Hung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hung"):
     engine: int = 0
 
 
-ToChild = StartEngine | PrepareEngine | StartGateway | Join | DrainAndStop | StopNow
+ToChild = StartEngine | PrepareEngine | Listening | StartGateway | Join | DrainAndStop | StopNow
 FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady | Unjoined | Hung
 
 

@@ -547,6 +547,7 @@ class EngineConnections:
     """
 
     def __init__(self, link: ActorRef) -> None:
+        self.joined = trio.Event()  # to a first engine
         self._link = link
         self._nursery: trio.Nursery | None = None
 
@@ -568,6 +569,7 @@ class EngineConnections:
             self._nursery.start_soon(connection.run)
             with suppress(ActorDown):
                 self._link.info(EngineUp(connection, message.models), control=True)
+            self.joined.set()
         await trio.lowlevel.checkpoint()  # last: the socket is somebody's by now
 
     def _receive(self, connection: EngineConnection, messages: list[ToGateway] | None) -> None:

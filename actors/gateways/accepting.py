@@ -85,21 +85,35 @@ async def _accept_from(listener: trio.SocketListener, serve: Serve, handlers: tr
     async with listener:
         with socket.socket(fileno=os.dup(listener.socket.fileno())) as queue, closing(Leftovers()) as leftovers:
             queue.setblocking(False)
-            while True:
-                if leftovers:
-                    await trio.lowlevel.checkpoint()
-                else:
-                    await trio.lowlevel.wait_readable(queue)
-                try:
-                    connection = _next_of(queue, leftovers)
-                except OSError as error:
-                    if error.errno not in _NO_ROOM:
-                        raise
-                    logger.error("cannot accept connections now: %s", error)
-                    await trio.sleep(NO_ROOM_S)
-                    continue
-                if connection is not None:
-                    handlers.start_soon(_serve, serve, trio.SocketStream(trio.socket.from_stdlib_socket(connection)))
+            try:
+                await _accept_one_by_one(queue, leftovers, serve, handlers)
+            finally:  # they were accepted, so nobody else can serve them
+                while (connection := leftovers.take()) is not None:
+                    _start(serve, connection, handlers)
+
+
+async def _accept_one_by_one(
+    queue: socket.socket, leftovers: Leftovers, serve: Serve, handlers: trio.Nursery
+) -> NoReturn:
+    while True:
+        if leftovers:
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.wait_readable(queue)
+        try:
+            connection = _next_of(queue, leftovers)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            logger.error("cannot accept connections now: %s", error)
+            await trio.sleep(NO_ROOM_S)
+            continue
+        if connection is not None:
+            _start(serve, connection, handlers)
+
+
+def _start(serve: Serve, connection: socket.socket, handlers: trio.Nursery) -> None:
+    handlers.start_soon(_serve, serve, trio.SocketStream(trio.socket.from_stdlib_socket(connection)))
 
 
 async def _serve(serve: Serve, stream: trio.SocketStream) -> None:

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import trio
-
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, check_bind, is_loopback
 from genbatch.nif.trusted_files import NotOurs, check_ours
@@ -41,6 +39,12 @@ class HTTPAddress:
     def is_loopback(self) -> bool:
         """Whether nobody but this machine can reach it."""
         return is_loopback(self.host)
+
+    @property
+    def tcp(self) -> str:
+        """The address as those of other gateways are written."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
 
     def url(self, *, tls: bool) -> str:
         """The address as a browser takes it."""
@@ -125,14 +129,15 @@ def prepare_socket_file(address: str, path: Path, *, must_be_private: bool = Fal
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if must_be_private:
-            _check_private(address, path.parent)
+            check_private(address, path.parent)
         check_ours(path.parent)
         _remove_stale(address, path)
     except (OSError, NotOurs) as error:
         raise AddressError(address, str(error)) from error
 
 
-def _check_private(address: str, directory: Path) -> None:
+def check_private(address: str, directory: Path) -> None:
+    """Raises AddressError for a directory that others could have made, or may use."""
     status = directory.stat(follow_symlinks=False)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise AddressError(address, f"{directory} is not a directory of this user alone (mode 0700)")
@@ -179,31 +184,6 @@ def check_rpc_address(address: str, *, lacking: Sequence[str]) -> Path | None:
     host, _ = host_and_port(address, rest)
     check_bind("rpc_bind", address, host, lacking=lacking)
     return None
-
-
-async def listen(address: str, path: Path | None) -> list[trio.SocketListener]:
-    """Listens at an address that was checked.
-
-    Raises:
-        AddressError: the operating system refuses, or somebody else listens there.
-    """
-    try:
-        if path is not None:
-            prepare_socket_file(address, path)
-            return [_listen_at_file(path)]
-        host, port = host_and_port(address, address.partition("://")[2])
-        host = host.removeprefix("[").removesuffix("]")
-        return await trio.open_tcp_listeners(port, host=None if host == "*" else host, backlog=BACKLOG)
-    except OSError as error:
-        raise AddressError(address, str(error)) from error
-
-
-def listening_address(address: str, listener: trio.SocketListener) -> str:
-    """The address for clients, with the port that was chosen."""
-    if address.startswith("unix://"):
-        return address
-    host = address.partition("://")[2].rpartition(":")[0]
-    return f"rpc://{host}:{listener.socket.getsockname()[1]}"
 
 
 def check_nobody_listens(address: str) -> None:
@@ -254,9 +234,14 @@ def is_listening(path: Path) -> bool:
     return True
 
 
-def _listen_at_file(path: Path) -> trio.SocketListener:
+def listen_at_file(path: Path) -> socket.socket:
+    """A socket that listens at a file which only its owner may connect to.
+
+    Raises:
+        OSError: the file system refuses.
+    """
     made = socket.socket(socket.AF_UNIX)
-    umask = os.umask(0o177)  # only its owner may connect to the file
+    umask = os.umask(0o177)
     try:
         made.bind(str(path))
         made.listen(BACKLOG)
@@ -265,32 +250,18 @@ def _listen_at_file(path: Path) -> trio.SocketListener:
         raise
     finally:
         os.umask(umask)
-    return trio.SocketListener(trio.socket.from_stdlib_socket(made))
+    return made
+
+
+def runtime_directory() -> Path:
+    """A directory of this user's own, the same at each call; it may not be there yet."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "genbatch" if runtime else Path(tempfile.gettempdir()) / f"genbatch-{os.getuid()}"
 
 
 def default_address() -> str:
     """`ipc://` in a directory of this user's own, the same at each call."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) / "genbatch" if runtime else Path(tempfile.gettempdir()) / f"genbatch-{os.getuid()}"
-    return f"ipc://{directory / 'zeromq.sock'}"
-
-
-def prepare_address(address: str, *, lacking: Sequence[str]) -> Path | None:
-    """Makes ready to listen; returns the path of an `ipc://` address.
-
-    A missing directory is made for the user alone. A socket file that a dead service left is removed.
-
-    Args:
-        lacking: see check_bind.
-
-    Raises:
-        AddressError: others could reach the address, somebody listens there, or it is not valid.
-    """
-    path = check_address(address, lacking=lacking)
-    if path is None:
-        return None
-    prepare_socket_file(address, path, must_be_private=address == default_address())
-    return path
+    return f"ipc://{runtime_directory() / 'zeromq.sock'}"
 
 
 def check_address(address: str, *, lacking: Sequence[str]) -> Path | None:

@@ -17,12 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import trio
 
 from genbatch.actors.gateways.accepting import accept_from, has_hung_up
-from genbatch.actors.gateways.addresses import check_rpc_address, listen, listening_address
+from genbatch.actors.gateways.addresses import check_rpc_address
 from genbatch.actors.gateways.connection_limit import (
     MAX_HALF_MESSAGES,
     ConnectionLimit,
@@ -32,6 +31,7 @@ from genbatch.actors.gateways.connection_limit import (
     max_connections,
 )
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.listening import ListeningSockets, address_of, as_listeners
 from genbatch.actors.gateways.peers import Peer, account_of_socket
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
@@ -333,10 +333,21 @@ class RPCGateway:
         dispatcher: what the methods do.
         address: unix://PATH, or tcp://HOST:PORT; a port of 0 or "*" is chosen.
         security: its `tokens` are asked for, and its `tls` encrypts TCP. Without both HOST must be this machine's own.
+        sockets: where it listens; None opens a socket for this gateway alone.
     """
 
-    def __init__(self, dispatcher: Dispatcher, address: str, security: Security | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        address: str,
+        security: Security | None = None,
+        *,
+        sockets: ListeningSockets | None = None,
+    ) -> None:
         self.address = address
+        self._sockets = ListeningSockets() if sockets is None else sockets
+        self._owns_sockets = sockets is None
+        self._accepting = trio.CancelScope()
         self._dispatcher = dispatcher
         self._security = security or Security()
         self._connections: set[RPCConnection] = set()
@@ -356,26 +367,41 @@ class RPCGateway:
         Raises:
             AddressError: it cannot or must not listen there.
         """
-        path = check_rpc_address(self.address, lacking=self._security.lacking_for_tokens)
-        listeners = await listen(self.address, path)
-        self.address = listening_address(self.address, listeners[0])
+        check_rpc_address(self.address, lacking=self._security.lacking_for_tokens)
+        await self._sockets.open("rpc", self.address)
+        listening = self._sockets.copies("rpc")
+        self.address = address_of(self.address, listening[0]).replace("tcp://", "rpc://")
         async with trio.open_nursery() as nursery:
             stopping = trio.Event()
             calls_ended = trio.Event()
             self._calls = CallHost(await nursery.start(_host, stopping, calls_ended))
             handlers = await nursery.start(_host, calls_ended, trio.Event())
-            nursery.start_soon(self._end, path, stopping, calls_ended)
+            nursery.start_soon(self._end, stopping, calls_ended)
             nursery.start_soon(self._sweep)
             task_status.started(self.address)
-            await accept_from(listeners, self._serve, handlers)
+            with self._accepting:
+                await accept_from(as_listeners(listening), self._serve, handlers)
 
-    async def _end(self, path: Path | None, stopping: trio.Event, calls_ended: trio.Event) -> None:
+    @property
+    def num_connections(self) -> int:
+        """Clients that are connected."""
+        return len(self._connections)
+
+    def retire(self) -> None:
+        """Accept no more connections, and ask clients to open their next one: another service has the sockets."""
+        self._accepting.cancel()
+        self._calls.is_retiring = True
+        for connection in self._connections:
+            if connection.session is not None:
+                connection.session.go_away()
+
+    async def _end(self, stopping: trio.Event, calls_ended: trio.Event) -> None:
         """Waits to be cancelled, then ends calls, sends their finals, and ends connections."""
         try:
             await trio.sleep_forever()
         finally:
-            if path is not None:  # before anything is waited for: the next service may be about to make its own
-                path.unlink(missing_ok=True)  # noqa: ASYNC240 - one entry of a directory, and nothing may be awaited here
+            if self._owns_sockets:  # before anything is waited for: the next service may be about to open its own
+                self._sockets.close()
             with trio.CancelScope(shield=True):
                 self._calls.closing = Unavailable("the service is stopping")
                 for connection in self._connections:

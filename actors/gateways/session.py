@@ -30,6 +30,7 @@ from genbatch.proto.rpc import (
     StreamOptions,
     TokenArray,
     error_message,
+    goaway_message,
     token_message,
     tokens_message,
 )
@@ -198,6 +199,7 @@ class CallHost:
     def __init__(self, nursery: trio.Nursery) -> None:
         self.nursery = nursery
         self.closing: GenbatchError | None = None  # what is asked from now on is answered with this
+        self.is_retiring = False  # clients are to open their next connection, which another service takes
         self._ends = trio.Lock()
 
     async def turn_to_end(self) -> None:
@@ -239,6 +241,7 @@ class RPCSession:
         self._connection = ServerConnection(dispatcher.max_calls)
         self._calls: dict[int, OpenCall] = {}
         self._has_been_refused = False
+        self._has_gone_away = False
 
     @property
     def num_calls(self) -> int:
@@ -252,6 +255,8 @@ class RPCSession:
             data: the message.
             may_stream: whether the client can receive more than one message for a request.
         """
+        if self._host.is_retiring and may_stream:
+            self.go_away()
         match self._connection.receive(data):
             case CallReceived() as request:
                 self._start(request, may_stream)
@@ -277,6 +282,12 @@ class RPCSession:
         """
         self._log_refusal(error)
         self._post(self._connection.refusal(data, error))
+
+    def go_away(self) -> None:
+        """Ask the client, once, to use another connection for new requests; this one still takes them."""
+        if not self._has_gone_away:
+            self._has_gone_away = True
+            self._post(goaway_message())
 
     def heartbeat(self) -> None:
         """Tells the client that its calls are alive."""

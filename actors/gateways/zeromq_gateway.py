@@ -11,17 +11,16 @@ ZeroMQPeer is what the gateway knows of one client: its calls, and the messages 
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import trio
 import zmq
 
-from genbatch.actors.gateways.addresses import prepare_address
+from genbatch.actors.gateways.addresses import check_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.listening import LentSocket, ListeningSockets, address_of
 from genbatch.actors.gateways.peers import Peer, account_of_descriptor
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
@@ -130,10 +129,21 @@ class ZeroMQGateway:
         dispatcher: what the methods do.
         address: ipc://PATH, or tcp://HOST:PORT; a port of "*" is chosen.
         security: who is let in. Without keys HOST must be this machine's own.
+        sockets: where it listens; None opens a socket for this gateway alone.
     """
 
-    def __init__(self, dispatcher: Dispatcher, address: str, security: Security | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        address: str,
+        security: Security | None = None,
+        *,
+        sockets: ListeningSockets | None = None,
+    ) -> None:
         self.address = address
+        self._sockets = ListeningSockets() if sockets is None else sockets
+        self._owns_sockets = sockets is None
+        self._lent: list[LentSocket] = []
         self._dispatcher = dispatcher
         self._security = security or Security()
         self._peers: dict[bytes, ZeroMQPeer] = {}
@@ -151,18 +161,43 @@ class ZeroMQGateway:
         """Calls that have not ended, of all clients."""
         return sum(peer.session.num_calls for peer in self._peers.values())
 
+    @property
+    def num_connections(self) -> int:
+        """Clients that are connected."""
+        return len(self._guard.connections)
+
+    def retire(self) -> None:
+        """Accept no more connections, and ask clients to open their next one: another service has the sockets."""
+        self._part_from(self._guard.connections.ended())
+        if self._guard.connections.has_accepted:
+            for lent in self._lent:
+                lent.stop_accepting()
+        else:  # libzmq may not poll them yet, and there is no connection that it would end
+            for lent in self._lent:
+                self._socket.unbind(lent.endpoint)
+                lent.give_up()
+            self._lent.clear()
+        self._calls.is_retiring = True
+        for peer in self._peers.values():
+            peer.session.go_away()
+
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
 
         Raises:
             AddressError: it cannot or must not listen there.
         """
-        path = prepare_address(self.address, lacking=self._security.lacking_for_zeromq)
+        check_address(self.address, lacking=self._security.lacking_for_zeromq)
+        await self._sockets.open("zeromq", self.address)
         async with (
             open_socket(zmq.ROUTER, linger_ms=LINGER_MS) as self._socket,
             open_guard(self._socket, self._security.keys) as self._guard,
         ):
-            self._listen(path)
+            try:
+                self._listen()
+            except AddressError:
+                self._stop_listening()
+                raise
             self._guard.connections.listens_at(self.address)
             try:
                 async with trio.open_nursery() as nursery:
@@ -178,8 +213,7 @@ class ZeroMQGateway:
             finally:
                 for peer in list(self._peers.values()):
                     self._flush(peer)
-                if path is not None:
-                    path.unlink(missing_ok=True)
+                self._stop_listening()
 
     async def _host_calls(self, stopping: trio.Event, task_status: trio.TaskStatus[trio.Nursery]) -> None:
         """The nursery that calls run in. Shielded, because each ends by its own scope and then sends its final."""
@@ -188,7 +222,7 @@ class ZeroMQGateway:
                 task_status.started(nursery)
                 await stopping.wait()
 
-    def _listen(self, path: Path | None) -> None:
+    def _listen(self) -> None:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         # guard: no identity handed over
         self._socket.set(zmq.ROUTER_HANDOVER, 0)
@@ -200,13 +234,22 @@ class ZeroMQGateway:
         self._socket.set(zmq.RCVHWM, 0)
         if self.address.startswith("tcp://["):
             self._socket.set(zmq.IPV6, 1)
-        umask = os.umask(0o177)  # only its owner may connect to the file
-        try:
-            self.address = self._socket.bind(self.address if path is None else f"ipc://{path}")
-        except zmq.ZMQError as error:
-            raise AddressError(self.address, str(error)) from error
-        finally:
-            os.umask(umask)
+        for listening in self._sockets.copies("zeromq"):
+            address = address_of(self.address, listening)
+            lent = LentSocket(listening)
+            self._lent.append(lent)
+            self._socket.set(zmq.USE_FD, lent.descriptor)
+            try:
+                self.address = lent.endpoint = self._socket.bind(address)
+            except zmq.ZMQError as error:
+                raise AddressError(self.address, str(error)) from error
+
+    def _stop_listening(self) -> None:
+        for lent in self._lent:
+            lent.close()
+        self._lent.clear()
+        if self._owns_sockets:
+            self._sockets.close()
 
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:

@@ -61,6 +61,7 @@ class ZeroMQConnections:
         self._monitor = monitor
         self._limit = limit
         self._has_unread = has_unread
+        self.has_accepted = False  # there was a connection
         self._name: int | str | None = None
         self._taken: dict[int, list[int]] = {}  # messages and bytes that came by it since the queue was last empty
         self.unfinished = UnfinishedMessages(self.end, has_unread, is_encrypted=is_encrypted)
@@ -120,6 +121,7 @@ class ZeroMQConnections:
         for event, _address in messages:
             kind, connection = _EVENT.unpack(event)
             if kind == zmq.EVENT_ACCEPTED:
+                self.has_accepted = True
                 self._open.add(connection)
                 self._silent[connection] = None
                 if isinstance(self._name, int):  # where the socket is a file only its owner can connect

@@ -78,6 +78,10 @@ class ZeroMQSocket:
         assert isinstance(last, bytes)
         return last.rstrip(b"\0").decode()
 
+    def unbind(self, address: str) -> None:
+        """Stops listening at an address that `bind` returned, and ends the connections that came by it."""
+        self._socket.unbind(address)
+
     def connect(self, address: str) -> None:
         """Connects in the background, now and whenever the connection is lost."""
         self._socket.connect(address)

@@ -21,11 +21,12 @@ from genbatch.actors.engine.child_process import (
     GatewayReady,
     Hung,
     Join,
-    StartFault,
+    Listening,
     StartGateway,
     decode_options,
     keep_for_good,
     run_child,
+    to_message,
 )
 from genbatch.actors.engine.freed_memory import keep_returning_freed_memory
 from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
@@ -38,6 +39,7 @@ from genbatch.actors.gateways.addresses import (
 )
 from genbatch.actors.gateways.connection_limit import AMPLE_FILES, LEAST_FILES, allow_files
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
+from genbatch.actors.gateways.listening import Door, ListeningSockets
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.observing.observe import observe
@@ -60,6 +62,10 @@ if TYPE_CHECKING:  # needs an extra
 
 # Seconds in which answers that were just given leave for their clients, before the listeners are stopped.
 LAST_WORDS_S = 0.2
+# Seconds that gateways wait to be joined to their engines before they listen, where the engines run already.
+JOIN_S = 5.0
+# Seconds between looks whether the last client of a service that was taken over has gone.
+LOOK_S = 0.05
 
 
 # A gateway is what strangers reach, so no number of its restarts ends the service. Beyond these it is restarted once
@@ -75,14 +81,27 @@ class Listeners:
         options: where to listen.
         telemetry: is told of the gateways' restarts.
         of_fleet: see Dispatcher.
+        sockets: where the gateways listen; None opens sockets for these gateways alone.
+        joined: what the gateways wait for, `JOIN_S` at most, before they listen.
 
     Raises:
         AddressError, KeyFileError: as `check_listeners`.
     """
 
     def __init__(
-        self, batcher: Callee, options: ServiceOptions, telemetry: Telemetry, *, of_fleet: bool = False
+        self,
+        batcher: Callee,
+        options: ServiceOptions,
+        telemetry: Telemetry,
+        *,
+        of_fleet: bool = False,
+        sockets: ListeningSockets | None = None,
+        joined: Sequence[trio.Event] = (),
     ) -> None:
+        self._joined = joined
+        self._sockets = ListeningSockets() if sockets is None else sockets
+        self._owns_sockets = sockets is None
+        self._is_retiring = False
         self._batcher = batcher
         self._telemetry = telemetry
         self._of_fleet = of_fleet
@@ -99,6 +118,9 @@ class Listeners:
 
     async def _run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Runs each gateway under a supervisor of its own: while one is started anew, another can be, too."""
+        with trio.move_on_after(JOIN_S):
+            for event in self._joined:
+                await event.wait()
         async with background() as nursery:
             for child in self.gateways():
                 supervisor = Supervisor([child], intensity=OF_GATEWAYS, name=child.id, telemetry=self._telemetry)
@@ -107,7 +129,28 @@ class Listeners:
                 except StartFailed as error:
                     raise (error.__cause__ or error) from None
             task_status.started()
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                if self._owns_sockets:
+                    self._sockets.close()
+
+    async def retire(self, timeout_s: float) -> None:
+        """Leave new connections to the service that has taken over, and serve the clients that are connected.
+
+        Returns when they have gone, or after `timeout_s` seconds.
+        """
+        self._is_retiring = True
+        for gateway in self._running:
+            gateway.retire()
+        with trio.move_on_after(timeout_s):
+            while any(gateway.num_connections for gateway in self._running):  # noqa: ASYNC110 - libzmq tells nobody
+                await trio.sleep(LOOK_S)
+
+    @property
+    def _running(self) -> list["ZeroMQGateway | RPCGateway | HTTPGateway"]:
+        gateways = (self._zeromq, self._rpc, self._http, self._metrics)
+        return [gateway for gateway in gateways if gateway is not None]
 
     def gateways(self) -> list[ChildSpec]:
         """One for each address."""
@@ -125,21 +168,20 @@ class Listeners:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where clients can connect, once the children have started."""
-        gateways = (self._zeromq, self._rpc, self._http)
-        found = [gateway.address for gateway in gateways if gateway is not None]
+        found = [gateway.address for gateway in self._running if gateway is not self._metrics]
         if self._metrics is not None:
             found.append(f"{self._metrics.address}/metrics")  # else the list would have two doors that look alike
         return tuple(found)
 
     def _new_zeromq(self) -> Task:
         assert self._options.bind is not None
-        self._zeromq = ZeroMQGateway(self._dispatcher(), self._options.bind, self._security)
-        return self._zeromq.run
+        self._zeromq = ZeroMQGateway(self._dispatcher(), self._options.bind, self._security, sockets=self._sockets)
+        return self._unless_retiring(self._zeromq.run)
 
     def _new_rpc(self) -> Task:
         assert self._options.rpc_bind is not None
-        self._rpc = RPCGateway(self._dispatcher(), self._options.rpc_bind, self._security)
-        return self._rpc.run
+        self._rpc = RPCGateway(self._dispatcher(), self._options.rpc_bind, self._security, sockets=self._sockets)
+        return self._unless_retiring(self._rpc.run)
 
     def _new_http(self) -> Task:
         from genbatch.actors.gateways.http.http_gateway import HTTPGateway
@@ -148,20 +190,43 @@ class Listeners:
         address = parse_http_address(self._options.http)
         batch_dir = None if self._options.batch_dir is None else Path(self._options.batch_dir)
         self._http = HTTPGateway(
-            self._dispatcher(), address, self._security, strict=self._options.http_strict, batch_dir=batch_dir
+            self._dispatcher(),
+            address,
+            self._security,
+            strict=self._options.http_strict,
+            batch_dir=batch_dir,
+            sockets=self._sockets,
         )
-        return self._http.run
+        return self._unless_retiring(self._http.run)
 
     def _new_metrics(self) -> Task:
         from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 
         assert self._options.metrics is not None
         address = parse_http_address(self._options.metrics)
-        self._metrics = HTTPGateway(Dispatcher(self._batcher), address, only_metrics=True)
-        return self._metrics.run
+        self._metrics = HTTPGateway(Dispatcher(self._batcher), address, only_metrics=True, sockets=self._sockets)
+        return self._unless_retiring(self._metrics.run)
+
+    def _unless_retiring(self, run: Task) -> Task:
+        """A gateway that crashes while it retires is not started anew: another service has its sockets."""
+        return _rest if self._is_retiring else run
 
     def _dispatcher(self) -> Dispatcher:
         return Dispatcher(self._batcher, of_fleet=self._of_fleet)
+
+
+async def _rest(*, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    task_status.started()
+    await trio.sleep_forever()
+
+
+async def retire(listeners: Listeners, batcher: Callee, timeout_s: float) -> None:
+    """Serve the clients that are connected, for `timeout_s` seconds at most; then end what is open, and return."""
+    deadline = trio.current_time() + timeout_s
+    await listeners.retire(timeout_s)
+    left_s = max(0.0, deadline - trio.current_time())
+    await batcher.call(DrainRequest(timeout_s=left_s), timeout=None, control=True)
+    await trio.sleep(LAST_WORDS_S)
 
 
 def check_listeners(options: ServiceOptions) -> Security:
@@ -178,7 +243,7 @@ def check_listeners(options: ServiceOptions) -> Security:
         allowed_hosts=tuple(options.allowed_hosts),
         allowed_origins=tuple(options.allowed_origins),
     )
-    addresses = _addresses(options)
+    addresses = list(door_addresses(options).values())
     if addresses and (files := allow_files(LEAST_FILES)) < LEAST_FILES:
         reason = f"this process may open {files} files, a service needs {LEAST_FILES} (`ulimit -n`)"
         raise AddressError(addresses[0], reason)
@@ -193,8 +258,13 @@ def check_listeners(options: ServiceOptions) -> Security:
     return security
 
 
-def check_start(engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions) -> None:
+def check_start(
+    engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions, sockets: ListeningSockets | None = None
+) -> None:
     """Looks at what the options name: the model's files, the template's, the scheduler, keys, and each address.
+
+    Args:
+        sockets: doors that are open already need no free address.
 
     Raises:
         ModelError: there is no such file, or no model in it; an id of Hugging Face may still turn out to be none.
@@ -212,11 +282,12 @@ def check_start(engine: EngineOptions, batcher: BatcherOptions, options: Service
     if isinstance(batcher.scheduler, str):
         check_scheduler(batcher.scheduler)
     seen: set[str] = set()
-    for address in _addresses(options):
+    for door, address in door_addresses(options).items():
         if address in seen and not address.endswith((":0", ":*")):
             raise AddressError(address, "it is given twice; each protocol needs an address of its own")
         seen.add(address)
-        check_nobody_listens(address)
+        if sockets is None or door not in sockets:
+            check_nobody_listens(address)
 
 
 def _check_record(path: Path) -> None:
@@ -227,14 +298,17 @@ def _check_record(path: Path) -> None:
         raise OptionError("record", f"no file can be made in {path.parent}: it may not be written to")
 
 
-def _addresses(options: ServiceOptions) -> list[str]:
+def door_addresses(options: ServiceOptions) -> dict[Door, str]:
     """Where the service will listen, as tcp://HOST:PORT, ipc://PATH or unix://PATH."""
-    found = [address for address in (options.bind, options.rpc_bind) if address is not None]
-    for text in (options.http, options.metrics):
-        if text is not None:
-            wanted = parse_http_address(text)
-            host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
-            found.append(f"tcp://{host}:{wanted.port}")
+    found: dict[Door, str] = {}
+    if options.bind is not None:
+        found["zeromq"] = options.bind
+    if options.rpc_bind is not None:
+        found["rpc"] = options.rpc_bind
+    if options.http is not None:
+        found["http"] = parse_http_address(options.http).tcp
+    if options.metrics is not None:
+        found["metrics"] = parse_http_address(options.metrics).tcp
     return found
 
 
@@ -251,6 +325,7 @@ class LinkedGateways:
         on_hung: called with the reason and the place of its link; see RemoteBatcher.
         models: the names of several models, each with a link of its own; none where there is one.
         of_fleet: see Dispatcher.
+        sockets: see Listeners.
 
     Raises:
         AddressError, KeyFileError: it must not listen there.
@@ -264,13 +339,18 @@ class LinkedGateways:
         on_hung: Callable[[str, int], None],
         models: Sequence[str] = (),
         of_fleet: bool = False,
+        sockets: ListeningSockets | None = None,
     ) -> None:
         self.telemetry, registry = Telemetry(), Registry()
         places = range(max(1, len(models)))
         self.links: list[ActorRef] = [registry.ref(_link_name(place)) for place in places]
         self.batcher: Callee = self.links[0] if not models else ServedModels(dict(zip(models, self.links, strict=True)))
-        self._listeners = Listeners(self.batcher, options, self.telemetry, of_fleet=of_fleet)
         self.sides = [EngineConnections(link) for link in self.links]
+        # Where another process has opened the sockets, its engines run already, and clients may have connected.
+        joined = [side.joined for side in self.sides] if sockets is not None else []
+        self.listeners = Listeners(
+            self.batcher, options, self.telemetry, of_fleet=of_fleet, sockets=sockets, joined=joined
+        )
 
         def children(place: int) -> list[ChildSpec]:
             name, side = _link_name(place), self.sides[place]
@@ -280,7 +360,7 @@ class LinkedGateways:
             return [link, ChildSpec(f"{name}_host", lambda: side.run)]
 
         self.supervisor = Supervisor(
-            [*(child for place in places for child in children(place)), self._listeners.child()],
+            [*(child for place in places for child in children(place)), self.listeners.child()],
             strategy="rest_for_one",
             name="gateways",
             registry=registry,
@@ -290,7 +370,11 @@ class LinkedGateways:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where clients can connect, once the supervisor has started."""
-        return self._listeners.addresses
+        return self.listeners.addresses
+
+    async def retire(self, timeout_s: float) -> None:
+        """See the function `retire`."""
+        await retire(self.listeners, self.batcher, timeout_s)
 
 
 def _link_name(place: int) -> str:
@@ -323,49 +407,63 @@ class GatewayProcess:
     def __init__(self, channel: ControlChannel[Any]) -> None:
         self._channel = channel
         self._gateways: LinkedGateways
+        self._made = trio.Event()
         self._nursery: trio.Nursery
+        self._sockets: ListeningSockets | None = None  # the parent's, where it has them
 
     async def serve(self) -> None:
-        """Returns when the parent says so, or is gone, or after a drain.
-
-        Raises:
-            StartFault: an address could not be listened at.
-        """
+        """Returns when the parent says so, or is gone, or after a drain, or when the gateways do not start."""
         async with background() as self._nursery:
             self._nursery.start_soon(keep_returning_freed_memory)
             while True:
                 match await self._channel.receive():
+                    case Listening(door):
+                        self._sockets = self._sockets or ListeningSockets()
+                        self._sockets.put(door, self._channel.take_socket())  # type: ignore[arg-type]  # one of ours
                     case StartGateway() as start:
-                        await self._open(start)
+                        self._nursery.start_soon(self._open, start)
                     case Join() as join:
+                        await self._made.wait()
                         await self._gateways.sides[join.engine].send(join, self._channel.take_socket())
-                    case DrainAndStop(timeout_s):
-                        self._nursery.start_soon(self._drain, timeout_s)
+                    case DrainAndStop(timeout_s, retires):
+                        self._nursery.start_soon(self._drain, timeout_s, retires)
                     case _:
                         return
 
     async def _open(self, start: StartGateway) -> None:
+        """Starts the gateways, while they may already be joined to engines, or tells why they do not start."""
         try:
-            self._gateways = LinkedGateways(
-                decode_options(start.batcher_options, BatcherOptions),
-                decode_options(start.service_options, ServiceOptions),
-                on_hung=self._tell_hung,
-                of_fleet=start.of_fleet,
-                models=start.models,
-            )
-            await self._nursery.start(observe, self._gateways.telemetry)
-            await self._nursery.start(self._gateways.supervisor.run)
+            await self._start(start)
         except StartFailed as failed:
-            cause = failed.__cause__
-            raise StartFault(cause if isinstance(cause, Exception) else failed) from failed
-        except Exception as error:
-            raise StartFault(error) from error
-        keep_for_good()
-        await self._channel.send(GatewayReady(self._gateways.addresses))
+            error = failed.__cause__ if isinstance(failed.__cause__, Exception) else failed
+        except Exception as raised:
+            error = raised
+        else:
+            keep_for_good()
+            await self._tell(GatewayReady(self._gateways.addresses))
+            return
+        await self._tell(to_message(error))
+        self._nursery.cancel_scope.cancel()
 
-    async def _drain(self, timeout_s: float) -> None:
-        await self._gateways.batcher.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
-        await trio.sleep(LAST_WORDS_S)
+    async def _start(self, start: StartGateway) -> None:
+        self._gateways = LinkedGateways(
+            decode_options(start.batcher_options, BatcherOptions),
+            decode_options(start.service_options, ServiceOptions),
+            on_hung=self._tell_hung,
+            of_fleet=start.of_fleet,
+            models=start.models,
+            sockets=self._sockets,
+        )
+        self._made.set()
+        await self._nursery.start(observe, self._gateways.telemetry)
+        await self._nursery.start(self._gateways.supervisor.run)
+
+    async def _drain(self, timeout_s: float, retires: bool) -> None:
+        if retires:
+            await self._gateways.retire(timeout_s)
+        else:
+            await self._gateways.batcher.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
+            await trio.sleep(LAST_WORDS_S)
         self._nursery.cancel_scope.cancel()
 
     def _tell_hung(self, reason: str, engine: int) -> None:

@@ -39,6 +39,9 @@ class ServiceOptions:
             one, which ends with it.
         spare_engine: whether a process waits that has imported an engine's libraries, so that an engine which died is
             back some seconds sooner. It takes about 300 MB, once for all models.
+        take_over: whether `genbatch serve` takes the place of a service that this user runs at one of these addresses.
+            This service loads its model first. Then it gets the addresses, and the other one ends what is open, within
+            its own `shutdown_timeout_s`. Without such a service it starts as usual.
         shutdown_timeout_s: seconds that accepted requests have to end in when the service is told to stop.
         max_restarts: engine processes that may die within `restart_window_s` seconds; with one more the service gives
             up.
@@ -63,6 +66,7 @@ class ServiceOptions:
     batch_dir: str | None = None
     engine: EngineKind = "thread"
     spare_engine: bool = False
+    take_over: bool = False
     shutdown_timeout_s: float = 30.0
     max_restarts: int = 5
     restart_window_s: float = 300.0

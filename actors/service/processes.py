@@ -31,6 +31,7 @@ from genbatch.actors.engine.child_process import (
     GatewayReady,
     Hung,
     Join,
+    Listening,
     Loading,
     NotStarted,
     PrepareEngine,
@@ -44,6 +45,7 @@ from genbatch.actors.engine.child_process import (
     encode_options,
     to_error,
 )
+from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
@@ -275,9 +277,17 @@ class GatewayRunner:
         start: what each is told.
         joints: are told of each; one an engine.
         kill_engine: called with the reason and the engine's place when a gateway says that it is hung.
+        sockets: where each listens, so that no connection is refused between two of them; None lets each open its own.
     """
 
-    def __init__(self, start: StartGateway, joints: Sequence[Joint], kill_engine: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        start: StartGateway,
+        joints: Sequence[Joint],
+        kill_engine: Callable[[str, int], None],
+        sockets: ListeningSockets | None = None,
+    ) -> None:
+        self._sockets = sockets
         self.addresses: tuple[str, ...] = ()
         self._start = start
         self._joints = joints
@@ -291,12 +301,16 @@ class GatewayRunner:
         """The process id of the gateway that runs."""
         return None if self._child is None else self._child.pid
 
-    async def drain(self, timeout_s: float) -> None:
-        """Has the gateway refuse what is new, end what is open, and end; returns when it has."""
+    async def drain(self, timeout_s: float, *, retires: bool = False) -> None:
+        """Has the gateway refuse what is new, end what is open, and end; returns when it has.
+
+        Args:
+            retires: see DrainAndStop.
+        """
         self._is_stopping = True
         if self._child is None:
             return
-        if await self._child.stop(DrainAndStop(timeout_s)):
+        if await self._child.stop(DrainAndStop(timeout_s, retires)):
             await self._stopped.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -307,14 +321,15 @@ class GatewayRunner:
             ProcessFailed: it did not start.
             ProcessDied: it ended without having been told to.
         """
+        if self._sockets is not None:
+            await self._sockets.open_all()
         child = self._child = ChildProcess("gateway", "genbatch.actors.service.gateway_process")
         self._stopped = trio.Event()
         grace_s = 0.0
         try:
+            await self._start_child(child)
             self.addresses = (await self._wait_until_ready(child)).addresses
             task_status.started()
-            for joint in self._joints:
-                await joint.gateway_is_ready(child.channel)
             while (message := await child.channel.receive()) is not None:
                 if isinstance(message, Hung):
                     self._kill_engine(message.reason, message.engine)
@@ -334,8 +349,15 @@ class GatewayRunner:
                     await child.stop(StopNow())
                 await child.end(grace_s)
 
-    async def _wait_until_ready(self, child: ChildProcess) -> GatewayReady:
+    async def _start_child(self, child: ChildProcess) -> None:
+        """Has it joined to the engines that run before it listens."""
+        for door, listening in self._sockets or ():
+            await child.channel.send(Listening(door), listening.dup())
         await child.channel.send(self._start)
+        for joint in self._joints:
+            await joint.gateway_is_ready(child.channel)
+
+    async def _wait_until_ready(self, child: ChildProcess) -> GatewayReady:
         while (message := await child.channel.receive()) is not None:
             match message:
                 case GatewayReady():
@@ -387,6 +409,10 @@ class ServiceProcesses:
         """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
         await self.gateway.drain(timeout_s)
 
+    async def retire(self, timeout_s: float) -> None:
+        """Serves the clients that are connected until they have gone, for `timeout_s` seconds at most, and returns."""
+        await self.gateway.drain(timeout_s, retires=True)
+
 
 @asynccontextmanager
 async def open_processes(
@@ -396,6 +422,7 @@ async def open_processes(
     *,
     progress: Callable[[str, int, int], None] | None = None,
     of_fleet: bool = False,
+    sockets: ListeningSockets | None = None,
 ) -> AsyncIterator[ServiceProcesses]:
     """Starts all and keeps them running for as long as the body runs.
 
@@ -404,6 +431,7 @@ async def open_processes(
             so that each sees what those before have left of the memory.
         of_fleet: whether it is a replica, which the gateways of a fleet ask; see Dispatcher.
         progress: called as progress(stage, done, total) while the model loads.
+        sockets: see GatewayRunner.
 
     Raises:
         AddressError, KeyFileError, ModelError, OptionError, SchedulerError: before any request is taken.
@@ -411,7 +439,7 @@ async def open_processes(
     """
     wanted = [engine_options] if isinstance(engine_options, EngineOptions) else list(engine_options)
     for one in wanted:
-        check_start(one, batcher_options, options)
+        check_start(one, batcher_options, options, sockets)
     names = tuple(one.served_model_name for one in wanted) if len(wanted) > 1 else ()
     assert all(names) and len(set(names)) == len(names), names
     telemetry, batcher = Telemetry(), encode_options(batcher_options)
@@ -426,6 +454,7 @@ async def open_processes(
         StartGateway(encode_options(options), batcher, of_fleet, names),
         joints,
         lambda reason, place: engines[place].kill(reason),
+        sockets,
     )
     async with AsyncExitStack() as stack:
         for place, engine in enumerate(engines):

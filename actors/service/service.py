@@ -20,12 +20,13 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.engine.child_process import StartEngine, encode_options
+from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service.gateway_process import LAST_WORDS_S, LinkedGateways, Listeners, check_start
+from genbatch.actors.service.gateway_process import LAST_WORDS_S, LinkedGateways, Listeners, check_start, retire
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
 from genbatch.nif.context.engine import Engine, load_engine
@@ -45,14 +46,19 @@ class Service:
 
     Args:
         batcher: answers the Batcher's calls, here or in an engine process; a ref that survives restarts.
-        addresses: where the gateways are reachable.
+        listeners: the gateways.
         engine: the loaded model; None if another process has it.
     """
 
     batcher: ActorRef
     telemetry: Telemetry
-    addresses: tuple[str, ...] = ()
+    listeners: Listeners
     engine: Engine | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the gateways are reachable."""
+        return self.listeners.addresses
 
     async def describe(self) -> tuple[Models, dict[str, Any]]:
         """What is served, and the stats."""
@@ -63,6 +69,10 @@ class Service:
         await self.batcher.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
         await trio.sleep(LAST_WORDS_S)
 
+    async def retire(self, timeout_s: float) -> None:
+        """Serves the clients that are connected until they have gone, for `timeout_s` seconds at most, and returns."""
+        await retire(self.listeners, self.batcher, timeout_s)
+
 
 @asynccontextmanager
 async def open_service(
@@ -71,25 +81,34 @@ async def open_service(
     options: ServiceOptions,
     *,
     progress: Progress | None = None,
+    sockets: ListeningSockets | None = None,
 ) -> AsyncIterator[Service]:
     """Loads the model and runs the tree for as long as the body runs.
 
     Args:
         options: where it listens, and how its processes live.
         progress: called on another thread as progress(stage, done, total).
+        sockets: see Listeners.
 
     Raises:
         AddressError, KeyFileError, ModelError, OptionError, SchedulerError, StartFailed: before any request is taken.
     """
-    check_start(engine_options, batcher_options, options)
-    opened = _open_process if options.engine == "process" else _open_thread
-    async with opened(engine_options, batcher_options, options, progress) as service:
+    check_start(engine_options, batcher_options, options, sockets)
+    if options.engine == "process":
+        opening = _open_process(engine_options, batcher_options, options, progress)
+    else:
+        opening = _open_thread(engine_options, batcher_options, options, progress, sockets)
+    async with opening as service:
         yield service
 
 
 @asynccontextmanager
 async def _open_thread(
-    engine_options: EngineOptions, batcher_options: BatcherOptions, options: ServiceOptions, progress: Progress | None
+    engine_options: EngineOptions,
+    batcher_options: BatcherOptions,
+    options: ServiceOptions,
+    progress: Progress | None,
+    sockets: ListeningSockets | None,
 ) -> AsyncIterator[Service]:
     # Loading cannot be interrupted; who gives up waiting need not wait for its end.
     engine = await trio.to_thread.run_sync(load_engine, engine_options, progress, abandon_on_cancel=True)
@@ -104,7 +123,7 @@ async def _open_thread(
             mailbox_size=MAILBOX_SIZE,
         )
     ]
-    listeners = Listeners(batcher, options, telemetry)
+    listeners = Listeners(batcher, options, telemetry, sockets=sockets)
     children.append(listeners.child())
     supervisor = Supervisor(children, strategy="rest_for_one", name="service", registry=registry, telemetry=telemetry)
     async with background() as nursery:
@@ -113,7 +132,7 @@ async def _open_thread(
         except StartFailed as error:
             # An option that only showed to be wrong here is still the caller's own mistake.
             raise (error.__cause__ or error) from None
-        yield Service(batcher, telemetry, listeners.addresses, engine)
+        yield Service(batcher, telemetry, listeners, engine)
 
 
 @asynccontextmanager
@@ -130,4 +149,4 @@ async def _open_process(
         except StartFailed as error:
             raise (error.__cause__ or error) from None
         await joint.gateway_is_ready(gateways.sides[0])
-        yield Service(gateways.links[0], gateways.telemetry, gateways.addresses)
+        yield Service(gateways.links[0], gateways.telemetry, gateways.listeners)

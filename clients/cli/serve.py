@@ -4,7 +4,7 @@ FleetFlags say how many replicas serve, and how requests are divided among them.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -17,10 +17,13 @@ from rich.panel import Panel
 from rich.table import Table
 
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.observing.observe import log_event, observe, start_logging, start_tracing
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.service.gateway_process import check_start, door_addresses
 from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.take_over import Predecessor, Succession, find_predecessor
 from genbatch.clients.cli.command import UsageError, run_service, with_flag_groups
 from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags
@@ -192,7 +195,8 @@ def serve(
         opening = partial(_open_service, engines, settings.batcher(), options)
         if fleet.is_wanted:
             opening = partial(_open_fleet, engine, settings.batcher(), options, fleet)
-        await _serve(opening, options, stopping)
+        async with _listening(options) as (sockets, predecessor):
+            await _serve(partial(opening, sockets), sockets, predecessor, options, stopping)
 
     run_service(run)
 
@@ -278,9 +282,26 @@ class Running(Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
 
+    async def retire(self, timeout_s: float) -> None:
+        """Serves the clients that are connected until they have gone, for `timeout_s` seconds at most, and returns."""
+
+
+@asynccontextmanager
+async def _listening(options: ServiceOptions) -> AsyncIterator[tuple[ListeningSockets, Predecessor | None]]:
+    """The service's sockets, and the service whose sockets they were, if `take_over` finds one."""
+    addresses = door_addresses(options)
+    async with AsyncExitStack() as stack:
+        predecessor = await stack.enter_async_context(find_predecessor(addresses)) if options.take_over else None
+        inherited = None if predecessor is None else predecessor.sockets
+        yield stack.enter_context(closing(ListeningSockets(addresses, inherited))), predecessor
+
 
 async def _serve(
-    opening: Callable[[], AbstractAsyncContextManager[Running]], options: ServiceOptions, stopping: trio.Event
+    opening: Callable[[], AbstractAsyncContextManager[Running]],
+    sockets: ListeningSockets,
+    predecessor: Predecessor | None,
+    options: ServiceOptions,
+    stopping: trio.Event,
 ) -> None:
     ready = trio.Event()
     start_logging(options.log_format, options.log_level)
@@ -297,12 +318,32 @@ async def _serve(
                     Console().print(banner(card, by_model.get(card.id, stats), service.addresses, adapters))
             await nursery.start(observe, service.telemetry)
             names = ",".join(card.id for card in models.models)
+            if predecessor is not None:
+                await predecessor.leave()
+                sockets.own()
+                log_event("took_over", process=predecessor.pid)
+            succession = Succession(sockets)
+            await nursery.start(succession.run)
             log_event("ready", model=names, addresses=",".join(service.addresses))
             ready.set()
-            await stopping.wait()
-            log_event("stopping", timeout_s=options.shutdown_timeout_s)
-            await service.drain(options.shutdown_timeout_s)
+            await _until_either(stopping, succession.leaving)
+            if succession.leaving.is_set():
+                log_event("retiring", timeout_s=options.shutdown_timeout_s)
+                await service.retire(options.shutdown_timeout_s)
+            else:
+                log_event("stopping", timeout_s=options.shutdown_timeout_s)
+                await service.drain(options.shutdown_timeout_s)
         log_event("stopped")
+
+
+async def _until_either(*events: trio.Event) -> None:
+    async def wait(event: trio.Event) -> None:
+        await event.wait()
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for event in events:
+            nursery.start_soon(wait, event)
 
 
 async def _follow(engine: EngineOptions, rank: int, stopping: trio.Event) -> None:
@@ -323,7 +364,7 @@ async def _give_up_start(stopping: trio.Event, ready: trio.Event, scope: trio.Ca
 
 @asynccontextmanager
 async def _open_service(
-    engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions
+    engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions, sockets: ListeningSockets
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
         with LoadingBars() as bars:
@@ -332,22 +373,26 @@ async def _open_service(
 
                 bars("start", 0, 0)  # over there
                 wanted = engines if len(engines) > 1 else engines[0]
-                opening: AbstractAsyncContextManager[Running] = open_processes(wanted, batcher, options, progress=bars)
+                opening: AbstractAsyncContextManager[Running] = open_processes(
+                    wanted, batcher, options, progress=bars, sockets=sockets
+                )
             else:
-                from genbatch.actors.service.gateway_process import check_start
-
-                check_start(engines[0], batcher, options)
+                check_start(engines[0], batcher, options, sockets)
                 await import_engine(bars)
                 from genbatch.actors.service.service import open_service
 
-                opening = open_service(engines[0], batcher, options, progress=bars)
+                opening = open_service(engines[0], batcher, options, progress=bars, sockets=sockets)
             service = await stack.enter_async_context(opening)
         yield service
 
 
 @asynccontextmanager
 async def _open_fleet(
-    engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions, flags: FleetFlags
+    engine: EngineOptions,
+    batcher: BatcherOptions,
+    options: ServiceOptions,
+    flags: FleetFlags,
+    sockets: ListeningSockets,
 ) -> AsyncIterator[Running]:
     from genbatch.actors.fleet.fleet import FleetLimits
     from genbatch.clients.fleet.gateway import FleetOptions, open_fleet
@@ -361,5 +406,5 @@ async def _open_fleet(
     replica = ReplicaOptions(engine=engine, batcher=batcher, cpus=flags.replica_cpus, gpus=flags.replica_gpus)
     name = flags.fleet or engine.model_path
     replicas = await trio.to_thread.run_sync(RayReplicas, name, replica, flags.ray_address)
-    async with open_fleet(replicas, kept, options) as service:
+    async with open_fleet(replicas, kept, options, sockets) as service:
         yield service

@@ -19,10 +19,11 @@ import trio
 
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
 from genbatch.actors.fleet.routing import FleetLoad, ScaleRule, build_router, wanted_replicas
+from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import Registry, Supervisor, background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service.gateway_process import LAST_WORDS_S, Listeners, check_listeners
+from genbatch.actors.service.gateway_process import LAST_WORDS_S, Listeners, check_listeners, retire
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.fleet.ray_replicas import RayReplicas
 from genbatch.clients.fleet.replicas import Described, RayUnavailable, ReplicaConnection, Replicas
@@ -72,15 +73,21 @@ class FleetGateway:
 
     Args:
         name: another one for each gateway of the fleet; None draws one.
+        sockets: see Listeners.
     """
 
     def __init__(
-        self, replicas: Replicas, options: FleetOptions, service: ServiceOptions, name: str | None = None
+        self,
+        replicas: Replicas,
+        options: FleetOptions,
+        service: ServiceOptions,
+        name: str | None = None,
+        sockets: ListeningSockets | None = None,
     ) -> None:
         self.fleet = Fleet(build_router(options.router), options.limits, name=name or uuid.uuid4().hex[:8])
         self.telemetry = Telemetry()
         self._replicas, self._options = replicas, options
-        self._listeners = Listeners(self.fleet, service, self.telemetry)
+        self._listeners = Listeners(self.fleet, service, self.telemetry, sockets=sockets)
         self._known: dict[str, _Known] = {}  # by the actor's name
         self._asked: set[str] = set()  # to describe themselves
         self._ending: set[str] = set()
@@ -109,6 +116,10 @@ class FleetGateway:
         """This gateway takes nothing new, ends what is open within `timeout_s` seconds, and returns."""
         await self.fleet.call(DrainRequest(timeout_s=timeout_s))
         await trio.sleep(LAST_WORDS_S)
+
+    async def retire(self, timeout_s: float) -> None:
+        """This gateway serves the clients that are connected until they have gone, for `timeout_s` seconds at most."""
+        await retire(self._listeners, self.fleet, timeout_s)
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator["FleetGateway"]:
@@ -254,7 +265,7 @@ class FleetGateway:
 
 @asynccontextmanager
 async def open_fleet(
-    replicas: RayReplicas, options: FleetOptions, service: ServiceOptions
+    replicas: RayReplicas, options: FleetOptions, service: ServiceOptions, sockets: ListeningSockets | None = None
 ) -> AsyncIterator[FleetGateway]:
     """Runs a gateway over a fleet for as long as the body runs.
 
@@ -263,7 +274,7 @@ async def open_fleet(
         RayUnavailable: a replica cannot be started.
     """
     check_listeners(service)
-    gateway = FleetGateway(replicas, options, service)
+    gateway = FleetGateway(replicas, options, service, sockets=sockets)
     try:
         async with gateway.run():
             yield gateway

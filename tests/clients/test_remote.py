@@ -221,7 +221,7 @@ async def until_lost(client: RemoteClient) -> None:
     """Waits until the client has noticed that its service is gone."""
     transport: Any = client._transport
     if isinstance(client, ZeroMQClient):
-        while transport._socket._events() & zmq.POLLOUT:
+        while transport._current.socket._events() & zmq.POLLOUT:
             await trio.testing.wait_all_tasks_blocked(0.001)
     else:
         while transport._connection is not None:

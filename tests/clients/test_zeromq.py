@@ -106,7 +106,7 @@ async def test_what_is_sent_after_the_news_of_a_lost_connection_waits_for_the_ne
     async with open_socket(zmq.ROUTER) as router, trio.open_nursery() as nursery:
         transport = transports.ZeroMQTransport(f"ipc://{tmp_path / 's'}")
         router.bind(transport.address)
-        await nursery.start(transport.run, lambda message: None, lost.append)
+        await nursery.start(transport.run, lambda *_: None, lambda error, _: lost.append(error))
         await tell.send(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         await transport.send([b"first"])
         assert (await router.recv())[1] == b"first"

@@ -69,6 +69,12 @@ SECURITY_GUARDS = (
         "a client stops the service",
     ),
     Mutation(
+        "only the same user takes over",
+        never,
+        ("actors/service/test_take_over.py::test_another_user_takes_nothing_over_and_is_not_taken_over",),
+        "another user's process gets the service's sockets",
+    ),
+    Mutation(
         "token before anything, msgpack-RPC",
         never,
         ("clients/test_rpc.py::test_a_client_without_the_right_token_is_told_so",),

@@ -43,6 +43,7 @@ from genbatch.proto.rpc import (
     ServerConnection,
     StreamOptions,
     error_message,
+    goaway_message,
     token_message,
     tokens_message,
 )
@@ -69,6 +70,7 @@ class Sample:
         tokens: of a stream, one message each.
         together: whether the tokens come in one message.
         given_up: whether the client grants credit, and then cancels.
+        retires: whether the service asks the client to open another connection.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Sample:
     tokens: Sequence[Token] = field(default=())
     together: bool = False
     given_up: bool = False
+    retires: bool = False
 
 
 USAGE = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
@@ -180,6 +183,14 @@ SAMPLES = (
         given_up=True,
     ),
     Sample(
+        "stream of a service that is replaced",
+        "stream",
+        {"prompt": "The sky is"},
+        PLAIN_RESULT,
+        tokens=(Token(text=" blue", token_id=7, index=0), Token(text="", token_id=2, index=1)),
+        retires=True,
+    ),
+    Sample(
         "stream whose engine is lost",
         "stream",
         {"prompt": "The sky is"},
@@ -226,6 +237,8 @@ def recorded(sample: Sample) -> list[tuple[str, bytes]]:
     arrays = [array for token in sample.tokens if (array := service.token(msgid, token)) is not None]
     messages = [tokens_message(arrays)] if sample.together else map(token_message, arrays)
     steps += [("service", data) for data in messages]
+    if sample.retires:
+        steps.append(("service", goaway_message()))
     if sample.given_up:
         steps += [("client", client.credit(msgid, 32)), ("client", client.cancel(msgid) or b"")]
     if isinstance(sample.answer, Exception):

@@ -99,6 +99,7 @@ class HTTPConnection:
         self._sending = trio.Lock()
         self._waiting: trio.CancelScope | None = None  # while there is no request
         self._is_last = False  # no further request is read
+        self._is_retiring = False  # the next answer says that no further request is read
         self._is_refused = False  # what the client sends is not understood
         self._has_ended = False  # the client sends no more
         self._is_broken = False  # nothing more can be sent
@@ -123,6 +124,10 @@ class HTTPConnection:
         self._is_last = True
         if self._waiting is not None:
             self._waiting.cancel()
+
+    def retire(self) -> None:
+        """Closes the connection after the next answer, whose headers say so. A request that is on its way is served."""
+        self._is_retiring = True
 
     # One request
 
@@ -259,7 +264,7 @@ class HTTPConnection:
         headers = [(b"date", _date(int(time.time())))]
         # Nobody knows whether a client that was not told to send its body will send it.
         is_unsure = self._is_refused or self._http.they_are_waiting_for_100_continue
-        if self._is_last or is_unsure or self._http.their_state is h11.ERROR:
+        if self._is_last or self._is_retiring or is_unsure or self._http.their_state is h11.ERROR:
             headers.append((b"connection", b"close"))
         return headers
 

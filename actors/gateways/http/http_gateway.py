@@ -23,6 +23,7 @@ from genbatch.actors.gateways.http.batch_runner import BatchRunner
 from genbatch.actors.gateways.http.batch_store import BatchStore
 from genbatch.actors.gateways.http.connection import HTTPConnection, Peers
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
+from genbatch.actors.gateways.listening import Door, ListeningSockets, as_listeners
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, check_bind
 
@@ -44,6 +45,7 @@ class HTTPGateway:
         only_metrics: whether there is nothing but counters and health, for everybody who reaches the address.
         strict: whether a field that no API has published is refused.
         batch_dir: where files and batches are kept; None keeps none.
+        sockets: where it listens; None opens a socket for this gateway alone.
     """
 
     def __init__(
@@ -55,11 +57,17 @@ class HTTPGateway:
         only_metrics: bool = False,
         strict: bool = False,
         batch_dir: Path | None = None,
+        sockets: ListeningSockets | None = None,
     ) -> None:
         security = security or Security()
         if not only_metrics:
             check_bind("http", address.url(tls=False), address.host, lacking=security.lacking_for_http)
         self._wanted = address
+        self._door: Door = "metrics" if only_metrics else "http"
+        self._sockets = ListeningSockets() if sockets is None else sockets
+        self._owns_sockets = sockets is None
+        self._accepting = trio.CancelScope()
+        self._is_retiring = False
         self._tls: ssl.SSLContext | None = None if only_metrics else security.tls
         self.address = address.url(tls=self._tls is not None)
         self._open_calls = OpenCalls()
@@ -94,10 +102,14 @@ class HTTPGateway:
                 nursery.start_soon(self._batches.run)
             try:
                 task_status.started(self.address)
-                await accept_from(listeners, self._serve, connections)
+                with self._accepting:
+                    await accept_from(listeners, self._serve, connections)
+                await trio.sleep_forever()  # retired
             finally:
                 if self._batches is not None:
                     self._batches.store.close()
+                if self._owns_sockets:
+                    self._sockets.close()
                 self._open_calls.stop()
                 for connection in self._connections:
                     connection.stop()
@@ -106,12 +118,25 @@ class HTTPGateway:
     async def _listen(self) -> list[trio.SocketListener]:
         wanted = self._wanted
         try:
-            listeners = await trio.open_tcp_listeners(wanted.port, host=wanted.host)
-        except OSError as error:  # a name that nobody knows is one too
-            raise AddressError(self.address, str(error)) from error
-        port = listeners[0].socket.getsockname()[1]
+            await self._sockets.open(self._door, wanted.tcp)
+        except AddressError as error:  # a name that nobody knows is one too
+            raise AddressError(self.address, error.reason) from error
+        listening = self._sockets.copies(self._door)
+        port = listening[0].getsockname()[1]
         self.address = HTTPAddress(wanted.host, port).url(tls=self._tls is not None)
-        return listeners
+        return as_listeners(listening)
+
+    @property
+    def num_connections(self) -> int:
+        """Clients that are connected."""
+        return len(self._connections)
+
+    def retire(self) -> None:
+        """Accept no more connections, and close each after its next answer: another service has the sockets."""
+        self._is_retiring = True
+        self._accepting.cancel()
+        for connection in self._connections:
+            connection.retire()
 
     async def _host_connections(self, stopping: trio.Event, task_status: trio.TaskStatus[trio.Nursery]) -> None:
         """The nursery that connections live in. Shielded, because each has its last words when the gateway stops."""
@@ -142,6 +167,8 @@ class HTTPGateway:
             return  # the client has gone, or does not speak TLS
         connection = HTTPConnection(secured, stream.socket, self._app, peers, seat)
         self._connections.add(connection)
+        if self._is_retiring:
+            connection.retire()
         try:
             await connection.serve()
         finally:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch.actors.gateways import accepting, addresses
+from genbatch.actors.gateways import accepting
 from genbatch.actors.gateways.accepting import Leftovers, accept_from
+from genbatch.actors.gateways.listening import as_listeners, open_sockets
 from tests.actors.gateways.scripted_batcher import PATIENCE_S
 
 pytestmark = pytest.mark.trio
@@ -44,7 +45,7 @@ class Door:
 async def door(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Door]:
     with ExitStack() as stack, trio.fail_after(PATIENCE_S):
         path = tmp_path / "s" if request.param == "unix" else None
-        listeners = await addresses.listen("tcp://127.0.0.1:0" if path is None else f"unix://{path}", path)
+        listeners = as_listeners(await open_sockets("tcp://127.0.0.1:0" if path is None else f"unix://{path}"))
 
         def connect() -> socket.socket:
             here = listeners[0].socket.getsockname()

@@ -45,7 +45,7 @@ def test_a_fleet_has_the_router_and_the_name_that_were_given(
 ) -> None:
     opened: list[Any] = []
 
-    def open_fleet(replicas: str, options: FleetOptions, _: object) -> None:
+    def open_fleet(replicas: str, options: FleetOptions, *_: object) -> None:
         opened.append((replicas, options))
         raise OptionError("fleet", "that is all")
 

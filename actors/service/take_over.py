@@ -1,0 +1,256 @@
+"""Take-over: a service that starts gets the addresses of one that runs, which then serves its last clients and ends.
+
+    async with find_predecessor(addresses) as predecessor:          # the service that starts
+        sockets = ListeningSockets(addresses, predecessor.sockets)
+        ...                                                         # it loads, warms and listens
+        await predecessor.leave()
+
+    succession = Succession(sockets)                                # the service that runs
+    await nursery.start(succession.run)
+    await succession.leaving.wait()
+
+    later service                          earlier service
+                       <- EarlierService   at once: which addresses it has
+    AskForSockets      ->
+                       <- Listening        for each socket, which comes with it
+                       <- Offered          from now on both may accept connections
+    Leave              ->                  once the later one listens
+                       <- Leaving          the earlier one accepts no more
+
+If the later service ends before it says Leave, nothing has happened. They meet at a Unix socket in a directory of this
+user alone, and each looks whether the other's process is this user's.
+"""
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from genbatch.actors.engine.child_process import ChannelError, ControlChannel, Listening
+from genbatch.actors.gateways.addresses import check_private, listen_at_file, prepare_socket_file, runtime_directory
+from genbatch.actors.gateways.listening import Door, ListeningSockets
+from genbatch.actors.security.key_files import AddressError
+
+logger = logging.getLogger(__name__)
+
+# Seconds in which the other service must answer.
+ANSWER_S = 10.0
+_FILES = "serve-*.sock"
+_UCRED: Final = struct.Struct("=3i")  # Linux's: process, user, group
+
+
+class EarlierService(msgspec.Struct, frozen=True, tag="running"):
+    """What an earlier service is: its process, and the address of each door."""
+
+    pid: int
+    addresses: dict[str, str]
+
+
+class AskForSockets(msgspec.Struct, frozen=True, tag="ask"):
+    """Give me copies of your sockets."""
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """All of them have been sent."""
+
+
+class Busy(msgspec.Struct, frozen=True, tag="busy"):
+    """Another service is taking over."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """I listen: accept no more."""
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """I accept no more from now on."""
+
+
+ToEarlier = AskForSockets | Leave
+ToLater = EarlierService | Listening | Offered | Busy | Leaving
+
+
+class Succession:
+    """Offers this service's sockets to a later service.
+
+    Args:
+        sockets: where this one listens.
+    """
+
+    def __init__(self, sockets: ListeningSockets) -> None:
+        self.leaving = trio.Event()  # a later service has taken over
+        self._sockets = sockets
+        self._successor: ControlChannel[Any] | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Waits for later services until cancelled. Where no socket can be made, it says so and waits for nobody."""
+        path = runtime_directory() / f"serve-{os.getpid()}.sock"
+        try:
+            prepare_socket_file(str(path), path, must_be_private=True)
+            listening = listen_at_file(path)
+        except (AddressError, OSError) as error:
+            logger.warning("this service cannot be taken over: %s", error)
+            task_status.started()
+            return
+        try:
+            async with trio.open_nursery() as nursery:
+                task_status.started()
+                with trio.socket.from_stdlib_socket(listening) as accepting:
+                    while True:
+                        connection, _ = await accepting.accept()
+                        nursery.start_soon(self._serve, socket.socket(fileno=connection.detach()))
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _serve(self, end: socket.socket) -> None:
+        channel: ControlChannel[Any] = ControlChannel(end, ToEarlier)
+        try:
+            # guard: only the same user takes over
+            if _user_of(end) != os.getuid():
+                return
+            await self._talk(channel)
+        except (OSError, ChannelError) as error:
+            logger.warning("a service that wanted to take over is gone: %s", error)
+        finally:
+            if self._successor is channel and not self.leaving.is_set():
+                self._successor = None
+                self._sockets.own()
+            channel.close()
+
+    async def _talk(self, channel: ControlChannel[Any]) -> None:
+        addresses = {str(door): address for door, address in self._sockets.addresses.items()}
+        await channel.send(EarlierService(os.getpid(), addresses))
+        while (message := await channel.receive()) is not None:
+            if isinstance(message, AskForSockets):
+                if self._successor is not None:
+                    await channel.send(Busy())
+                    return
+                self._successor = channel
+                self._sockets.disown()
+                for door, listening in self._sockets:
+                    await channel.send(Listening(door), listening.dup())
+                await channel.send(Offered())
+            elif self._successor is channel:
+                self.leaving.set()
+                await channel.send(Leaving())
+
+
+class Predecessor:
+    """A service that this one takes the place of.
+
+    Args:
+        pid: its process.
+        sockets: copies of its sockets at the addresses that this service wants, too.
+        channel: leads to it.
+    """
+
+    def __init__(self, pid: int, sockets: Mapping[Door, list[socket.socket]], channel: ControlChannel[Any]) -> None:
+        self.pid = pid
+        self.sockets = sockets
+        self._channel = channel
+
+    async def leave(self) -> None:
+        """Has it accept no more connections; fine if it has ended by itself."""
+        with suppress(OSError), trio.move_on_after(ANSWER_S):
+            await self._channel.send(Leave())
+            await self._channel.receive()
+
+
+@asynccontextmanager
+async def find_predecessor(addresses: Mapping[Door, str]) -> AsyncIterator[Predecessor | None]:
+    """The running service that has one of these addresses; None where there is none. It goes on until `leave`.
+
+    Raises:
+        AddressError: it has the address for another protocol, or another service takes its place just now.
+    """
+    directory = runtime_directory()
+    if not directory.is_dir():
+        yield None
+        return
+    check_private(str(directory), directory)
+    for path in sorted(directory.glob(_FILES)):
+        channel = _connect(path)
+        if channel is None:
+            continue
+        try:
+            predecessor = await _ask(channel, addresses)
+            if predecessor is not None:
+                yield predecessor
+                return
+        finally:
+            channel.close()
+    yield None
+
+
+def _connect(path: Path) -> ControlChannel[Any] | None:
+    """A channel to the service at this file; None where nobody listens, or another user does."""
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.connect(str(path))
+    except OSError:
+        end.close()
+        return None
+    if _user_of(end) != os.getuid():
+        end.close()
+        return None
+    return ControlChannel(end, ToLater)
+
+
+async def _ask(channel: ControlChannel[Any], addresses: Mapping[Door, str]) -> Predecessor | None:
+    """The service at the channel's other end, if it has one of the addresses."""
+    with suppress(OSError, ChannelError), trio.move_on_after(ANSWER_S):
+        running = await channel.receive()
+        if not isinstance(running, EarlierService):
+            return None
+        shared = _shared_doors(running, addresses)
+        if not shared:
+            return None
+        await channel.send(AskForSockets())
+        sockets: dict[Door, list[socket.socket]] = {}
+        while True:
+            match await channel.receive():
+                case Listening(door):
+                    listening = channel.take_socket()
+                    if door in shared:
+                        sockets.setdefault(door, []).append(listening)  # type: ignore[arg-type]  # a key of ours
+                    else:
+                        listening.close()
+                case Offered():
+                    return Predecessor(running.pid, sockets, channel)
+                case Busy():
+                    address = next(iter(shared.values()))
+                    raise AddressError(address, f"another service is taking the place of process {running.pid}")
+                case _:
+                    return None
+    return None
+
+
+def _shared_doors(running: EarlierService, addresses: Mapping[Door, str]) -> dict[str, str]:
+    """The doors that both have at the same address.
+
+    Raises:
+        AddressError: the running service has an address for another protocol.
+    """
+    shared: dict[str, str] = {}
+    for door, address in addresses.items():
+        for other, taken in running.addresses.items():
+            if address == taken and other != door:
+                raise AddressError(address, f"process {running.pid} serves {other} there, which cannot become {door}")
+        if running.addresses.get(door) == address:
+            shared[door] = address
+    return shared
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end; where the system does not tell, the directory's permissions do."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return os.getuid()
+    _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(user)
