@@ -925,7 +925,7 @@ def encoder_positions(source: str, hf: "PreTrainedModel", tokenizer_bound: int |
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int):
         # RoBERTa's family begins to count behind the padding's id.
-        table = getattr(getattr(hf.base_model, "embeddings", None), "position_embeddings", None)
+        table = getattr(getattr(getattr(hf, "base_model", hf), "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
         limit -= 0 if padding is None else padding + 1
     bounds = [bound for bound in (limit, tokenizer_bound) if isinstance(bound, int) and 0 < bound < _NO_BOUND]
