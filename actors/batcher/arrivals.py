@@ -1,15 +1,15 @@
 """Arrivals: requests on their way in, from the call to the queue for a slot.
 
-    arrivals.take(message, from_)      # is refused at once, or on its way
-    arrivals.compiled(message)         # the grammar's thread is done with it
-    arrivals.encoded(message)          # the tokenizer's is
+    arrivals.take(message, from_)      # refuses the request at once, or begins to read it
+    arrivals.compiled(message)         # the grammar thread has finished with it
+    arrivals.encoded(message)          # the tokenizer thread has finished with it
 
-Whether one is let in depends on what waits already, and is decided before anything is spent on it. Then its grammar is
-compiled and its prompt tokenized, off the event loop where that takes long. Intake (intake.py) checks the message and
+Admission depends on the queue, and is decided before any work is spent on the request. Then its grammar is compiled
+and its prompt is tokenized, off the event loop where either takes long. Intake (intake.py) checks the message and
 makes the sequences.
 
-PromptSharing knows the beginnings of prompts that are held, and which requests take them over unevaluated. What is
-held is configured, or is a first message that came a second time.
+PromptSharing knows the held prefixes of prompts, and which requests reuse them unevaluated. A prefix is held when it
+is configured, or when a first message arrives a second time.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,12 @@ from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 
 
 class PromptSharing:
-    """Decides what is held, and which requests share it.
+    """Decide which prefixes are held, and which requests share them.
 
     Args:
         intake: renders configured messages, and makes held prompts.
-        held: what is held.
-        slots: frees what is held no longer.
+        held: the held prompts.
+        slots: frees the slots of dropped prompts.
     """
 
     def __init__(self, intake: Intake, held: HeldPrompts, slots: Slots) -> None:
@@ -51,21 +51,21 @@ class PromptSharing:
         self._slots = slots
 
     def hold_configured(self, content: str) -> HeldPrompt:
-        """Takes a slot, if there is one, for a system message that stays; its tokens are still to be evaluated."""
+        """Hold a configured system message for good, with a slot if one is free; its tokens are not evaluated yet."""
         held = self._intake.held_prompt(self._intake.system_prompt(content), b"")
         held.pinned = True
         self._held.hold(held)
         return held
 
     def share(self, request: Request, *, context_is_free: bool) -> None:
-        """Lets the request share a held prompt; holds its first message when another request had the same."""
+        """Let the request share a held prompt; hold its first message when another request had the same one."""
         first = request.sequences[0]
         if first.scores_prompt or not request.prompt_tokens:
             return
         held = self._held.find(request.prompt_tokens, first.cache_key, first.adapter)
         if held is None:
             prefix = request.first_message
-            # A template may do something new with a conversation; at least one token stays to be evaluated.
+            # A template may render a conversation differently. At least one token must remain to be evaluated.
             shares = len(prefix) < len(request.prompt_tokens) and request.prompt_tokens[: len(prefix)] == prefix
             if shares and self._held.notice(prefix, first.cache_key):
                 noticed = self._intake.held_prompt(prefix, first.cache_key, first.adapter)
@@ -88,24 +88,24 @@ class PromptSharing:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A long prompt has been tokenized, or the texts of an embedding request."""
+    """A long prompt, or the texts of an embedding request, were tokenized."""
 
     request: Request
     prompt: outcome.Outcome[Prompt | list[list[int]]]
 
 
 class Arrivals:
-    """Its length is the number of sequences, of requests whose prompt or grammar is with a thread.
+    """Requests whose prompt or grammar is with a thread; the length counts their sequences.
 
-    What lets a request in, or goes on with it, returns it once it has its sequences.
+    `take`, `compiled` and `encoded` return the request once it has its sequences.
 
     Args:
-        state: who is there already, and where arrivals are booked.
-        options: how much may wait.
+        state: the Batcher's shared state, in which arrivals are booked.
+        options: the limits of admission.
         intake: checks, tokenizes and makes sequences.
         grammars: answers with Compiled.
-        reader: makes tokens of prompts.
-        owner: the actor that this belongs to: it watches over callers, and gets Encoded.
+        reader: tokenizes prompts.
+        owner: the actor that owns this object; the actor monitors callers and receives Encoded.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Arrivals:
         self._reader = reader
         self._owner = owner
         self._num_away = 0  # sequences of requests that are with the tokenizer's thread
-        self._with_grammars: dict[int, GenerationRequest] = {}  # by number, whose grammar is compiled or waits for that
+        self._with_grammars: dict[int, GenerationRequest] = {}  # by number: requests with a grammar not yet compiled
         self._numbers = count(1)
         self._kinds: dict[type, Callable[[Any, From[Any]], Request]] = {
             Generate: self._generation,
@@ -141,7 +141,7 @@ class Arrivals:
         return self._num_away + sum(waiting)
 
     def take(self, message: Generate | Embed, from_: "From[Any]") -> Request | None:
-        """Lets a request in, or replies with what is wrong with it."""
+        """Admit a request, or reply with the error."""
         try:
             # guard: draining takes nothing new
             self._draining.check()
@@ -162,7 +162,7 @@ class Arrivals:
         grammar = intake.grammar(wanted)
         account = charged_account(message.client, wanted.tenant)
         limits = self._limits(wanted.deadline_s, message.client)
-        if message.drawn:  # another engine had let it in
+        if message.drawn:  # another engine has already admitted it
             limits = resume.time_limits(limits, message.drawn)
         else:
             self._admit(message.client, account, wanted.n, limits, embeds=False)
@@ -208,7 +208,7 @@ class Arrivals:
         account = charged_account(message.client, wanted.tenant, embeds=True)
         limits = self._limits(wanted.deadline_s, message.client)
         self._admit(message.client, account, width, limits, embeds=True)
-        # One text has no time of its own: the operator's bound on an answer is for what is generated.
+        # A single text has no time limit of its own: the operator's limit on answers concerns generated text.
         limits = replace(limits, answer_s=None)
         request = intake.request_type(**self._common(message, from_, limits), wanted=wanted, width=width)
         request.read_job = without_template(partial(intake.read, wanted), intake.size(wanted), request.account)
@@ -218,7 +218,7 @@ class Arrivals:
         return request
 
     def _common(self, message: Generate | Embed, from_: "From[Any]", limits: TimeLimits) -> dict[str, Any]:
-        """The fields that every request has."""
+        """Return the fields that every request has."""
         return {
             "number": next(self._numbers),
             "from_": from_,
@@ -236,7 +236,7 @@ class Arrivals:
         self._requests.add(request)
 
     def compiled(self, message: Compiled) -> Request | None:
-        """Goes on with a request whose grammar was compiled, or refused."""
+        """Continue with a request after its grammar was compiled or refused."""
         request, constraints = message.request, message.constraints
         del self._with_grammars[request.number]
         if request not in self._requests:
@@ -247,12 +247,12 @@ class Arrivals:
         return self._encode(request)
 
     def encoded(self, message: Encoded) -> Request | None:
-        """Goes on with a request whose long prompt was tokenized."""
+        """Continue with a request after its long prompt was tokenized."""
         self._num_away -= message.request.width
         return self._finish(message.request, message.prompt) if message.request in self._requests else None
 
     def _limits(self, deadline_s: float | None, client: str) -> TimeLimits:
-        """What bounds a request's time; the operator's bounds are for clients only."""
+        """Return the time limits of a request; the operator's limits apply to clients only."""
         options = self._options
         return TimeLimits(
             deadline_s=deadline_s,
@@ -262,16 +262,16 @@ class Arrivals:
         )
 
     def _admit(self, client: str, account: str, width: int, limits: TimeLimits, *, embeds: bool) -> None:
-        """Let so many more sequences of an account wait.
+        """Check that `width` more sequences of an account may wait.
 
         Raises:
-            QueueFull: there are too many already.
-            DeadlineExceeded: the deadline would pass before its turn.
+            QueueFull: too many sequences wait already.
+            DeadlineExceeded: the deadline would pass before the sequences' turn.
         """
         load = Load(
             free_slots=len(self._slots.seq_pool),
             waiting=len(self._slots.pending) + len(self),
-            # The program's own requests, of which there may be many, have no share to be measured.
+            # In-process requests have no account, and their number is not bounded by a share.
             waiting_of=self._requests.waiting_of() if account else {},
             open_of=self._requests.open_of() if account else {},
             service_s=self._journal.stats.median_service(),
@@ -282,7 +282,7 @@ class Arrivals:
         admission.check(wanted=width, client=account, patience_s=limits.patience_s, load=load)
 
     def _encode(self, request: Request) -> Request | None:
-        """Read the prompt or the texts, long ones off the event loop."""
+        """Tokenize the prompt or the texts; long ones are tokenized off the event loop."""
         owner = self._owner
         assert request.read_job is not None
         found = self._reader.read(request.read_job, lambda found: owner.ref.info(Encoded(request, found), control=True))
@@ -292,11 +292,11 @@ class Arrivals:
         return None
 
     def _finish(self, request: Request, found: "outcome.Outcome[Any]") -> Request | None:
-        """Make the sequences, or end a request that cannot have any."""
+        """Make the sequences, or end a request for which none can be made."""
         assert request.begin_waiting is not None
         try:
             request.begin_waiting(found)
-        except Exception as error:  # a tokenizer that chokes on a prompt fails that prompt's request
+        except Exception as error:  # a tokenizer that fails on a prompt fails only that request
             refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
             self._journal.unreadable(request, refusal)
             self._requests.end(request, refusal)

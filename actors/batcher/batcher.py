@@ -3,17 +3,17 @@
     batcher = await start(nursery, Batcher(open_context, options), name="batcher")
     result = await batcher.call(Generate(GenerateRequest(prompt="Hello", max_tokens=8)), timeout=None)
 
-A request's way: its arrival (arrivals.py) lets it into the queue; an idle Batcher waits for `batch_size` requests or
-`batch_timeout`; then ticks follow one another until nothing is left. A tick has four phases:
+A request first passes arrivals.py, which puts it into the queue. An idle Batcher waits for `batch_size` requests or
+for `batch_timeout`. Then ticks follow one another until no work is left. A tick has four phases:
 
-    finish   sequences whose caller is gone or whose deadline passed give their slot and blocks back, and so do those
-             of a client with more than its share of the slots, where another one waits for its own
-    plan     the scheduler, a pure function, picks decodes and prefill chunks; paused ones give up their blocks
-    start    newly picked requests take a slot and share what was evaluated before (`seq_cp`, prefix cache)
-    step     forwards on the worker thread: one, or one after another while there is nothing to decide (stepper.py)
+    finish   Cancelled and expired sequences give back their slots and blocks. A client above its share of the slots
+             pauses a sequence when another client waits below its share.
+    plan     The scheduler, a pure function, picks decodes and prefill chunks. Paused sequences give up their blocks.
+    start    Newly picked requests take a slot and share evaluated prefixes (`seq_cp`, prefix cache).
+    step     Forwards run on the worker thread: one, or several in a row while there is nothing to decide (stepper.py).
 
-Messages are handled while a step runs, so the Batcher always answers; only it touches its state, and the context
-only between two steps or on the worker.
+The Batcher handles messages while a step runs, so calls are always answered. Only the Batcher touches its state. It
+touches the context only between two steps or on the worker thread.
 """
 
 from collections.abc import Callable
@@ -46,37 +46,37 @@ from genbatch.proto.messages import (
 )
 from genbatch.proto.methods import METHODS, Lane
 
-# Seconds by which a timer is set behind a deadline: it would be set again if it came the last bit of a float too soon.
+# Slack so that rounding cannot fire the timer before the deadline.
 LATE_S = 1e-6
-# A request waits for others at most so long, as a share of its step. One that comes later joins at the next step, and
-# waits for no more than this one.
+# The longest wait for further requests, as a share of the step that they would share. A request that arrives later
+# joins the next step, so it loses one step at most.
 QUIET_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """The accumulation window is over."""
+    """The accumulation window has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """No other request has come for a while, and the window is not over."""
+    """No request has arrived for a while, and the accumulation window is still open."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """A request's deadline, while nothing was evaluated."""
+    """A request's deadline has passed while the Batcher evaluated nothing."""
 
 
 class Batcher(BatcherParts):
-    """Owns the context; see the module's docstring for a request's way.
+    """Own the context and serve requests; the module's docstring describes a request's path.
 
     Args:
-        open_context: makes the context; runs once, on the worker thread.
+        open_context: opens the context; runs once, on the worker thread.
         options: see BatcherOptions.
-        open_worker: makes its threads; a simulation has none.
-        open_flight: makes what is told of all that decides; `actors/recording` has one that keeps it.
-        on_models: called with what is served, whenever that has changed.
+        open_worker: makes the worker threads; a simulation has none.
+        open_flight: makes the Flight, which sees every input of a decision; `actors/recording` has one that records.
+        on_models: called with the served models whenever they change.
     """
 
     # Callbacks
@@ -132,7 +132,7 @@ class Batcher(BatcherParts):
     def _take_step(self, message: StepMessage) -> None:
         try:
             has_ended = self.stepper.take(message)
-        finally:  # what ends the engine is what one wants to know
+        finally:  # the record must contain the step that ends the engine
             self._flight.stepped(message)
         if has_ended:
             self._stepped()
@@ -174,7 +174,7 @@ class Batcher(BatcherParts):
         self._cancel_open()
 
     def _quiet(self, message: Quiet) -> None:
-        if len(self.arrivals):  # a tokenizer or a grammar has more: they are on their way
+        if len(self.arrivals):  # requests are still with a tokenizer or a grammar compiler
             self._wait_for_more()
         else:
             self._flush(message)
@@ -196,7 +196,7 @@ class Batcher(BatcherParts):
     # The tick
 
     def _enqueue(self, request: Request | None) -> None:
-        """The sequences of a request wait for a slot; there is none yet where a thread has it, or it was refused."""
+        """Queue the sequences of a request; None means that a thread still has the request, or that it was refused."""
         if request is None:
             return
         self.sharing.share(request, context_is_free=not self._stepping)
@@ -206,7 +206,7 @@ class Batcher(BatcherParts):
         self._wake()
 
     def _wake(self) -> None:
-        """The next tick comes as soon as may be; of an idle Batcher once enough waits, or has waited long enough."""
+        """Bring the next tick forward; an idle Batcher ticks once the queue is long enough or the window has ended."""
         if self.slots.seq_pool or self.planner.is_owed():
             self.stepper.hurry()
         if len(self.slots.pending) >= self.options.flush_size:
@@ -215,7 +215,7 @@ class Batcher(BatcherParts):
             self._wait_for_more()
 
     def _wait_for_more(self) -> None:
-        """An idle Batcher waits for the window's end, or until requests have ceased to come."""
+        """Let an idle Batcher wait until the window ends, or until no request has arrived for a while."""
         now, quiet_s = trio.current_time(), self._quiet_s()
         if self._window is None:
             self._window_ends = now + self.options.window_s
@@ -230,7 +230,7 @@ class Batcher(BatcherParts):
             self._window = self.send_after(left_s, Flush())
 
     def _quiet_s(self) -> float | None:
-        """Seconds without another request that end the wait: a share of the step that requests would share."""
+        """Return the seconds without a new request that end the wait: a share of the step that requests would share."""
         quiet_s = self.options.quiet_s
         if quiet_s is None:
             return None
@@ -242,7 +242,7 @@ class Batcher(BatcherParts):
             self._tick()
 
     def _tick(self) -> None:
-        """One round of finish, plan, start and step; nothing happens when nothing can be done."""
+        """Run one round of finish, plan, start and step; do nothing when there is no work."""
         if self._window is not None:
             self._window.cancel()
             self._window = None
@@ -259,20 +259,20 @@ class Batcher(BatcherParts):
             is_done = self._carry_out(self._plan(inflight, budget), gave_way, can_be_stuck=not inflight)
 
     def _give_way(self, inflight: frozenset[int]) -> list[LlmRequest]:
-        """Pauses sequences of clients with more than their share of the slots; returns them."""
+        """Pause sequences of clients above their share of the slots, and return these sequences."""
         gave_way: list[LlmRequest] = [*self.planner.giving_way(inflight)]
         for unit in slotted(gave_way):
             self.slots.pause(unit)
         return gave_way
 
     def _carry_out(self, plan: SchedulerOutput, gave_way: list[LlmRequest], *, can_be_stuck: bool) -> bool:
-        """Does what a plan says; whether that is all that can be done now.
+        """Carry out a plan, and return whether the tick is done.
 
-        A plan of which nothing can be done would be made again and again. So each one steps, pauses or refuses
-        somebody, or there is nothing to do.
+        A plan without any effect would be made again forever. So each plan steps, pauses or refuses a sequence, or
+        there is no work.
 
         Args:
-            gave_way: who was paused before the plan.
+            gave_way: the sequences that were paused before the plan.
         """
         for unit in slotted(plan.paused_requests):
             self.slots.pause(unit)
@@ -287,7 +287,7 @@ class Batcher(BatcherParts):
             self.stepper.begin(groups, repeats=repeats, turn_began=self._turn_began)
             return True
         if plan.paused_requests or plan.never_fitting:
-            return False  # what they gave back may let others in
+            return False  # their blocks may let other sequences start
         rescue = self.planner.stuck() if can_be_stuck else None
         if rescue is not None:
             return self._carry_out(rescue, [], can_be_stuck=False)
@@ -298,7 +298,7 @@ class Batcher(BatcherParts):
         return self.planner.plan(inflight, budget)
 
     def _sitting_out(self) -> frozenset[int]:
-        """The ids of those that keep their place and are not planned."""
+        """Return the ids of the sequences that keep their place and are not planned."""
         return self.grammars.sitting_out()
 
     def _touch_session(self, ask: Callable[[], None]) -> None:
@@ -308,19 +308,19 @@ class Batcher(BatcherParts):
         self._tick_when_idle()
 
     def _serve_session(self) -> None:
-        """In place of a step, since it needs the context for itself."""
+        """Run a session call in place of a step, since the call needs the context to itself."""
         self._stepping = True
         work, end = self.sessions.next()
         ref = self.ref
         self._worker.submit(work, on_done=lambda result: ref.info(SessionEnded(partial(end, result)), control=True))
 
     def _stepped(self) -> None:
-        """The tick's forwards have ended and are booked."""
+        """Continue after the tick's forwards have ended and were booked."""
         self._stepping = False
         self._tick()
 
     def _rest(self) -> None:
-        """There is nothing to evaluate."""
+        """Check for leaked blocks and set the deadline timer, since there is nothing to evaluate."""
         if not self.requests:
             kv = self.ctx.kv
             held = kv.held_only_by([held.seq_id for held in self.held if held.seq_id is not None])
@@ -329,7 +329,7 @@ class Batcher(BatcherParts):
         self._await_deadline()
 
     def _await_deadline(self) -> None:
-        """While nothing is evaluated, requests wait for a window, a tokenizer or a grammar: no longer than they may."""
+        """Set a timer for the earliest deadline, so that waiting requests time out while nothing is evaluated."""
         soonest = None if self._stepping else self.requests.next_deadline()
         if self._deadline is not None:
             if soonest is not None and self._deadline.deadline <= soonest + LATE_S:
@@ -340,7 +340,7 @@ class Batcher(BatcherParts):
             self._deadline = self.send_after(max(0.0, soonest - trio.current_time()) + LATE_S, DeadlinePassed())
 
     def _end_abandoned(self) -> None:
-        """Now, or as soon as the context is free."""
+        """End abandoned requests now, or as soon as the context is free."""
         self.stepper.hurry()
         if not self._stepping:
             self.requests.end_abandoned()
@@ -355,7 +355,7 @@ class Batcher(BatcherParts):
         if self.adapters.settle():
             self._flight.close("an adapter was unloaded with prompts that were held, which is not in the record")
 
-    # Ending, and what is asked meanwhile
+    # Ending
 
     def _cancel_open(self) -> None:
         for request in self.requests:
@@ -365,7 +365,7 @@ class Batcher(BatcherParts):
         self._end_abandoned()
 
 
-# What answers each call, and what handles each message.
+# The handler of each call, and the handler of each message.
 _CALLS: dict[type, Callable[[Batcher, Any, From[Any]], object]] = {
     Generate: Batcher._take,
     Embed: Batcher._take,

@@ -1,13 +1,13 @@
-"""BeamSearch: which continuations of a prompt stay in the race, by transformers' rules.
+"""BeamSearch: the search for the likeliest continuations of a prompt, by transformers' rules.
 
     search = BeamSearch(width=4, stop_ids=model.eos_token_ids, max_tokens=32)
     while not search.advance([top candidates of each running beam]):
         for source, target in search.moves: ...   # give each beam the KV of the one it continues
     search.best()
 
-Length penalty 1.0 and early_stopping False, transformers' defaults: an ended beam's score is its log-probability
-divided by its length, and the search goes on while a running beam could still beat the worst of `width` ended ones.
-No tensors are computed here; scores are float32 as they are there, so that equal models rank equally.
+The length penalty is 1.0 and early_stopping is False, as in transformers. An ended beam's score is its
+log-probability divided by its length. The search goes on while a running beam can still beat the worst of `width`
+ended ones. This file computes no tensors. Scores are float32 as in transformers, so that ties rank the same.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,9 +24,9 @@ class Beam:
     """One continuation.
 
     Args:
-        slot: index, below the width, of the place that holds its KV; an ended beam's means nothing.
+        slot: index, below the width, of the slot that holds its KV; meaningless for an ended beam.
         score: sum of its log-probabilities while it runs; divided by its length once it has ended.
-        logits: the rows its tokens were chosen from, where they are kept.
+        logits: the rows from which its tokens were chosen, where rows are kept.
     """
 
     slot: int = 0
@@ -36,7 +36,7 @@ class Beam:
     logits: list[torch.Tensor] = field(default_factory=list)
 
     def extended(self, token_id: int, logprob: float, score: np.float32, row: torch.Tensor | None) -> "Beam":
-        """The beam with one more token."""
+        """Return the beam with one more token."""
         logits = self.logits if row is None else [*self.logits, row]
         return Beam(self.slot, [*self.tokens, token_id], [*self.logprobs, logprob], score, logits)
 
@@ -45,7 +45,7 @@ class BeamSearch:
     """The beams of one request.
 
     Args:
-        width: how many run, and how many come out.
+        width: the number of running beams, and of results.
         stop_ids: token ids that end a beam.
         max_tokens: length at which every beam ends.
     """
@@ -57,7 +57,7 @@ class BeamSearch:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets everything after the prompt: the search is deterministic and is done again."""
+        """Discard all tokens after the prompt: the search is deterministic and runs again."""
         self.running = [Beam()]
         self.ended: list[Beam] = []  # best first
         self.moves: list[tuple[int, int]] = []
@@ -65,33 +65,33 @@ class BeamSearch:
 
     @property
     def ended_by_stop(self) -> bool:
-        """Whether the best beam ended with a stop id, and not at the most tokens."""
+        """True if the best beam ended with a stop id; False if it ended at `max_tokens`."""
         return self.best()[0].tokens[-1] in self.stop_ids
 
     @property
     def num_candidates(self) -> int:
-        """How many of the likeliest tokens of each beam are looked at: `width` of them cannot all be ends."""
+        """The number of likeliest tokens to consider for each beam, so that `width` of them do not end the beam."""
         return max(2, 1 + len(self.stop_ids)) * self.width
 
     @property
     def waiting(self) -> list[Beam]:
-        """Running beams whose candidates are not there yet."""
+        """The running beams that have no candidates yet."""
         return [beam for beam in self.running if beam.slot not in self._drawn]
 
     def draw(self, slot: int, candidates: Candidates, row: torch.Tensor | None = None) -> bool:
-        """Takes the candidates of the beam at `slot`; returns whether they were the last that were missing."""
+        """Take the candidates of the beam at `slot`; return whether every running beam has its candidates now."""
         self._drawn[slot] = (candidates, row)
         return not self.waiting
 
     def advance(self) -> bool:
-        """Continues with the best of all candidates; returns whether the search is over.
+        """Continue with the best of all candidates; return whether the search is over.
 
-        `moves` then names, as (source, target) slots, whose KV a slot takes over; targets are no sources.
+        `moves` then lists (source, target) slots: a target copies the KV of its source. No target is a source.
         """
         candidates, self._drawn = self._best_candidates(), {}
         length = len(self.running[0].tokens) + 1
         ends = [length >= self.max_tokens or beam.tokens[-1] in self.stop_ids for beam in candidates]
-        # Candidates beyond the width are there to go on with; only the first ones may end.
+        # Candidates beyond the width only replace beams that end; only the first `width` candidates may end.
         for beam, end in zip(candidates[: self.width], ends, strict=False):
             if end:
                 beam.score = beam.score / np.float32(length)
@@ -104,7 +104,7 @@ class BeamSearch:
         return False
 
     def best(self) -> list[Beam]:
-        """The `width` best beams, best first; of a search cut short, ended ones before running ones."""
+        """Return the `width` best beams, best first; in a search cut short, ended beams precede running beams."""
         return [*self.ended, *self.running][: self.width]
 
     def _best_candidates(self) -> list[Beam]:
@@ -125,7 +125,7 @@ class BeamSearch:
         return bool(self.running[0].score / np.float32(length) <= self.ended[-1].score)
 
     def _assign_slots(self) -> None:
-        """The first beam that continues another stays where that one was; its siblings take free slots."""
+        """Leave the first beam that continues another beam in that beam's slot; give free slots to its siblings."""
         kept: set[int] = set()
         siblings = []
         for beam in self.running:

@@ -1,9 +1,8 @@
-"""The Batcher's calls that are not requests: text to tokens and back, and sessions kept in files.
+"""The Batcher's calls that are not requests: tokenizing and detokenizing, session files, and adapters.
 
-Adapters are loaded and dropped while requests run. One is read on a thread of its own, then made ready beside the
-steps: nobody waits for it but its caller. When one is dropped, new requests are refused at once, accepted ones go on
-to their end or to `timeout_s`, and then the prompts held with it are let go between two steps, and its memory with
-them.
+Adapters are loaded and unloaded while requests run. An adapter is read on its own thread, then prepared beside the
+steps, so only its caller waits. Unloading an adapter refuses new requests at once. Accepted requests run to their end
+or until `timeout_s`. Then, between two steps, the adapter's held prompts are dropped and its memory is freed.
 """
 
 from collections import deque
@@ -41,11 +40,11 @@ from genbatch.proto.messages import (
 
 
 class TextCalls:
-    """Calls that need the tokenizer and no model.
+    """Calls that need the tokenizer and not the model.
 
     Args:
-        intake: knows vocabulary and template.
-        reader: makes tokens of prompts.
+        intake: knows the vocabulary and the chat template.
+        reader: tokenizes prompts.
     """
 
     def __init__(self, intake: Intake, reader: PromptReader) -> None:
@@ -57,7 +56,7 @@ class TextCalls:
         }
 
     def answer(self, message: object, from_: "From[Any]") -> None:
-        """Reply, now or later."""
+        """Reply now or later."""
         try:
             reading = self._jobs[type(message)](message, from_)
         except GenbatchError as error:
@@ -75,7 +74,7 @@ class TextCalls:
         intake = self._intake
         intake.check_text(wanted)
 
-        # A call that was given up by its turn costs nobody the time.
+        # A call that was cancelled before its turn takes no time from other calls.
         def begin() -> ChatPrompt | None:
             return intake.start_text(wanted) if from_.alive else None
 
@@ -99,7 +98,7 @@ class TextCalls:
         return without_template(text, CHARS_PER_TOKEN * len(wanted.token_ids))
 
 
-# Milliseconds after which requests that hold blocks may have ended.
+# Milliseconds. By then, requests that hold blocks may have ended.
 RETRY_AFTER_BLOCKS_MS = 1000
 SESSION_FAULT = "the session's KV cannot be copied"
 
@@ -109,7 +108,7 @@ End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
 
 @dataclass(frozen=True, slots=True)
 class SessionRead:
-    """The conversation of a call was tokenized."""
+    """The conversation of a session call was tokenized."""
 
     message: SaveSession
     from_: "From[Any]"
@@ -118,22 +117,22 @@ class SessionRead:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """A call's work is done; `end` books it and replies."""
+    """The work of a session call is done; `end` books the outcome and replies."""
 
     end: Callable[[], None]
 
 
 class SessionCalls:
-    """Calls that wait for the context to be free. `next` runs on the event loop, the work that it returns elsewhere.
+    """Session calls, which wait for a free context; `next` runs on the event loop, its work on the worker thread.
 
-    A loaded conversation is held like a shared prompt: the next request that begins with it does not evaluate it.
+    A loaded conversation is held like a shared prompt: the next request with this prefix does not evaluate it again.
 
     Args:
-        ctx: whose sequences.
-        held: where a loaded conversation lives, and whose slots are used meanwhile.
+        ctx: the context that holds the sequences.
+        held: stores loaded conversations, and lends its slots to a call while it runs.
         intake: renders conversations.
-        reader: makes tokens of prompts.
-        send: brings SessionRead back to the actor that owns this.
+        reader: tokenizes prompts.
+        send: delivers SessionRead to the actor that owns this object.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class SessionCalls:
         return len(self._calls)
 
     def save(self, message: SaveSession, from_: "From[Any]") -> None:
-        """Take a call; it is answered once its conversation is tokenized and `next` has come to it."""
+        """Take a call to save a session; the reply follows after its conversation was tokenized and `next` ran it."""
         intake, send = self._intake, self._send
         wanted = TokenizeRequest(messages=message.messages)
         try:
@@ -170,7 +169,7 @@ class SessionCalls:
         self._reader.submit(job, lambda tokens: send(SessionRead(message, from_, tokens)))
 
     def load(self, message: LoadSession, from_: "From[Any]") -> None:
-        """Take a call; it is answered once `next` has come to it."""
+        """Take a call to load a session; the reply follows once `next` has run the call."""
         self._calls.append((partial(self._loading, message), from_))
 
     def read(self, message: SessionRead) -> None:
@@ -179,11 +178,11 @@ class SessionCalls:
         self._calls.append((partial(self._saving, message.message, message.tokens), message.from_))
 
     def next(self) -> tuple[Work, End]:
-        """The next call's work, and what is to be done with its outcome."""
+        """Return the next call's work, and the function that takes the outcome of that work."""
         prepare, from_ = self._calls.popleft()
         try:
             work, end = prepare()
-        except Exception as error:  # a conversation that cannot be read, or no sequence to hold it
+        except Exception as error:  # the conversation cannot be read, or no slot is free
             failed = outcome.Error(error)
             return lambda: None, lambda _: _reply(from_, failed, SESSION_FAULT)
 
@@ -194,7 +193,7 @@ class SessionCalls:
         return work, finish
 
     def end_all(self, error: GenbatchError) -> None:
-        """Answers every call."""
+        """Reply to every call with an error."""
         for from_ in [*self._reading, *[from_ for _, from_ in self._calls]]:
             reply_error(from_, error)
         self._reading.clear()
@@ -246,15 +245,15 @@ class SessionCalls:
         return load, end
 
     def _owner(self, message: SaveSession | LoadSession) -> tuple[LoraAdapter | None, bytes]:
-        """With what the conversation is evaluated, and the key of its blocks."""
+        """Return the adapter that evaluates the conversation, and the key of its blocks."""
         adapter = self._intake.adapter(message.model)
         return adapter, prefix_key(message.tenant, "" if adapter is None else adapter.digest)
 
     def _slot(self, needed: HeldPrompt | None = None) -> int:
-        """A free slot; the prompt that was not used for longest makes room.
+        """Return a free slot; drop the least recently used prompt if there is none.
 
         Raises:
-            Unavailable: every slot holds something that has to stay.
+            Unavailable: every slot holds a prompt that must stay.
         """
         slot = self._held.take_slot()
         if slot is not None:
@@ -269,7 +268,7 @@ class SessionCalls:
 
 
 def _reply(from_: "From[Any]", result: "outcome.Outcome[Any]", fault: str) -> None:
-    """Answers a caller that is still there; a fault of its call ends this call only."""
+    """Reply to a caller that is still connected; a fault of a call ends this call only."""
     if not from_.alive:
         return
     try:
@@ -282,7 +281,7 @@ def _reply(from_: "From[Any]", result: "outcome.Outcome[Any]", fault: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class AdapterReady:
-    """An adapter was read and packed, or could not be."""
+    """An adapter was read and packed, or reading it failed."""
 
     name: str
     adapter: "outcome.Outcome[LoraAdapter]"
@@ -290,14 +289,14 @@ class AdapterReady:
 
 @dataclass(frozen=True, slots=True)
 class UnloadOver:
-    """The time that an adapter's requests had to end in is over."""
+    """The time in which an adapter's requests may end is over."""
 
     name: str
 
 
 @dataclass(slots=True)
 class _Unloading:
-    """An adapter on its way out."""
+    """An adapter that is being unloaded."""
 
     adapter: LoraAdapter
     callers: "list[From[Any]]"
@@ -307,14 +306,14 @@ class _Unloading:
 
 @dataclass(slots=True)
 class AdapterCalls:
-    """See the module's docstring; used on the event loop.
+    """Load and unload adapters; see the module's docstring. Use this object on the event loop.
 
     Args:
-        state: whose context's adapters, and what may be evaluated with one.
-        open_worker: makes the thread that reads; it is made when it is first needed.
-        send: brings AdapterReady back to the actor that owns this.
-        send_after: brings UnloadOver, in so many seconds.
-        on_change: called when there is another adapter, or one less.
+        state: the Batcher's shared state, with the context that holds the adapters.
+        open_worker: makes the thread that reads adapters, on the first load.
+        send: delivers AdapterReady to the actor that owns this object.
+        send_after: delivers UnloadOver after a number of seconds.
+        on_change: called when an adapter was added or removed.
     """
 
     state: BatchState
@@ -329,7 +328,7 @@ class AdapterCalls:
     # Loading
 
     def load(self, wanted: LoadAdapterRequest, from_: "From[Any]") -> None:
-        """Begins to read; the caller is answered by `ready`."""
+        """Begin to read an adapter; `ready` leads to the reply."""
         try:
             if wanted.name in self._loading:
                 raise InvalidRequest("name", f"an adapter {wanted.name!r} is being loaded")
@@ -348,11 +347,11 @@ class AdapterCalls:
         )
 
     def ready(self, message: AdapterReady) -> "From[Any] | None":
-        """Serves it; whom to answer that it is served, None where the caller was told why not."""
+        """Serve a loaded adapter; return the caller to reply to, or None after the caller got an error."""
         from_ = self._loading.pop(message.name)
         try:
             self.state.ctx.add_adapter(message.adapter.unwrap())
-        except Exception as error:  # also of a runner that has no memory for it
+        except Exception as error:  # a runner without memory for it raises, too
             reply_error(from_, _to_error(error))
             return None
         self.on_change()
@@ -366,7 +365,7 @@ class AdapterCalls:
     # Unloading
 
     def unload(self, wanted: UnloadAdapterRequest, from_: "From[Any]") -> None:
-        """Refuses new requests for it; the caller is answered by `settle`."""
+        """Refuse new requests for an adapter; `settle` replies to the caller."""
         try:
             if wanted.name not in self.state.ctx.adapters:
                 loaded = ", ".join(self.state.ctx.adapters) or "none"
@@ -376,7 +375,7 @@ class AdapterCalls:
             return
         going = self._unloading.get(wanted.name)
         timer = self.send_after(wanted.timeout_s, UnloadOver(wanted.name))
-        if going is not None:  # whoever has less patience is heard
+        if going is not None:  # the shortest timeout applies
             going.callers.append(from_)
             if timer.deadline < going.timer.deadline:
                 timer, going.timer = going.timer, timer
@@ -387,7 +386,7 @@ class AdapterCalls:
         self.on_change()
 
     def over(self, message: UnloadOver) -> None:
-        """Has its requests cancelled, where some are still open."""
+        """Cancel the open requests of an adapter after its timeout."""
         going = self._unloading.get(message.name)
         for request in self._with(going.adapter) if going is not None else ():
             if request.abandoned is None:
@@ -396,7 +395,7 @@ class AdapterCalls:
                 going.cancelled += 1
 
     def settle(self) -> bool:
-        """Between two steps: gives back what nobody uses any more; whether a held prompt was let go."""
+        """Free unloaded adapters without open requests, between two steps; return whether a held prompt was dropped."""
         let_go = False
         for name, going in list(self._unloading.items()):
             if self._with(going.adapter):
@@ -412,7 +411,7 @@ class AdapterCalls:
         return let_go
 
     async def close(self) -> None:
-        """Answers every caller; the actor stops."""
+        """Reply to every caller with an error, since the actor stops."""
         callers = [*self._loading.values(), *(from_ for going in self._unloading.values() for from_ in going.callers)]
         for from_ in callers:
             reply_error(from_, Unavailable("the batcher has stopped"))

@@ -1,4 +1,4 @@
-"""What the Batcher counts: totals, histograms, rates and each tenant's share; and when it last made progress."""
+"""The Batcher's counters: totals, histograms, rates, each tenant's share, and the time of the last progress."""
 
 from bisect import bisect_left
 from collections import deque
@@ -13,7 +13,7 @@ class Histogram:
     """Counts of values by range.
 
     Args:
-        le: the ranges' upper ends, each inclusive, rising; larger values fall into one more range.
+        le: the upper ends of the ranges, inclusive and rising; larger values fall into one more range.
     """
 
     __slots__ = ("counts", "le", "sum")
@@ -24,28 +24,28 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Books one value."""
+        """Book one value."""
         self.counts[bisect_left(self.le, value)] += 1
         self.sum += value
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data: `le`, `counts` (not cumulative, one more than `le`) and `sum`."""
+        """Return plain data: `le`, `counts` (not cumulative, one more than `le`) and `sum`."""
         return {"le": list(self.le), "counts": list(self.counts), "sum": self.sum}
 
 
-# Whole seconds that a rate looks back: long enough to be calm, short enough to follow a change.
+# The rate's window in whole seconds: long enough for a steady value, short enough to follow a change.
 WINDOW_S = 10
 
 
 class RecentRate:
-    """Counts by second."""
+    """A rate over recent seconds, kept as one count per second."""
 
     def __init__(self) -> None:
         self._counts: deque[list[int]] = deque(maxlen=WINDOW_S + 1)  # [second, count]
-        self._since: float | None = None  # when something was counted after a silent window
+        self._since: float | None = None  # time of the first count after a silent window
 
     def add(self, now: float, count: int) -> None:
-        """Books `count` at the time `now`, in seconds on a clock that does not go back."""
+        """Book `count` at the time `now`, in seconds on a monotonic clock."""
         second = int(now)
         if self._since is None or not self._counts or self._counts[-1][0] < second - WINDOW_S:
             self._counts.clear()
@@ -56,7 +56,7 @@ class RecentRate:
             self._counts.append([second, count])
 
     def per_second(self, now: float) -> float:
-        """The mean since the window began, or since counting did, if that is later; a second at least."""
+        """Return the mean rate since the window's start or the first count, if that is later; over at least 1 s."""
         if self._since is None:
             return 0.0
         start = max(self._since, int(now) - WINDOW_S)
@@ -64,7 +64,7 @@ class RecentRate:
         return total / max(now - start, 1.0)
 
 
-# Names come from clients, so there may be any number of them: who comes after these is counted together.
+# Clients choose the names, so their number is unbounded: tenants after the first 32 are counted together.
 MAX_TENANTS = 32
 OTHERS = "other"
 
@@ -80,13 +80,13 @@ class TenantShare:
 
 
 class TenantShares:
-    """The shares by tenant; requests without a tenant have the name ""."""
+    """The shares by tenant; requests without a tenant are counted under the name ""."""
 
     def __init__(self) -> None:
         self._shares: dict[str, TenantShare] = {}
 
     def of(self, tenant: str) -> TenantShare:
-        """The share that a tenant's requests are booked in."""
+        """Return the share in which a tenant's requests are booked."""
         share = self._shares.get(tenant)
         if share is None:
             name = tenant if len(self._shares) < MAX_TENANTS else OTHERS
@@ -94,14 +94,14 @@ class TenantShares:
         return share
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data: {tenant: counters}."""
+        """Return plain data: {tenant: counters}."""
         return {name: asdict(share) for name, share in self._shares.items()}
 
 
-# Requests whose times make up the reported quantiles.
+# The number of recent requests in the reported quantiles.
 RECENT = 256
 
-# Upper ends of the ranges, vLLM's with shorter times before them: a step of a small model takes a millisecond.
+# Upper ends of the ranges. They are vLLM's, with shorter times added: a step of a small model takes a millisecond.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
            160.0, 640.0, 2560.0)  # fmt: skip
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
@@ -126,7 +126,7 @@ HISTOGRAMS: dict[str, Sequence[float]] = {
 
 @dataclass(slots=True)
 class BatcherStats:
-    """Counters and histograms since the start, and what was measured lately; times in seconds."""
+    """Counters and histograms since the start, and recent measurements; times are in seconds."""
 
     steps: int = 0
     scheduled_entries: int = 0  # sequences in all steps together
@@ -136,50 +136,50 @@ class BatcherStats:
     reused_tokens: int = 0  # prompt tokens not prefilled, thanks to the prefix cache
     generation_tokens: int = 0
     drafted_tokens: int = 0  # by prompt lookup
-    accepted_draft_tokens: int = 0  # of those, the right ones: each saved a step
+    accepted_draft_tokens: int = 0  # of those, the correct ones: each saved a step
     embedded_texts: int = 0
     accepted: int = 0
     refused: int = 0
     refusals: dict[str, int] = field(default_factory=dict)  # of those, by error code
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    preemptions: int = 0  # sequences whose blocks were taken
-    swaps: int = 0  # of those, the ones whose KV was kept in host memory
+    preemptions: int = 0  # sequences that lost their blocks
+    swaps: int = 0  # of those, the sequences with KV kept in host memory
     step_seconds: float = 0.0
     ttft: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     latency: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    service: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # with a slot, to the end
+    service: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # from taking a slot to the end
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(le) for name, le in HISTOGRAMS.items()}
     )
     tenants: TenantShares = field(default_factory=TenantShares)
     decode_rate: RecentRate = field(default_factory=RecentRate)
     prefill_rate: RecentRate = field(default_factory=RecentRate)
-    _rated: tuple[int, int] = (0, 0)  # generated and prefilled tokens that the rates have seen
+    _rated: tuple[int, int] = (0, 0)  # generated and prefilled tokens already booked in the rates
 
     def count_step(self, num_entries: int, num_tokens: int, seconds: float) -> None:
-        """Books one forward over `num_entries` sequences and `num_tokens` tokens."""
+        """Book one forward over `num_entries` sequences and `num_tokens` tokens."""
         self.steps += 1
         self.scheduled_entries += num_entries
         self.step_seconds += seconds
         self.histograms["iteration_tokens_total"].observe(num_tokens)
 
     def count_refused(self, code: str) -> None:
-        """Books a request that was not accepted."""
+        """Book a request that was not accepted."""
         self.refused += 1
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
     def count_finished(self, reason: str, seconds: float) -> None:
-        """Books a request's end after `seconds`."""
+        """Book a request's end after `seconds`."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self.latency.append(seconds)
         self.histograms["e2e_request_latency_seconds"].observe(seconds)
 
     def median_service(self) -> float | None:
-        """Seconds from a request's slot to its end, over recent requests; None before the first."""
+        """Return the median seconds from a request's slot to its end, over recent requests; None before the first."""
         return _quantile(self.service, 0.5)
 
     def update_rates(self, now: float) -> None:
-        """Books in the rates what was counted since the last time."""
+        """Book the tokens counted since the last call in the rates."""
         generated, prefilled = self._rated
         if self.generation_tokens > generated:
             self.decode_rate.add(now, self.generation_tokens - generated)
@@ -188,7 +188,7 @@ class BatcherStats:
         self._rated = self.generation_tokens, self.prefilled_tokens
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """Everything as plain data at the time `now`: recent times as quantiles, rates as tokens a second."""
+        """Return all values as plain data at the time `now`: recent times as quantiles, rates in tokens per second."""
         self.update_rates(now)
         data = {name: getattr(self, name) for name in _COUNTERS}
         data["refusals"], data["finished"] = dict(self.refusals), dict(self.finished)
@@ -207,16 +207,16 @@ _COUNTERS = tuple(field.name for field in fields(BatcherStats) if field.type in 
 
 
 def _quantile(values: deque[float], share: float) -> float | None:
-    """The value that `share` of the values lie below; None where there is none."""
+    """Return the value above `share` of the values; None for no values."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else None
 
 
 class StallWatch:
-    """Knows when the Batcher last got on with its work.
+    """Measures the time since the Batcher's last progress.
 
     Args:
-        stall_s: seconds of pending work without the end of a step after which it counts as stuck.
+        stall_s: seconds without the end of a step, while work is pending, after which the Batcher counts as stuck.
         now: seconds on the event loop's clock.
     """
 
@@ -225,11 +225,11 @@ class StallWatch:
         self._since = now
 
     def restart(self, now: float) -> None:
-        """A step has ended, or there is work after there was none."""
+        """Restart the watch after a step has ended, or when work arrives at an idle Batcher."""
         self._since = now
 
     def health(self, now: float, *, num_open: int, draining: bool, steps: int, running: int, waiting: int) -> Health:
-        """What to say of the service while `num_open` requests are open."""
+        """Return the health of the service while `num_open` requests are open."""
         stalled_s = now - self._since if num_open else 0.0
         status: HealthStatus = "draining" if draining else "ready"
         if stalled_s > self._stall_s:

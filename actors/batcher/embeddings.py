@@ -1,12 +1,12 @@
-"""Embeddings: a request's texts on their way through the slots, and the vectors that become of them.
+"""Embeddings: evaluate a request's texts in slots, and pool their states into vectors.
 
     width = intake.check(wanted)                          # texts that run at a time
     intake.start(request, intake.read(wanted), longest)   # its texts are tokenized
     sequence = request.next_sequence(now)                 # the next text that waits for a slot
 
-A text is a sequence that draws nothing: it ends with its last prompt token. A request may have thousands of them. No
-more than the service has slots wait or run at a time, and each goes behind what waits already, so that a long list is
-no longer in anybody's way than a few requests would be.
+A text is a sequence that draws no token: it ends with its last prompt token. A request may have thousands of texts.
+At most as many as the service has slots wait or run at a time. Each text queues behind the texts and requests that
+wait already. So a long list delays other clients no more than a few requests would.
 """
 
 from collections import deque
@@ -36,15 +36,15 @@ NO_EMBEDDINGS = (
 )
 NO_VECTORS = "it scores texts and gives no embeddings: ask for its scores"
 NO_TEXT = "does not continue text: ask a model that does"
-# What embeddings may take of the queue, so that a flood of them leaves room for what is generated.
+# The share of the queue that embeddings may fill, so that a flood of them leaves room for generation.
 QUEUE_SHARE = 0.5
 
 
 class PooledText:
-    """One text's states, as they come in.
+    """Collects the states of one text, chunk by chunk.
 
     Args:
-        pooling: the model's.
+        pooling: the model's pooling.
     """
 
     __slots__ = ("_count", "_pooling", "_sum")
@@ -55,7 +55,7 @@ class PooledText:
         self._count = 0
 
     def states(self, *, is_last: bool) -> Logits:
-        """Which states or logits of a chunk the pooling reads."""
+        """Return which states or logits of a chunk the pooling reads."""
         if self._pooling.needs_every_state:
             return Logits.EVERY_STATE
         if not is_last:
@@ -63,12 +63,12 @@ class PooledText:
         return Logits.LAST_STATE if self._pooling.needs_states else Logits.LAST
 
     def add(self, first: int, states: torch.Tensor) -> None:
-        """Take what was read of a chunk, [n, size]; the chunk begins at position `first`."""
+        """Add the rows read from a chunk, [n, size]; the chunk begins at position `first`."""
         if not self._pooling.needs_every_state:
             self._sum = states[-1]
             self._count = 1
             return
-        if first == 0:  # also once more, after a pause
+        if first == 0:  # a paused text begins again
             self._sum, self._count = torch.zeros(self._pooling.size), 0
         assert first == self._count, f"states from {first} on, after {self._count}"
         self._sum = self._sum + states.sum(0)
@@ -76,17 +76,17 @@ class PooledText:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of it are numbers."""
+        """Whether all values are finite numbers."""
         return bool(torch.isfinite(self._sum).all())
 
     def vector(self, dimensions: int | None = None, *, activates: bool = True) -> torch.Tensor:
-        """The embedding, or the scores; see Pooling.finish."""
+        """Return the embedding, or the scores; see Pooling.finish."""
         return self._pooling.finish(self._sum / self._count, dimensions, activates=activates)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TextsRequest(Request, Generic[Asked]):
-    """A request whose texts are read, and answered with a vector each.
+    """A request for one vector per text.
 
     Args:
         wanted: the validated message.
@@ -98,8 +98,8 @@ class TextsRequest(Request, Generic[Asked]):
     wanted: Asked
     num_tokens: int = 0  # of all texts, once they are tokenized
     vectors: list[bytes] = field(default_factory=list)
-    num_left: int = 0  # texts that have no vector yet
-    texts: deque[tuple[int, list[int]]] = field(default_factory=deque)  # that do not wait for a slot yet
+    num_left: int = 0  # texts without a vector
+    texts: deque[tuple[int, list[int]]] = field(default_factory=deque)  # tokenized texts that have no sequence yet
     make: "Callable[[int, list[int], float], TextEmbedding] | None" = None
 
     @property
@@ -118,7 +118,7 @@ class TextsRequest(Request, Generic[Asked]):
         """Take the tokenized texts and make the first sequences.
 
         Args:
-            make: makes the sequence of the text in a place, which begins to wait at a time.
+            make: makes a text's sequence, from its index, its tokens and the time when it begins to wait.
         """
         self.num_tokens = sum(map(len, texts))
         self.vectors = [b""] * len(texts)
@@ -137,14 +137,14 @@ class TextsRequest(Request, Generic[Asked]):
         return sequence
 
     def add(self, sequence: "TextEmbedding") -> bool:
-        """Take a text that is read; returns whether it was the last."""
-        self.sequences.remove(sequence)  # there may be thousands
+        """Take an evaluated text; return whether it was the last."""
+        self.sequences.remove(sequence)  # a request may have thousands
         self.vectors[sequence.place] = self.vector(sequence.text).numpy().astype("<f4").tobytes()
         self.num_left -= 1
         return not self.num_left
 
     def vector(self, text: PooledText) -> torch.Tensor:
-        """The answer to one text."""
+        """Return the answer to one text."""
         raise NotImplementedError
 
     def response(self) -> Embedded:
@@ -166,10 +166,10 @@ class EmbeddingRequest(TextsRequest[EmbedRequest]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TextEmbedding(Sequence):
-    """One text of a request: it draws nothing and ends with its last prompt token.
+    """One text of a request: the sequence draws no token and ends with its last prompt token.
 
     Args:
-        place: of the text in the request.
+        place: the text's index in the request.
         text: collects the states.
     """
 
@@ -190,7 +190,7 @@ class TextEmbedding(Sequence):
         return Evaluated(drawn, rows=rows.to("cpu", copy=True) if len(rows) else None)
 
     def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
-        """Book a chunk; with the last one the embedding is there."""
+        """Book a chunk; the last chunk completes the embedding."""
         Sequence.book(self, planned, evaluated, books)
         if evaluated.rows is not None:
             self.text.add(planned.entry.n_past, evaluated.rows)
@@ -208,12 +208,12 @@ class TextIntake(Generic[Asked]):
 
     Args:
         model: the loaded model.
-        options: the Batcher's.
+        options: the Batcher's options.
         max_positions: most positions of one sequence.
         ids: numbers the sequences.
     """
 
-    noun: ClassVar[str]  # what the texts become
+    noun: ClassVar[str]  # the noun for the answers
     request_type: ClassVar[type[TextsRequest[Any]]]
 
     def __init__(self, model: Model, options: BatcherOptions, max_positions: int, ids: Iterator[int]) -> None:
@@ -224,14 +224,14 @@ class TextIntake(Generic[Asked]):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a text."""
+        """The most tokens of a text."""
         pooling = self._model.pooling
         if pooling is None or pooling.max_tokens is None:
             return self._max_positions
         return min(self._max_positions, pooling.max_tokens)
 
     def check(self, wanted: Asked, *, is_validated: bool) -> int:
-        """Check a request without tokenizing; returns how many of its texts wait or run at a time.
+        """Check a request without tokenizing; return how many of its texts wait or run at a time.
 
         Args:
             is_validated: see Generate.
@@ -242,33 +242,33 @@ class TextIntake(Generic[Asked]):
         raise NotImplementedError
 
     def size(self, wanted: Asked) -> int:
-        """How much there is to tokenize, in characters."""
+        """Return the number of characters to tokenize."""
         raise NotImplementedError
 
     def read(self, wanted: Asked) -> list[list[int]]:
-        """The token ids of each text; safe to run on another thread.
+        """Return the token ids of each text; safe to run on another thread.
 
         Raises:
             InvalidRequest: a text has no tokens.
-            PromptTooLong: a text has more than the model reads.
+            PromptTooLong: a text has more tokens than the model reads.
         """
         raise NotImplementedError
 
     def field(self, wanted: Asked, place: int) -> str:
-        """The path of a text."""
+        """Return the path of a text's field, for errors."""
         raise NotImplementedError
 
     def check_priority(self, wanted: Asked) -> None:
-        """Refuse a priority where the service knows none.
+        """Refuse a priority where the service has no priorities.
 
         Raises:
-            InvalidRequest: it knows none.
+            InvalidRequest: the service has no priorities.
         """
         if wanted.priority and not self._options.priority_ageing_s:
             raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
 
     def start(self, request: TextsRequest[Asked], texts: list[list[int]], longest: Callable[..., int]) -> None:
-        """Lets a request's texts become sequences.
+        """Make sequences of a request's texts.
 
         Args:
             longest: see Intake.longest.
@@ -279,7 +279,7 @@ class TextIntake(Generic[Asked]):
         pooling = self._model.pooling
         assert pooling is not None
         longest_text = max(texts, key=len)
-        # The last token of what `longest` speaks of is drawn and never evaluated; here nothing is drawn.
+        # `longest` reserves no position for the last token, which is drawn and never evaluated. A text draws no token.
         room = longest(longest_text, 1, len(longest_text) + 1, shares=False) - 1
         if room < len(longest_text):
             place = texts.index(longest_text)
@@ -310,7 +310,7 @@ class TextIntake(Generic[Asked]):
 
 
 class EmbedIntake(TextIntake[EmbedRequest]):
-    """Checks and tokenizes texts to embed."""
+    """Checks and tokenizes the texts of an embedding request."""
 
     noun, request_type = "embeddings", EmbeddingRequest
 

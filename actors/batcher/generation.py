@@ -1,4 +1,4 @@
-"""Generations: a request for text, its choices that draw token after token, and its beam search."""
+"""Generations: a request for text, its choices, which draw token after token, and its beam search."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class GenerationRequest(Request):
 
     Args:
         wanted: the validated message.
-        on_token: called once per token, must not block; None when only the whole is wanted.
+        on_token: called once per token, must not block; None for a request without a stream.
         shows, drawn, keep, beam_width: see Generate.
         grammar: the grammar that its answers must match.
     """
@@ -40,7 +40,7 @@ class GenerationRequest(Request):
     beam_width: int = 1
     keep: Keep = field(default_factory=Keep)
     grammar: Grammar | None = None
-    constraints: list[Constraint] = field(default_factory=list)  # one a sequence; empty without a grammar
+    constraints: list[Constraint] = field(default_factory=list)  # one per sequence; empty without a grammar
     echo: str = ""  # see Prompt
     prompt_logprobs: list[TokenLogprob | None] | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class GenerationRequest(Request):
 
     @property
     def generations(self) -> "list[Generation]":
-        """Its sequences."""
+        """The request's sequences."""
         return cast("list[Generation]", self.sequences)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether logits are read at every token of the prompt."""
+        """True if logits are read at every token of the prompt."""
         return self.wanted.scores_prompt or self.keep.context
 
     @property
@@ -85,7 +85,7 @@ class GenerationRequest(Request):
         )
 
     def refusal(self, fault: SampleFault) -> GenbatchError:
-        """The error of this request when its next token could not be chosen."""
+        """Return the request's error after its next token could not be chosen."""
         if not fault.by_request:
             return EngineError(fault.reason)
         return InvalidRequest(self.grammar.field if self.grammar is not None else None, fault.reason)
@@ -93,14 +93,14 @@ class GenerationRequest(Request):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Generation(Sequence):
-    """One answer of a request: the only one, or one of its `n`."""
+    """One answer of a request: the only answer, or one of its `n` answers."""
 
     request: GenerationRequest
     output: Output
     sampler: SamplerState
     lookup: PromptLookup = field(default_factory=lambda: PromptLookup())
-    raised: bool = False  # the caller's function raised at the last token
-    num_shown: int = 0  # of its tokens, those that an engine which died has sent
+    raised: bool = False  # the caller's `on_token` raised at the last token
+    num_shown: int = 0  # tokens that a failed engine has already sent
 
     @property
     def final_reason(self) -> FinishReason | None:
@@ -116,7 +116,7 @@ class Generation(Sequence):
 
     @property
     def runs_ahead(self) -> bool:
-        # A constraint's next mask may still be worked out. Kept logits are read after every step.
+        # A constraint's next mask may still be in work. Kept logits are read after every step.
         return self.sampler.constraint is None and not self.request.keep.generation
 
     def conclude(self, reason: FinishReason) -> bool:
@@ -127,7 +127,7 @@ class Generation(Sequence):
         self.conclude(reason)
 
     def choices(self, reason: FinishReason) -> dict[int, Choice]:
-        """The answers that it gives when it ends for this reason, by choice."""
+        """Return the answers, by choice, of a sequence that ends for this reason."""
         only_shown = self.request.on_token is not None and self.request.shows
         return {self.choice: self.output.choice(reason, only_shown=only_shown)}
 
@@ -142,12 +142,12 @@ class Generation(Sequence):
 
     def read(self, planned: Planned, rows: torch.Tensor, drawn: Sampled | SampleFault | None) -> Evaluated:
         keep = self.request.keep
-        # A copy: a runner may write its next step's rows over these.
+        # Copy the rows: a runner may overwrite them in its next step.
         kept = rows.to("cpu", copy=True) if len(rows) and (keep.context or keep.generation) else None
         return Evaluated(drawn, self._prompt_logprobs(planned.entry, rows), kept)
 
     def _prompt_logprobs(self, entry: Entry, rows: torch.Tensor) -> list[TokenLogprob]:
-        """Log-probs of the prompt tokens that follow this chunk's tokens; rows are the chunk's logits."""
+        """Return log-probs of the prompt tokens that follow this chunk's tokens; rows are the chunk's logits."""
         num_top = self.request.wanted.prompt_logprobs
         if entry.logits is not Logits.ALL or num_top is None:
             return []
@@ -162,7 +162,7 @@ class Generation(Sequence):
         self.sampler.accept(token_id)
 
     def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
-        """Book positions and scores of the prompt, then the token drawn, and the end if it was the last."""
+        """Book the evaluated positions, the prompt's scores and the drawn token, and the end after the last token."""
         self._book_context(planned, evaluated, books)
         if evaluated.drawn is not None:
             self.book_drawn(evaluated.drawn, books, evaluated.rows)
@@ -172,7 +172,7 @@ class Generation(Sequence):
         request, entry = self.request, planned.entry
         if evaluated.prompt_logprobs:
             assert request.prompt_logprobs is not None
-            # A prompt that was paused is scored again: the same numbers take the same places.
+            # A paused prompt is scored again: the same scores go to the same positions.
             first = entry.n_past + 1
             request.prompt_logprobs[first : first + len(evaluated.prompt_logprobs)] = evaluated.prompt_logprobs
         if request.keep.context and evaluated.rows is not None:
@@ -180,7 +180,7 @@ class Generation(Sequence):
             request.keep.add_context(first, evaluated.rows[: max(0, self.num_prompt_tokens - first)])
 
     def book_drawn(self, drawn: Sampled | SampleFault, books: Books, rows: torch.Tensor | None = None) -> None:
-        """Book a drawn token and the row that it was drawn from, or fail the request where none could be drawn."""
+        """Book a drawn token and the row that it was drawn from; fail the request if the draw failed."""
         if drawn.failed:
             books.fail(self.request, self.request.refusal(drawn))
         elif self.request.abandoned is None:
@@ -190,7 +190,7 @@ class Generation(Sequence):
 
     def _take(self, drawn: Sampled, books: Books) -> None:
         request = self.request
-        if request.wanted.max_tokens == 0:  # only the prompt was to be evaluated
+        if request.wanted.max_tokens == 0:  # only the prompt was requested
             self.output.end()
             books.finish(self, "length")
             return
@@ -212,7 +212,7 @@ class Generation(Sequence):
             books.finish(self, self.output.finish_reason)
 
     def _show(self, on_token: Callable[[Token], None], drawn: Sampled, text: str, index: int, books: Books) -> bool:
-        """Call the caller's function with a token; returns whether it did not raise."""
+        """Call the caller's `on_token` with a token; return False if it raised."""
         apart = self.output.apart
         token = Token(
             text=text,
@@ -227,7 +227,7 @@ class Generation(Sequence):
         try:
             on_token(token)
         # guard: a caller's function
-        except Exception as error:  # the caller's own function: its fault ends its request only
+        except Exception as error:  # a fault of the caller's function ends its request only
             self.raised = True
             books.fail(self.request, EngineError(f"on_token raised {error!r}"))
             return False
@@ -236,10 +236,10 @@ class Generation(Sequence):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BeamGeneration(Generation):
-    """A search over several continuations, one a slot, instead of one draw after another.
+    """A beam search over several continuations, each in its own slot.
 
     Args:
-        search: which continuations stay in the race.
+        search: the state of the beam search.
     """
 
     search: BeamSearch
@@ -267,7 +267,7 @@ class BeamGeneration(Generation):
         return [self._slots[beam.slot] for beam in self.search.waiting]
 
     def plan_decode(self) -> list[Planned]:
-        """The last token of every beam that was not evaluated yet."""
+        """Return the last token of every beam that was not evaluated yet."""
         handle = 0 if self.adapter is None else self.adapter.handle
         entries = [
             Entry(self._slots[beam.slot], beam.tokens[-1:], self.num_computed, Logits.LAST, handle)
@@ -276,14 +276,14 @@ class BeamGeneration(Generation):
         return [Planned(self, entry, self.sampler) for entry in entries]
 
     def accept(self, token_id: int) -> None:
-        """No beam's tokens count for the others, which share the sampler."""
+        """Do nothing: the beams share the sampler, so no beam's tokens may change its state."""
 
     def restart(self) -> None:
         self.search.restart()
         self.num_generated = 0
 
     def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
-        """Book one beam's candidates; after the last beam's, the best go on, each with its parent's KV."""
+        """Book one beam's candidates; after the last beam's, continue the best beams, each with its parent's KV."""
         if self.phase is not Phase.DECODING:
             self._book_context(planned, evaluated, books)
         drawn = evaluated.drawn

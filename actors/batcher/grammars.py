@@ -1,4 +1,4 @@
-"""Grammars: compiles what answers must match and makes slow ones' masks, beside the event loop and the steps."""
+"""Grammars: compile the grammars of answers and make slow masks, off the event loop and beside the steps."""
 
 import time
 from collections import deque
@@ -21,9 +21,8 @@ from genbatch.proto.errors import InvalidRequest
 if TYPE_CHECKING:  # imports llguidance, which is an extra
     from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
 
-# For a client, who cannot install anything: its operator can.
-# Before the next grammar its thread rests as long as the last one took, up to this. Else a flood of small ones has all
-# slots filled in every step: a step of eight sequences that begin takes 2.4 times that of two.
+# The compiling thread rests after each grammar as long as the grammar took, up to this. Otherwise a flood of small
+# grammars fills all slots in every step: a step in which eight sequences begin takes 2.4 times that of two.
 MAX_REST_S = 0.05
 
 
@@ -37,19 +36,19 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A sequence that sat out may be planned again."""
+    """A sequence without a mask may be planned again."""
 
     sequence: Sequence
 
 
 class Grammars:
-    """Nothing of it exists before the first request with a grammar: no thread, no process, no import.
+    """Compile grammars and make slow masks; the first grammar starts the threads, the process and the imports.
 
     Args:
-        model: whose tokens.
+        model: the model that defines the tokens.
         max_s: seconds of processor time that compiling one grammar may take.
         send: takes Compiled and Prepared, on the event loop.
-        open_worker: makes its threads.
+        open_worker: makes the threads.
     """
 
     def __init__(
@@ -66,18 +65,18 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None  # touched on the compiling thread only
         self._compiling: Worker | None = None
         self._preparing: Worker | None = None
-        self._turns: dict[str, deque[GenerationRequest]] = {}  # who waits, by account; accounts take turns
+        self._turns: dict[str, deque[GenerationRequest]] = {}  # waiting requests by account; accounts take turns
         self._is_busy = False
         self._is_closed = False
         self._live: list[Sequence] = []
         self._sitting_out: set[Sequence] = set()
 
     def compile(self, request: GenerationRequest) -> None:
-        """Answers with Compiled, in its account's turn: many slow grammars of one client do not delay another's."""
+        """Compile a grammar in its account's turn, so that one client's slow grammars delay no other client."""
         if self._is_closed:
             return
         waiting = self._turns.setdefault(request.account, deque())
-        for left in [one for one in waiting if one.replied]:  # else who asks and leaves again and again piles them up
+        for left in [one for one in waiting if one.replied]:  # a client that cancels and retries must not pile these up
             waiting.remove(left)
             self._send(Compiled(left, outcome.Value([])))
         waiting.append(request)
@@ -85,11 +84,11 @@ class Grammars:
             self._compile_next()
 
     def watch(self, sequences: ListOf[Sequence]) -> None:
-        """Takes note of sequences that have a constraint."""
+        """Add sequences that have a constraint."""
         self._live += sequences
 
     def sitting_out(self) -> frozenset[int]:
-        """Ids of those whose next mask takes long and is under way: planned without them, a step waits for nobody."""
+        """Return the ids of sequences with a slow mask in work; a step without them waits for no mask."""
         if not self._live:
             return frozenset()
         self._live = [sequence for sequence in self._live if sequence.phase is not Phase.FINISHED]
@@ -100,11 +99,11 @@ class Grammars:
         return frozenset(sequence.request_id for sequence in self._sitting_out)
 
     def prepared(self, message: Prepared) -> None:
-        """Lets the sequence take part again."""
+        """Let the sequence be planned again."""
         self._sitting_out.remove(message.sequence)
 
     async def close(self) -> None:
-        """Ends the threads and the compiler's process; what waits for them is answered by nobody."""
+        """End the threads and the compiler's process; waiting requests get no answer."""
         self._is_closed = True
         self._turns.clear()
         if self._compiling is not None:
@@ -126,7 +125,7 @@ class Grammars:
         request = waiting.popleft()
         del self._turns[account]
         if waiting:
-            self._turns[account] = waiting  # behind the others
+            self._turns[account] = waiting  # behind other accounts
         self._compiling = worker = self._compiling or self._open_worker("genbatch-grammar")
         began = worker.now()
 
@@ -138,12 +137,12 @@ class Grammars:
         worker.submit(self._compile, request, on_done=compiled)
 
     def _compile(self, request: GenerationRequest) -> list[Constraint]:
-        """Runs on the compiling thread."""
+        """Compile on the compiling thread."""
         grammar, wanted = request.grammar, request.wanted
         assert grammar is not None
-        if request.replied:  # its caller left while it waited
+        if request.replied:  # the caller left while the request waited
             return []
-        # When the first grammar comes.
+        # Import these with the first grammar.
         from genbatch.nif.sampling.grammar import branches
         from genbatch.nif.sampling.grammar_compiler import GrammarCompiler, GrammarError
 
@@ -151,7 +150,7 @@ class Grammars:
             self._compiler = GrammarCompiler(self._model, self._max_s)
         owner, answer, kind, text = prefix_key(wanted.tenant), grammar.answer, str(grammar.kind), grammar.text
         if answer is not None:
-            try:  # by itself first: else nobody could say which of the two is at fault
+            try:  # compile the answer's schema alone first, so that an error names the field at fault
                 self._compiler.compile(answer.kind, answer.text, owner, 0)
             except GrammarError as error:
                 raise InvalidRequest(answer.field, str(error)) from None

@@ -1,6 +1,6 @@
-"""Intake: what a request asks for, checked against the model, and its sequences made.
+"""Intake: check a request against the model, and make its sequences.
 
-Its prompt is rendered and tokenized here, on whichever thread calls; arrivals.py decides when.
+The request's prompt is rendered and tokenized here, on the calling thread; arrivals.py decides when.
 """
 
 import hashlib
@@ -57,38 +57,38 @@ from genbatch.proto.validation import (
 )
 
 MAX_SEED = 2**64
-# The sampling parameters of a request, and how tokens are drawn where neither a request nor the model's files say it.
+# The sampling parameters of a request, with defaults for values that neither the request nor the model's files set.
 SAMPLING_DEFAULTS: dict[str, Any] = {
     each.name: each.default
     for each in fields(SamplingParams)
     if each.name in GenerateRequest.__struct_fields__ and each.name != "seed"
 }
-# These change or add to the draws, which a beam search does not make.
+# These parameters change the draws or add to them, and a beam search makes no draws.
 SAMPLING_PARAMETERS = (
     *(name for name in SAMPLING_DEFAULTS if name != "logprobs"),
     *("stop", "n", "response_format", "grammar", "regex", "tools", "reasoning", "max_thinking_tokens", "keep_stop"),
 )
-# First messages whose tokens are remembered.
+# The number of first messages with remembered tokens.
 MAX_PREFIXES = 64
-# Tokens at the end of a prompt that may open the thinking.
+# The number of tokens at the end of a prompt that may open the thinking.
 TAIL_TOKENS = 8
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
-# About as many conversations are rendered to find out what those with the same first message have in common.
+# The approximate number of conversations that are rendered to find the prefix of a first message.
 PREFIX_RENDERINGS = 7
-# What decoding a token takes, in characters to tokenize.
+# The work of decoding a token, in characters to tokenize.
 CHARS_PER_TOKEN = 4
-# When a request may come again that a slow chat template has ended.
+# The delay after which to retry a request with a chat template that was ended for slowness.
 RETRY_AFTER_TEMPLATE_MS = 1000
 
 
 class Intake:
-    """Knows the model's vocabulary and template, and how much one sequence may hold.
+    """Knows the model's vocabulary and template, and the most positions of one sequence.
 
     Args:
         model: the loaded model.
         options: the Batcher's options.
         max_positions: most positions, prompt and output, of one sequence.
-        adapters: what requests may name as their model; None: none.
+        adapters: the adapters that requests may name as their model; None for none.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Intake:
         self._tokenizer = model.tokenizer
         self._options = options
         self.max_positions = max_positions
-        # The most tokens for which there are blocks; whoever knows them says it in this one's place (KVView.longest).
+        # The most tokens for which there are blocks. The owner of the KV cache replaces this default (KVView.longest).
         self.longest: Callable[..., int] = lambda prompt_tokens, width, cap, shares: cap
         self._ids: Iterator[int] = count(1)
         self.of_texts: dict[type, TextIntake[Any]] = {
             EmbedRequest: EmbedIntake(model, options, max_positions, self._ids),
             ScoreRequest: ScoreIntake(model, options, max_positions, self._ids),
         }
-        # Finding a prefix renders several conversations; callers repeat the same first message.
+        # Finding a prefix renders several conversations, and callers repeat the same first message.
         self._prefixes: dict[tuple[str, str], list[int]] = {}
         self._prefixes_lock = Lock()  # the event loop and the tokenizer's thread use them
 
@@ -116,7 +116,7 @@ class Intake:
         return self._model.generates
 
     def check(self, message: Generate) -> None:
-        """Raise InvalidRequest for a fault that shows without tokenizing."""
+        """Raise InvalidRequest for a fault that is visible without tokenizing."""
         wanted = message.request
         if not self._model.generates:
             raise InvalidRequest("model", f"{self._model.name} {NO_TEXT}")
@@ -132,10 +132,10 @@ class Intake:
             self._check_token(token_id, f"logit_bias[{token_id}]")
 
     def adapter(self, name: str | None) -> LoraAdapter | None:
-        """The adapter that a request means by its model; None where it means the model itself.
+        """Return the adapter that the request's model names; None for the model itself.
 
         Raises:
-            ModelNotFound: nothing of this name is served.
+            ModelNotFound: no model or adapter of this name is served.
         """
         if name is None or name == self._model.name:
             return None
@@ -146,9 +146,9 @@ class Intake:
         return found
 
     def _check_length(self, wanted: GenerateRequest) -> None:
-        """Raises PromptTooLong for a text that cannot fit whatever it says: the tokenizer's one thread is not asked.
+        """Raise PromptTooLong for a text that is certainly too long, without use of the tokenizer's one thread.
 
-        Of a conversation what users say counts, which every template keeps but for spaces around it.
+        In a conversation the users' messages count: every template keeps them, except for surrounding spaces.
         """
         said = [message.content.strip() for message in wanted.messages or () if message.role == "user"]
         for text in (wanted.prompt or "", *said):
@@ -165,7 +165,7 @@ class Intake:
             )
 
     def check_beams(self, beam_width: int, wanted: GenerateRequest) -> None:
-        """Raises InvalidRequest for a beam search that cannot be run as asked."""
+        """Raise InvalidRequest for a beam search that cannot run as requested."""
         most = min(self._options.n_parallel, self._options.max_batch_tokens)
         if not 1 <= beam_width <= most:
             raise InvalidRequest("beam_width", f"must be at least 1 and at most {most}, not {beam_width}")
@@ -189,18 +189,18 @@ class Intake:
             raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
 
     def check_text(self, wanted: PromptRequest) -> None:
-        """Raise InvalidRequest for a fault that shows without tokenizing."""
+        """Raise InvalidRequest for a fault that is visible without tokenizing."""
         self.adapter(wanted.model)  # raises for a name that is not served
         validate_text(wanted, self._options.limits)
 
     def check_detokenize(self, wanted: DetokenizeRequest) -> None:
-        """Raises InvalidRequest for token ids that the model has not."""
+        """Raise InvalidRequest for token ids outside the model's vocabulary."""
         self.adapter(wanted.model)  # raises for a name that is not served
         validate_detokenize(wanted)
         self._check_tokens(wanted.token_ids)
 
     def size(self, wanted: GenerateRequest) -> int:
-        """How much there is to tokenize, in characters."""
+        """Return the number of characters to tokenize."""
         if wanted.token_ids is not None:
             return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
         size = self.text_size(wanted)
@@ -211,16 +211,16 @@ class Intake:
         return size
 
     def text_size(self, wanted: PromptRequest) -> int:
-        """The characters of a text or of a conversation."""
+        """Return the number of characters of a text or of a conversation."""
         if wanted.messages is None:
             return len(wanted.prompt or "")
         return num_characters((wanted.messages, wanted.tools, wanted.chat_template_kwargs))
 
     def start_prompt(self, wanted: GenerateRequest) -> ChatPrompt | None:
-        """Begin to render a request's conversation; None where there is none. Safe to run on another thread.
+        """Begin to render a request's conversation; return None without one. Safe to run on another thread.
 
         Raises:
-            InvalidRequest: the model has no chat template, or that cannot be compiled.
+            InvalidRequest: the model has no chat template, or the template cannot be compiled.
         """
         if wanted.token_ids is not None:
             return None
@@ -230,7 +230,7 @@ class Intake:
         return self._start(wanted, tools, goes_on=wanted.continue_final_message, with_others=with_others)
 
     def start_text(self, wanted: PromptRequest) -> ChatPrompt | None:
-        """Begin to render a conversation that is only tokenized; as `start_prompt`."""
+        """Begin to render a conversation that is only tokenized; runs and raises as `start_prompt` does."""
         return self._start(wanted, wanted.tools, goes_on=False, with_others=False)
 
     def _start(
@@ -245,18 +245,18 @@ class Intake:
             )
 
     def read(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:
-        """Tokenizes the prompt and what others may share of it; safe to run on another thread.
+        """Tokenize the prompt and the prefix that others may share; safe to run on another thread.
 
         Args:
-            prompt: what `start_prompt` returned, rendered.
+            prompt: the rendered result of `start_prompt`.
 
         Raises:
-            InvalidRequest: nothing is left of the prompt, or the chat template refuses it.
-            QueueFull: the chat template was ended to make room for others.
-            PromptTooLong: what the chat template wrote does not fit.
+            InvalidRequest: the prompt is empty, or the chat template refuses it.
+            QueueFull: the chat template was ended to make room for other requests.
+            PromptTooLong: the rendered conversation does not fit.
         """
         tokens = self._encode(wanted, prompt)
-        fits = len(tokens) < self.max_positions  # what does not is refused, and nothing of it is remembered
+        fits = len(tokens) < self.max_positions  # a prompt that does not fit is refused and not remembered
         shares = wanted.messages and not wanted.scores_prompt and fits
         first = self._first_message(wanted, prompt) if shares else []
         return Prompt(tokens, first, self._echo(wanted, tokens) if fits else "")
@@ -276,18 +276,18 @@ class Intake:
         return tokens
 
     def token_ids(self, text: str, prompt: ChatPrompt | None, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a rendered conversation or else of a text, which may be none; raises and runs as `read`."""
+        """Return the token ids of a rendered conversation or a text, possibly none; raises and runs as `read` does."""
         if prompt is None:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         with _named_refusals():
             return self._tokenizer.encode_prompt(prompt.text)
 
     def detokenize(self, wanted: DetokenizeRequest) -> str:
-        """The text of token ids; safe to run on another thread."""
+        """Return the text of token ids; safe to run on another thread."""
         return self._tokenizer.decode(wanted.token_ids)
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """A message as templates take it."""
+        """Return a message in the form that chat templates take."""
         turn: dict[str, Any] = {"role": message.role, "content": message.content}
         for name in ("name", "reasoning_content"):
             if getattr(message, name) is not None:
@@ -306,14 +306,14 @@ class Intake:
         return turn
 
     def _call_id(self, call_id: str) -> str:
-        """An id that the template takes: Mistral's insists on nine letters and digits."""
+        """Return an id that the template accepts: Mistral's templates accept only nine letters and digits."""
         is_mistral = self._tokenizer.tool_format.name.startswith("mistral")
         if not is_mistral or _MISTRAL_ID.fullmatch(call_id):
             return call_id
         return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
     def grammar(self, wanted: GenerateRequest) -> Grammar | None:
-        """What the answers must match: thinking, then calls or the format that was asked for; None: they are free."""
+        """Return the grammar of the answers: thinking, then calls or the requested format; None for free answers."""
         shape, calls = grammar_of(wanted), self._calls(wanted)
         thinks = self._thinks(wanted)
         if calls is None and not thinks:
@@ -330,14 +330,14 @@ class Intake:
         return Grammar("lark", text, field, shape if has_format else None)
 
     def _calls(self, wanted: GenerateRequest) -> Calls | None:
-        """The calls that the answers may have; None where there are none."""
+        """Return the tool calls that the answers may contain; None for none."""
         choice = wanted.tool_choice
         if not wanted.tools or choice == "none":
             return None
         offered = [tool for tool in wanted.tools if wanted.named_tool in (None, tool.name)]
         own = self._tokenizer.tool_format
-        # Beside a format calls are held wherever they can be in the model's own way: one that cannot be read would be
-        # text that does not match.
+        # With a response format, calls are constrained to the model's own notation where that is possible. An
+        # unreadable call would be text that does not match the format.
         is_written = is_json(own) or self._tokenizer.response_template is not None
         free = not holds_to_tools(wanted) and not (has_shape(wanted) and is_written)
         return Calls(
@@ -349,13 +349,13 @@ class Intake:
         )
 
     def _tells_thinking(self, wanted: GenerateRequest, *, calls: bool) -> bool:
-        """Whether thinking is told apart from the text."""
+        """Return whether thinking is separated from the text."""
         return (calls or wanted.reasoning) and wanted.messages is not None and self._tokenizer.thinks
 
     def _thinks(self, wanted: GenerateRequest) -> bool:
-        """Whether a grammar must let thinking come first: it is told apart, and written between our marks.
+        """Return whether a grammar must allow thinking first: it is separated, and written between our marks.
 
-        A grammar or an expression of the caller's that names the mark holds the thinking itself.
+        A caller's grammar or expression that contains the mark describes the thinking itself.
         """
         calls = bool(wanted.tools) and wanted.tool_choice != "none"
         if not self._tells_thinking(wanted, calls=calls) or THINK_OPEN in (wanted.grammar or wanted.regex or ""):
@@ -363,12 +363,12 @@ class Intake:
         return self._marks_thinking()
 
     def _marks_thinking(self) -> bool:
-        """Whether the model writes its thinking between our marks."""
+        """Return whether the model writes its thinking between our marks."""
         template = self._tokenizer.response_template
         return template is None or all(mark in json.dumps(template) for mark in (THINK_OPEN, THINK_CLOSE))
 
     def _constraint(self, wanted: GenerateRequest, prompt: list[int], inner: Constraint | None) -> Constraint | None:
-        """What one answer keeps to: its grammar, and the budget of its thinking."""
+        """Return the constraint of one answer: its grammar, and the budget of its thinking."""
         budget = wanted.max_thinking_tokens
         if budget is None or not (self._tokenizer.thinks and self._marks_thinking()):
             return inner
@@ -382,17 +382,17 @@ class Intake:
         return ThinkingBudget(marks, budget, num_words, thinks=self._opens_thinking(prompt), inner=inner)
 
     def _opens_thinking(self, prompt_tokens: list[int]) -> bool:
-        """Whether the prompt has opened the thinking that the answer goes on with."""
+        """Return whether the prompt has opened a thinking part that the answer continues."""
         tail = self._tokenizer.decode(prompt_tokens[-TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith(THINK_OPEN)
 
     def _thinking_mark(self) -> list[int]:
-        """The tokens of the mark that opens thinking."""
+        """Return the tokens of the mark that opens thinking."""
         special = self._tokenizer.special_id(THINK_OPEN)
         return [special] if special is not None else self._tokenizer.encode(THINK_OPEN, add_special_tokens=False)
 
     def reading(self, wanted: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
-        """How calls and thinking are told apart from the text; None where nothing of it was asked for."""
+        """Return how to separate calls and thinking from the text; None where the request needs neither."""
         calls = self._calls(wanted)
         thinks = self._tells_thinking(wanted, calls=calls is not None)
         if not (calls or thinks):
@@ -400,7 +400,7 @@ class Intake:
         template, offered = self._tokenizer.response_template, [_offer(tool) for tool in wanted.tools]
         names_channels = "<|channel|>" in (wanted.grammar or wanted.regex or "").replace("\\", "")
         if template is HARMONY and calls is None and has_shape(wanted) and not names_channels:
-            return None  # the grammar lets no channel's mark stand beside the format
+            return None  # the grammar allows no channel marks beside the format
         if template is not None and (calls is None or calls.free):
             prompt = self._tokenizer.decode(prompt_tokens, skip_special_tokens=False)
             by_template = partial(TemplateReader, template, prompt, offered if calls else [])
@@ -420,7 +420,7 @@ class Intake:
 
     @staticmethod
     def _first_key(wanted: GenerateRequest) -> tuple[str, str] | None:
-        """Names the first message, if what conversations share that begin with it depends on nothing else."""
+        """Return a key for the first message; None if the shared prefix depends on more than this message."""
         if not wanted.messages or wanted.tools or wanted.chat_template_kwargs:
             return None
         return wanted.messages[0].role, wanted.messages[0].content
@@ -432,12 +432,14 @@ class Intake:
         return self._prefix_of(key, prompt)
 
     def system_prompt(self, content: str) -> list[int]:
-        """The tokens that conversations with this system message start with."""
+        """Return the tokens that every conversation with this system message starts with."""
         return self._prefix_of(("system", content), None)
 
     def _prefix_of(self, key: tuple[str, str], prompt: ChatPrompt | None) -> list[int]:
-        """Args:
-        prompt: a rendering that others were rendered with, unless the prefix was known when it began.
+        """Return the tokens that all conversations with one first message share.
+
+        Args:
+            prompt: a rendering that includes other conversations, unless the prefix was known when it began.
         """
         with self._prefixes_lock:
             found = self._prefixes.pop(key, None)
@@ -446,15 +448,15 @@ class Intake:
         elif found is None:
             found = self._tokenizer.template_prefix([{"role": key[0], "content": key[1]}])
         with self._prefixes_lock:
-            self._prefixes[key] = found  # the last is the one used last
+            self._prefixes[key] = found  # the most recently used key is the last
             if len(self._prefixes) > MAX_PREFIXES:
                 del self._prefixes[next(iter(self._prefixes))]
         return found
 
     def held_prompt(self, tokens: list[int], key: bytes, adapter: LoraAdapter | None = None) -> HeldPrompt:
-        """A prompt to hold, as a unit of scheduling."""
+        """Return a prompt to hold, as a unit of scheduling."""
         request_id = next(self._ids)
-        # One token to generate, never drawn, makes its length at completion that of the prompt.
+        # One token to generate, which is never drawn, makes the length at completion equal the prompt's.
         return HeldPrompt(
             request_id=request_id,
             arrival=request_id,
@@ -466,12 +468,12 @@ class Intake:
         )
 
     def max_tokens(self, request: GenerationRequest) -> int:
-        """How many tokens to generate at most: as many as were asked for, or as many as fit.
+        """Return the most tokens to generate: the requested number, or the number that fits.
 
-        What others hold does not count, only what is configured to be held for good.
+        Blocks of other requests do not count against it; prompts that are configured to stay do.
 
         Raises:
-            PromptTooLong: not even one more token fits after the prompt.
+            PromptTooLong: no token fits after the prompt.
         """
         wanted, num_prompt = request.wanted, len(request.prompt_tokens)
         longest = self.longest(
@@ -505,7 +507,7 @@ class Intake:
         request.sequences = [*self.sequences(request, self.max_tokens(request))]
 
     def sequences(self, request: GenerationRequest, max_tokens: int) -> list[Generation]:
-        """The request's `n` sequences; those after the first share the first one's prompt."""
+        """Return the request's `n` sequences; those after the first share the first one's prompt."""
         wanted = request.wanted
         stop_ids = frozenset(wanted.stop_token_ids)
         if not wanted.ignore_eos:
@@ -522,7 +524,7 @@ class Intake:
             reading=self.reading(wanted, request.prompt_tokens),
         )
         if request.constraints and self._thinks(wanted) and self._opens_thinking(request.prompt_tokens):
-            for constraint in request.constraints:  # it begins where the answer does
+            for constraint in request.constraints:  # the constraint begins where the answer begins
                 for token_id in self._thinking_mark():
                     constraint.accept(token_id)
         digest = "" if request.adapter is None else request.adapter.digest
@@ -544,7 +546,7 @@ class Intake:
                 request_id=request_id,
                 arrival=request_id,
                 num_prompt_tokens=len(request.prompt_tokens),
-                max_new_tokens=max(max_tokens, 1),  # the one of none is drawn with the prompt, and dropped
+                max_new_tokens=max(max_tokens, 1),  # with max_tokens 0, one token is drawn with the prompt and dropped
                 priority=wanted.priority,
                 # guard: ageing
                 turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s,

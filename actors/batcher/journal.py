@@ -1,7 +1,7 @@
-"""Who is told of what happens: the Journal, for those who look on, and a Flight, for a recorder.
+"""The Batcher's observers: the Journal, for statistics and telemetry, and a Flight, for a recorder.
 
-The Journal counts in the stats and tells whoever listens to telemetry. A Flight is told of all that decides about
-ticks: objects, tokens among them. And it answers: a replay says what time it is, and who is left out of a plan.
+The Journal counts in the statistics and emits telemetry events. A Flight receives every input of a tick's decisions,
+as objects, tokens included. A Flight also answers: a replay supplies the time, and which sequences sit out a plan.
 
 Events of the Batcher (measurements | metadata):
 
@@ -11,10 +11,10 @@ Events of the Batcher (measurements | metadata):
     request.refused      | request_id, client, tenant, model, code   it was not accepted; code is the error's
     request.started      queue_s, cached_tokens | request_id         it has a slot, for the first time
     request.first_token  ttft_s | request_id
-    request.preempted    generated_tokens | request_id, swapped      its blocks were taken; it goes on by itself
+    request.preempted    generated_tokens | request_id, swapped      its blocks were taken; it resumes by itself
     request.finished     e2e_s, prompt_tokens, cached_tokens, generation_tokens | request_id, client, tenant, model,
                          reason, code   its one end; code is "" unless the reason is "error"
-    step.end             duration_s, entries, tokens | model         one forward over so many sequences and tokens
+    step.end             duration_s, entries, tokens | model         one forward over these sequences and tokens
 
 Each accepted request has one request.finished; events of one request come in the order above. No event holds text of
 a prompt or of an answer. Values are numbers, text and booleans, so that events can cross processes.
@@ -41,13 +41,13 @@ from genbatch.proto.errors import GenbatchError
 
 
 class Journal:
-    """The one place that books the lives of requests; telemetry costs nothing while nobody listens.
+    """Books the lives of requests, in one place; telemetry costs nothing while no listener is attached.
 
     Args:
-        stats: where everything is counted.
-        telemetry: who listens.
+        stats: the counters.
+        telemetry: emits the events.
         model: the model's name.
-        now: the time that decides.
+        now: the clock of decisions, which a replay sets.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class Journal:
         self._deciding_time = now
         self._telemetry = telemetry
         self._model = model
-        self._inter_token = stats.histograms["inter_token_latency_seconds"]  # has a value for each token
+        self._inter_token = stats.histograms["inter_token_latency_seconds"]  # each token adds a value
         self._numbers = count(1)
         self._now = trio.current_time()  # when the last step ended: the time of all its tokens
 
     def request_id(self, message: Generate | Embed) -> str:
-        """What a request is called in logs and spans: its gateway's name for it, else one of our own."""
+        """Return the name of a request in logs and spans: its gateway's name for it, or else a new one."""
         return message.request_id or f"{message.client or 'local'}#{next(self._numbers)}"
 
     def refused(self, message: Generate | Embed, error: GenbatchError) -> None:
-        """Books a request that was not accepted."""
+        """Book a request that was not accepted."""
         self.stats.count_refused(error.code)
         if self._telemetry.attached:
             metadata = {
@@ -79,13 +79,13 @@ class Journal:
             self._telemetry.execute("request.refused", {}, metadata)
 
     def unreadable(self, request: Request, error: GenbatchError) -> None:
-        """Books a request that was refused once its prompt was tokenized."""
+        """Book a request that was refused once its prompt was tokenized."""
         self.stats.count_refused(error.code)
         if self._telemetry.attached:
             self._telemetry.execute("request.refused", {}, {**self._names(request), "code": error.code})
 
     def accepted(self, request: Request) -> None:
-        """Books a request whose sequences are about to wait."""
+        """Book a request before its sequences wait for slots."""
         stats, first = self.stats, request.sequences[0]
         stats.accepted += 1
         stats.prompt_tokens += request.num_prompt_tokens
@@ -104,7 +104,7 @@ class Journal:
             self._telemetry.execute("request.accepted", measurements, {**self._names(request), "kind": request.kind})
 
     def admitted(self, sequence: Sequence) -> None:
-        """Books that a sequence has taken a slot."""
+        """Book that a sequence has taken a slot."""
         request = sequence.request
         if request.started_at is not None:
             return
@@ -117,7 +117,7 @@ class Journal:
             self._telemetry.execute("request.started", measurements, {"request_id": request.request_id})
 
     def paused(self, sequence: Sequence, *, swapped: bool) -> None:
-        """Books that a sequence's blocks were taken, and whether its KV was kept in host memory."""
+        """Book that a sequence lost its blocks, and whether its KV was kept in host memory."""
         self.stats.preemptions += 1
         self.stats.swaps += swapped
         if self._telemetry.attached:
@@ -125,7 +125,7 @@ class Journal:
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
     def stepped(self, batch: list[Planned], seconds: float, *, num_drafted: int = 0) -> None:
-        """Books one forward, over so many drafted tokens besides; to be called before its tokens are booked."""
+        """Book one forward with `num_drafted` drafted tokens; call this before its tokens are booked."""
         self._now = trio.current_time()
         num_tokens = sum([len(planned.entry.tokens) for planned in batch]) + num_drafted
         self.stats.count_step(len(batch), num_tokens, seconds)
@@ -135,12 +135,12 @@ class Journal:
             self._telemetry.execute("step.end", measurements, {"model": self._model})
 
     def drafted(self, num_drafted: int, num_accepted: int) -> None:
-        """Books the drafts of one forward, and how many of their tokens were right."""
+        """Book the drafts of one forward, and the number of correct tokens."""
         self.stats.drafted_tokens += num_drafted
         self.stats.accepted_draft_tokens += num_accepted
 
     def generated(self, sequence: Sequence, num_tokens: int = 1) -> None:
-        """Books what a sequence has drawn in the last step: one token, or one a beam."""
+        """Book the tokens that a sequence drew in the last step: one token, or one per beam."""
         request, now, stats = sequence.request, self._now, self.stats
         stats.generation_tokens += num_tokens
         assert request.share is not None
@@ -152,11 +152,11 @@ class Journal:
         sequence.last_token_at = now
 
     def ended(self, request: Request, reason: str, error: GenbatchError | None = None) -> None:
-        """Books the end of a request that was taken in, however it ended."""
+        """Book the end of an accepted request, for any reason."""
         now = trio.current_time()
         histograms = self.stats.histograms
         self.stats.count_finished(reason, now - request.accepted_at)
-        if request.share is None:  # it ended while its prompt was still being tokenized
+        if request.share is None:  # the request ended before its prompt was tokenized
             return
         request.share.running -= 1
         num_generated = request.completion_tokens
@@ -197,59 +197,59 @@ class Journal:
 
 
 class Flight:
-    """A flight that nobody records. Between two calls of `began` one message is handled."""
+    """A Flight that records nothing. Between two calls of `began` the Batcher handles one message."""
 
     def begin(self, context: Context, system_prompts: ListOf[list[int]]) -> None:
-        """The Batcher has opened its context, and is about to evaluate the prompts that it holds from the start."""
+        """Begin the record: the context is open, and the configured prompts will be evaluated next."""
 
     def began(self) -> None:
-        """The Batcher turns to its next message."""
+        """Begin the next message."""
 
     def now(self) -> float:
-        """The time that decides: seconds on the event loop's clock."""
+        """Return the time for decisions, in seconds on the event loop's clock."""
         return trio.current_time()
 
     def arrived(self, request: GenerationRequest, message: Generate) -> None:
-        """A request was accepted."""
+        """Record that a request was accepted."""
 
     def encoded(self, request: Request, prompt: outcome.Outcome[Prompt]) -> None:
-        """Its prompt was tokenized."""
+        """Record that a request's prompt was tokenized."""
 
     def left(self, request: Request) -> None:
-        """Its caller is gone."""
+        """Record that a request's caller has left."""
 
     def stepped(self, message: StepMessage) -> None:
-        """A step has ended, and was booked."""
+        """Record that a step has ended and was booked."""
 
     def draining(self, timeout_s: float) -> None:
-        """New requests are refused from now on."""
+        """Record that new requests are refused from now on."""
 
     def drain_over(self) -> None:
-        """The requests that are still open are cancelled."""
+        """Record that the requests that are still open are cancelled."""
 
     def prompted(self) -> None:
-        """Something else has become ready: a tick follows where none is under way."""
+        """Record that another event has prompted a tick, unless a step is running."""
 
     def sitting_out(self, ids: frozenset[int]) -> frozenset[int]:
-        """Who is not to be planned in the next tick."""
+        """Return the ids of the sequences that the next tick must not plan."""
         return ids
 
     def prompt_budget(self, budget: PromptBudget | None) -> PromptBudget | None:
-        """The time for prompts in the next tick."""
+        """Return the time for prompts in the next tick."""
         return budget
 
     def ticked(self, plan: SchedulerOutput, groups: ListOf[ListOf[Planned]]) -> None:
-        """A tick has planned, and made these forwards of it."""
+        """Record a tick's plan, and the forwards made from the plan."""
 
     def close(self, reason: str) -> None:
-        """Nothing that follows can be told; may be called again."""
+        """End the record, since the next events cannot be recorded; may be called again."""
 
 
 OpenFlight = Callable[[BatcherOptions], Flight]
 
 
 def unrecorded(options: BatcherOptions) -> Flight:
-    """A flight that nobody records.
+    """Return a Flight that records nothing.
 
     Raises:
         OptionError: the options ask for a record.
