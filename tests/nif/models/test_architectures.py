@@ -22,13 +22,13 @@ def test_a_configuration_without_a_length_is_refused(limit: Any) -> None:
 def test_an_encoder_reads_as_much_as_model_and_tokenizer_say(
     limit: int | None, tokenizers: int | None, longest: int
 ) -> None:
-    hf: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=limit))
+    hf: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=limit), base_model=None)
     assert encoder_positions("m", hf, tokenizers) == longest
 
 
 @pytest.mark.parametrize("bound", [None, 0, 10**30])
 def test_an_encoder_of_which_nobody_says_how_much_it_reads_is_refused(bound: int | None) -> None:
-    hf: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=bound))
+    hf: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=bound), base_model=None)
     with pytest.raises(ModelError, match="most positions of a text"):
         encoder_positions("m", hf, bound)
 
