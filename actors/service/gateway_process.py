@@ -195,6 +195,7 @@ class Listeners:
             self._security,
             strict=self._options.http_strict,
             batch_dir=batch_dir,
+            takes_over=self._options.take_over,
             sockets=self._sockets,
         )
         return self._unless_retiring(self._http.run)

@@ -90,6 +90,7 @@ class BatchEndpoints:
             raise InvalidRequest("endpoint", f"{fields.endpoint[:64]!r} is none of {', '.join(ENDPOINTS)}")
         if fields.completion_window not in WINDOWS:
             raise InvalidRequest("completion_window", f'must be "24h", not {fields.completion_window[:64]!r}')
+        self._store.check_ours()
         owner, now = _owner(request), int(time.time())
         self._store.file(owner, fields.input_file_id)
         batch = Batch(

@@ -63,13 +63,24 @@ class BatchRunner:
         self._changed = trio.Event()
         self._running: tuple[Batch, trio.CancelScope] | None = None
         self._has_priorities = True
+        self._scope = trio.CancelScope()
+
+    def stop(self) -> None:
+        """Leaves the batches as they are, to the service that takes this one's place."""
+        self._scope.cancel()
+        self.store.close()
 
     def wake(self) -> None:
         """There is a new batch."""
         self._changed.set()
 
     def cancel(self, batch: Batch) -> None:
-        """Ends a batch; its requests under way are freed."""
+        """Ends a batch; its requests under way are freed.
+
+        Raises:
+            Unavailable: another service has the batches.
+        """
+        self.store.check_ours()
         batch.status, batch.cancelling_at = "cancelling", int(time.time())
         self.store.save(batch)
         if self._running is not None and self._running[0].id == batch.id:
@@ -80,7 +91,13 @@ class BatchRunner:
             self._end(batch, "cancelled")
 
     async def run(self) -> None:
-        """Evaluates what is there and what comes, until cancelled."""
+        """Evaluates what is there and what comes, until it is stopped."""
+        with self._scope:
+            while not self.store.acquire():  # noqa: ASYNC110 - a lock of files tells nobody that it is free
+                await trio.sleep(POLL_S)
+            await self._run_all()
+
+    async def _run_all(self) -> None:
         while True:
             self._changed = trio.Event()
             for batch in self.store.open_batches():

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from genbatch.actors.gateways.http.bodies import Refusal
 from genbatch.nif.errors import OptionError
-from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.errors import InvalidRequest, Unavailable
 
 MAX_STORE_BYTES = 2**30
 """All files together; beyond it an upload is refused until something is deleted."""
@@ -95,12 +95,13 @@ class BatchStore:
 
     Args:
         directory: is made where it is missing; nobody else may read it.
+        waits: whether another service may have it still: one whose place this service takes.
 
     Raises:
         OptionError: others can read the directory, it cannot be made, or another service uses it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, waits: bool = False) -> None:
         self._files, self._batches = directory / "files", directory / "batches"
         try:
             for folder in (directory, self._files, self._batches):
@@ -111,10 +112,24 @@ class BatchStore:
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise OptionError("batch_dir", f"{directory} is not a directory of this user alone (mode 0700)")
         self._lock = FileLock(directory / "lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise OptionError("batch_dir", f"another service uses {directory}") from None
+        if not self.acquire() and not waits:
+            raise OptionError("batch_dir", f"another service uses {directory}")
+
+    def acquire(self) -> bool:
+        """Takes the directory if no other service has it; returns whether this one does."""
+        if not self._lock.is_locked:
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                return False
+        return True
+
+    def check_ours(self) -> None:
+        """Raises:
+        Unavailable: another service has the directory, so nothing may be written there.
+        """
+        if not self._lock.is_locked:
+            raise Unavailable("another service has the files and batches for now", retry_after_ms=1000)
 
     def close(self) -> None:
         """Lets another service use the directory."""
@@ -127,7 +142,9 @@ class BatchStore:
 
         Raises:
             InvalidRequest: there is no room for it.
+            Unavailable: another service has the directory.
         """
+        self.check_ours()
         held = sum(path.stat().st_size for path in self._files.iterdir())
         if held + len(content) > MAX_STORE_BYTES:
             raise InvalidRequest("file", f"{held} of {MAX_STORE_BYTES} bytes are in use: delete files first")
@@ -163,7 +180,9 @@ class BatchStore:
         """Raises:
         Refusal: the owner has no such file.
         InvalidRequest: a batch that has not ended needs it.
+        Unavailable: another service has the directory.
         """
+        self.check_ours()
         self.file(owner, file_id)
         if any(file_id in (one.input_file_id, one.output_file_id, one.error_file_id) for one in self.open_batches()):
             raise InvalidRequest("file_id", "a batch that has not ended needs this file")

@@ -45,6 +45,7 @@ class HTTPGateway:
         only_metrics: whether there is nothing but counters and health, for everybody who reaches the address.
         strict: whether a field that no API has published is refused.
         batch_dir: where files and batches are kept; None keeps none.
+        takes_over: whether another service may have that directory for a while.
         sockets: where it listens; None opens a socket for this gateway alone.
     """
 
@@ -57,6 +58,7 @@ class HTTPGateway:
         only_metrics: bool = False,
         strict: bool = False,
         batch_dir: Path | None = None,
+        takes_over: bool = False,
         sockets: ListeningSockets | None = None,
     ) -> None:
         security = security or Security()
@@ -74,7 +76,9 @@ class HTTPGateway:
         self._connections: set[HTTPConnection] = set()
         self._limit = ConnectionLimit(max_connections())
         calls = HTTPCalls(dispatcher)
-        self._batches = None if batch_dir is None else BatchRunner(BatchStore(batch_dir), calls)
+        self._batches: BatchRunner | None = None
+        if batch_dir is not None:
+            self._batches = BatchRunner(BatchStore(batch_dir, waits=takes_over), calls)
         if only_metrics:
             self._app = make_metrics_app(calls)
         else:
@@ -107,7 +111,7 @@ class HTTPGateway:
                 await trio.sleep_forever()  # retired
             finally:
                 if self._batches is not None:
-                    self._batches.store.close()
+                    self._batches.stop()
                 if self._owns_sockets:
                     self._sockets.close()
                 self._open_calls.stop()
@@ -135,6 +139,8 @@ class HTTPGateway:
         """Accept no more connections, and close each after its next answer: another service has the sockets."""
         self._is_retiring = True
         self._accepting.cancel()
+        if self._batches is not None:
+            self._batches.stop()
         for connection in self._connections:
             connection.retire()
 

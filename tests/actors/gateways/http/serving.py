@@ -43,6 +43,7 @@ async def served_http(
     only_metrics: bool = False,
     strict: bool = False,
     batch_dir: Path | None = None,
+    takes_over: bool = False,
 ) -> AsyncIterator[ServedHTTP]:
     """Runs all of them for as long as the body runs; PATIENCE_S at most, so that no test hangs."""
     batcher = batcher or ScriptedBatcher()
@@ -51,6 +52,7 @@ async def served_http(
             ref = await start(nursery, batcher)
             address = parse_http_address(":0")
             options: Any = {"only_metrics": only_metrics, "strict": strict, "batch_dir": batch_dir}
+            options["takes_over"] = takes_over
             gateway = HTTPGateway(Dispatcher(ref), address, security, **options)
             scope = trio.CancelScope()
 

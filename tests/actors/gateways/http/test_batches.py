@@ -206,6 +206,27 @@ async def test_a_service_that_starts_again_goes_on_where_it_ended(tmp_path: Path
     assert sorted(message.request.prompt or "" for message in again.requests) == ["hold b", "hold d"]
 
 
+async def test_a_service_that_takes_over_goes_on_with_the_batches(tmp_path: Path) -> None:
+    where = tmp_path / "b"
+    async with (
+        served_http(batcher=Slots(), batch_dir=where) as old,
+        served_http(batcher=Slots(), batch_dir=where, takes_over=True) as new,
+    ):
+        batch = await begin(old.client, [line("a", "hold a")])
+        await old.batcher.arrival("hold a")
+        early = await new.client.post("/v1/files", files={"file": ("q", b"{}")}, data={"purpose": "batch"})
+        assert early.status_code == 503 and early.headers["retry-after-ms"]
+        assert (await state(new.client, batch["id"]))["status"] == "in_progress"
+        assert (await new.client.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 503
+        old.gateway.retire()
+        await old.batcher.release("hold a")
+        held = await new.batcher.arrival("hold a")
+        held.emit("b")
+        held.finish()
+        done = await until(new.client, batch["id"], "completed")
+        assert (await answers(new.client, done["output_file_id"]))["a"]["response"]["body"]["choices"][0]["text"] == "b"
+
+
 async def test_a_batch_that_is_cancelled_frees_its_requests_and_keeps_its_answers(tmp_path: Path) -> None:
     async with served_http(batcher=Slots(), batch_dir=tmp_path / "b") as served:
         batch = await begin(served.client, [line("a", "one"), line("b", "hold b")])
