@@ -1,6 +1,6 @@
-"""Draining: no new requests, and an answer to all who asked for it once the open ones have ended.
+"""Draining: refuse new requests, and reply to every `Drain` call once the open requests have ended.
 
-No torch: the gateway's process drains, too.
+This file imports no torch, since the gateway process drains, too.
 """
 
 from collections.abc import Callable
@@ -12,39 +12,41 @@ from genbatch.proto.errors import Unavailable
 from genbatch.proto.messages import Drained
 
 DRAINING = "the service is draining: it takes no new requests"
-# Milliseconds. Another process of the service may be there at once; one that starts again takes longer.
+# Milliseconds. Another process of the service may answer within this time; a restart takes longer.
 RETRY_AFTER_DRAIN_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class DrainOver:
-    """The time that a `Drain` call gave is over."""
+    """The timeout of a `Drain` call has passed."""
 
 
 class Draining:
-    """Begins with the first `Drain` call; all who asked are answered once nothing is left.
+    """The state of draining: it begins with the first `Drain` call, and every caller gets a reply at its end.
 
     Args:
-        num_open: how many requests have not ended.
-        send_after: of the actor that is drained; brings it DrainOver after so many seconds.
+        num_open: returns the number of requests that have not ended.
+        send_after: sends DrainOver to the drained actor after a number of seconds.
     """
 
     def __init__(self, num_open: Callable[[], int], send_after: Callable[[float, DrainOver], object]) -> None:
         self.has_begun = False
-        self.num_cancelled = 0  # requests that did not end in time
+        self.num_cancelled = 0  # requests cancelled at the timeout
         self._num_open = num_open
         self._send_after = send_after
         self._callers: list[From[Any]] = []
 
     def check(self) -> None:
-        """Raises:
-        Unavailable: no new requests are taken.
+        """Refuse new requests while draining.
+
+        Raises:
+            Unavailable: draining has begun.
         """
         if self.has_begun:
             raise Unavailable(DRAINING, retry_after_ms=RETRY_AFTER_DRAIN_MS)
 
     def ask(self, from_: "From[Any]", timeout_s: float) -> None:
-        """Takes a caller in, to be told of the end."""
+        """Begin to drain, and reply to the caller at the end."""
         self.has_begun = True
         self._callers.append(from_)
         if self._num_open():
@@ -53,7 +55,7 @@ class Draining:
             self.settle()
 
     def settle(self) -> None:
-        """Some requests have ended: answers if these were the last."""
+        """Reply to the callers if no request is open any more."""
         if not self._num_open():
             callers, self._callers = self._callers, []
             for from_ in callers:

@@ -76,7 +76,7 @@ class PooledText:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values are finite numbers."""
+        """True if all values are finite numbers."""
         return bool(torch.isfinite(self._sum).all())
 
     def vector(self, dimensions: int | None = None, *, activates: bool = True) -> torch.Tensor:

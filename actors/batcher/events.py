@@ -1,4 +1,4 @@
-"""What the model's thread sends back to the Batcher when a step or a run ends."""
+"""Messages from the model's thread to the Batcher at the end of a step or of a run."""
 
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -11,13 +11,13 @@ from genbatch.nif.sampling.sampler import Sampled, SampleFault
 
 
 class Stepping(Protocol):
-    """Who books what the thread sends back; `Stepper` implements it. Each returns whether nothing is under way now."""
+    """Books the messages of the thread; `Stepper` implements it. Each method returns whether no work is left."""
 
     def decoded(self, decoded: "Decoded") -> bool:
-        """Book a step of a run, whose next step may be under way."""
+        """Book a step of a run; the next step may be running."""
 
     def stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
-        """Book a single step, or find whose fault it is that it failed."""
+        """Book a single step, or begin to find the request at fault for a failed one."""
 
     def run_ended(self, run: "Run", result: "outcome.Outcome[Decoded | None]") -> bool:
         """Book the last step of a run."""
@@ -30,26 +30,26 @@ class Run(Protocol):
     sequences: list[Generation]
 
     def stop(self) -> None:
-        """Ask for a plan: the run ends with the step under way."""
+        """Ask for a plan: the run ends with the current step."""
 
     def booked(self) -> None:
-        """Note that one more step's tokens are handed out."""
+        """Note that the tokens of one more step were handed out."""
 
 
-# What a step of a run drew for each sequence: a token, and one more for each that was drafted rightly.
+# The draws of a run's step for each sequence: one token, and one more for each accepted draft token.
 Drawn: TypeAlias = list[list[Sampled | SampleFault]]
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A step of a run has ended; unless it was the last one, the next has begun."""
+    """A step of a run has ended; unless it was the last step, the next step has begun."""
 
     run: Run
     drawn: Drawn
     num_drafted: int
 
     def book(self, stepping: Stepping) -> bool:
-        """Have it booked; returns whether nothing is under way now."""
+        """Book the step; return whether no work is left."""
         return stepping.decoded(self)
 
 
@@ -61,19 +61,19 @@ class Stepped:
     result: outcome.Outcome[list[Evaluated]]
 
     def book(self, stepping: Stepping) -> bool:
-        """As Decoded's."""
+        """Book the step; return whether no work is left."""
         return stepping.stepped(self.batch, self.result)
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A run has ended on the model's thread: with its last step's draws, or None if those were told before."""
+    """A run has ended on the model's thread, with its last step's draws; None if they were sent before."""
 
     run: Run
     result: outcome.Outcome[Decoded | None]
 
     def book(self, stepping: Stepping) -> bool:
-        """As Decoded's."""
+        """Book the end; return whether no work is left."""
         return stepping.run_ended(self.run, self.result)
 
 

@@ -112,7 +112,7 @@ class Intake:
 
     @property
     def generates(self) -> bool:
-        """Whether the model continues text."""
+        """True if the model continues text."""
         return self._model.generates
 
     def check(self, message: Generate) -> None:

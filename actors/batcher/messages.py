@@ -1,6 +1,6 @@
-"""Messages to the Batcher that say more than a request of the protocol: who calls, and where tokens go.
+"""Messages to the Batcher with more than a protocol request: the account, the token callback and more.
 
-Every other method's request is sent as it is (`proto/methods.py`).
+Other methods send their protocol request unchanged (`proto/methods.py`).
 """
 
 from collections.abc import Callable, Hashable
@@ -22,33 +22,33 @@ if TYPE_CHECKING:  # imports torch, which a gateway process does without
     from genbatch.actors.batcher.kept_logits import Keep
 
 
-# The account of all clients over TCP on the gateway's own machine.
+# The account of all clients that connect over TCP from the gateway's own machine.
 LOCALHOST = "host:localhost"
 
 
 def tenant_account(tenant: str) -> str:
-    """The account of a tenant."""
+    """Return the account of a tenant."""
     return f"tenant:{tenant}"
 
 
 def charged_account(client: str, tenant: str, *, embeds: bool = False) -> str:
-    """The account that a request is charged to.
+    """Return the account that a request is charged to.
 
-    A client's gateway has decided on its account: the tenant of its key or token, or what it cannot multiply (ADR 43).
-    A tenant that a client merely names buys no share. The program that runs the Batcher has no account, but the
-    tenants that it names have one each. Embeddings have an account of their own: so they and generated text take turns
-    even where one client asks for both.
+    The client's gateway has chosen the account: the tenant of its key or token, or an address that the client cannot
+    multiply (ADR 43). A tenant that a client merely names gives it no share. In-process requests have no account, but
+    each tenant that they name has one. Embeddings are charged to a separate account. So embeddings and generation take
+    turns even when one client asks for both.
     """
     account = client or (tenant_account(tenant) if tenant else "")
     return f"{account} (embeddings)" if embeds and account else account
 
 
 class DrawnTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The tokens that a choice has drawn, from its first on.
+    """The tokens that a choice has drawn, from its first token on.
 
     Args:
         token_ids: the tokens.
-        logprobs: of each its log-prob and those of the likeliest; empty where the request asks for none.
+        logprobs: for each token its log-prob and the likeliest tokens' log-probs; empty if not requested.
         call_ids: the ids of the tool calls that were shown.
     """
 
@@ -59,20 +59,20 @@ class DrawnTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A call that is answered with the Result, once all of it is generated.
+    """A call to generate text; the reply is the Result, once all of it is generated.
 
     Args:
-        request: what to generate.
-        on_token: called on the event loop with each token as it comes; must not block. The result's texts are then
-            what it was given, joined: a deadline adds nothing that was held back.
+        request: the request to generate.
+        on_token: called on the event loop with each new token; must not block. The result's texts are then the joined
+            texts of these tokens: a deadline adds no text that was held back.
         shows: whether the caller shows its tokens; else they are recorded, and the result is as without `on_token`.
-        client: the account that it is charged to; "" is the program that runs the Batcher.
+        client: the account that the request is charged to; "" for in-process requests.
         request_id: its name in logs and spans; "" lets the Batcher choose one.
-        tag: what Interrupt and Iterate name the request by; None for one that nobody names.
-        beam_width: above 1, a beam search over so many continuations, which become the result's choices.
-        keep: where to put logits; None keeps none.
-        drawn: what each choice has drawn on engines that died: it goes on after that. Empty for a new request. Only an
-            engine's link sets it.
+        tag: the name of the request in Interrupt and Iterate; None for a request without one.
+        beam_width: above 1, a beam search over this many continuations, which become the result's choices.
+        keep: collects logits; None keeps none.
+        drawn: the tokens that each choice drew on failed engines; generation continues after them. Empty for a new
+            request. Only an engine's link sets it.
         is_validated: whether the gateway's end of an engine's link has validated the request. Only that link sets it.
     """
 
@@ -90,7 +90,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """A call that is answered with Embedded, once all of its texts are read.
+    """A call to embed or score texts; the reply is Embedded, once all texts are evaluated.
 
     Args:
         request: the texts to embed or to score.
@@ -104,9 +104,9 @@ class Embed:
 
 
 def validate_generate(message: Generate, limits: RequestLimits) -> None:
-    """Validate a request where it comes in.
+    """Validate a request on its arrival.
 
-    A door has checked the types of a client's request. The program that runs the Batcher has made its own in Python.
+    A door has already checked the types of a client's request. An in-process request is built in Python and unchecked.
 
     Raises:
         InvalidRequest: with the path of the first parameter at fault.
@@ -117,11 +117,11 @@ def validate_generate(message: Generate, limits: RequestLimits) -> None:
 
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an Embed.
+    """The answer to an Embed.
 
     Args:
         vectors: the embedding or the scores of each text, float32 in little endian.
-        prompt_tokens: of all texts.
+        prompt_tokens: the tokens of all texts.
     """
 
     vectors: list[bytes]
@@ -130,14 +130,14 @@ class Embedded(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class SaveSession:
-    """A call that is answered with the KV of a conversation's beginning as bytes; empty where none is at hand.
+    """A call for the KV of a conversation's prefix; the reply is bytes, empty if no KV is cached.
 
-    For the program that runs the Batcher: it costs a copy of the KV, during which nothing is evaluated.
+    Only in-process callers send it: the call copies the KV, and no step runs meanwhile.
 
     Args:
         messages: the conversation.
-        tenant: in whose name it was generated.
-        model: with which adapter; None: none.
+        tenant: the tenant that the conversation was generated for.
+        model: the adapter; None for the model itself.
     """
 
     messages: list[Message]
@@ -147,14 +147,14 @@ class SaveSession:
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """A call that takes what SaveSession gave, for requests that begin with it; answered with its positions.
+    """A call to load the bytes of a SaveSession, for later requests with this prefix; the reply is its positions.
 
-    For the program that runs the Batcher, which vouches for the bytes: they may say anything of the model's state.
+    Only in-process callers send it, and they must trust the bytes: the bytes can set any state of the model.
 
     Args:
-        state: of the same model, precision and block size; else the answer is InvalidRequest.
-        tenant: whose requests may share it.
-        model: with which adapter it was generated; None: none.
+        state: the bytes; another model, precision or block size is refused with InvalidRequest.
+        tenant: the tenant that may share the prefix.
+        model: the adapter that generated it; None for the model itself.
     """
 
     state: bytes

@@ -1,6 +1,6 @@
-"""OpenRequests: the requests that are not answered yet, the ways in which one ends, and the end of them all.
+"""OpenRequests: the requests without a reply yet, and every way in which a request ends.
 
-They belong to a BatchState, which is all that a Batcher's parts share.
+OpenRequests is part of BatchState, which holds all that a Batcher's parts share.
 """
 
 from collections import Counter
@@ -26,15 +26,15 @@ from genbatch.proto.messages import FinishReason
 class OpenRequests:
     """Every request from its acceptance to its one reply.
 
-    Sequences are freed before the reply, so that a caller who reads it finds the room already there. What frees
-    a sequence is for between two steps.
+    Sequences are freed before the reply, so that a caller who reads the reply finds the slots free. Methods that free
+    a sequence run only between two steps.
 
     Args:
-        slots: what the requests' sequences hold.
-        fair: who is charged for them.
-        journal: where ends are booked.
-        on_end: called once a request was answered and is forgotten.
-        now: the time that decides.
+        slots: the slots that the requests' sequences hold.
+        fair: charges accounts for the requests.
+        journal: books the ends.
+        on_end: called after a request was answered and removed.
+        now: the clock of decisions.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OpenRequests:
         self._on_end = on_end
         self._now = now
         self._requests: dict[Monitor, Request] = {}
-        self._deferred: list[Callable[[], None]] | None = None  # what ends while the context is in use
+        self._deferred: list[Callable[[], None]] | None = None  # ends of requests while the context is in use
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -63,7 +63,7 @@ class OpenRequests:
         return request.monitor in self._requests
 
     def add(self, request: Request) -> None:
-        """Takes a request in; its monitor names it."""
+        """Add a request under its monitor."""
         self._requests[request.monitor] = request
         if request.payer is not None:
             # guard: what a client had elsewhere
@@ -71,11 +71,11 @@ class OpenRequests:
         self._fair.enter(request.account)
 
     def find(self, monitor: Monitor) -> Request | None:
-        """The request of a caller that has gone; None if it was answered before."""
+        """Return the request of a caller that has left; None if it was answered before."""
         return self._requests.get(monitor)
 
     def open_of(self) -> Counter[str]:
-        """Sequences that have not ended, by account."""
+        """Count the sequences that have not ended, by account."""
         counts: Counter[str] = Counter()
         for request in self._requests.values():
             ended = sum([sequence.phase is Phase.FINISHED for sequence in request.sequences])
@@ -83,7 +83,7 @@ class OpenRequests:
         return counts
 
     def waiting_of(self) -> Counter[str]:
-        """Sequences that wait for a slot, those still being tokenized included, by account."""
+        """Count the sequences that wait for a slot, including those still being tokenized, by account."""
         counts: Counter[str] = Counter()
         for request in self._requests.values():
             waiting = sum([sequence.phase is Phase.PENDING for sequence in request.sequences])
@@ -91,13 +91,13 @@ class OpenRequests:
         return counts
 
     def interrupt(self, tags: Set[Hashable]) -> None:
-        """Marks the requests with these tags as wanted no more."""
+        """Mark the requests with these tags as cancelled."""
         for request in self._requests.values():
             if request.tag in tags:
                 request.abandoned = "cancelled"
 
     def end_abandoned(self) -> None:
-        """Ends what nobody waits for any more, and what has passed its deadline."""
+        """End cancelled requests and requests past their deadline."""
         now = self._now()
         for request in self:
             # guard: deadline at each step
@@ -107,11 +107,11 @@ class OpenRequests:
                 self._abandon(request, request.abandoned)
 
     def next_deadline(self) -> float | None:
-        """The first that will pass, in seconds on the event loop's clock."""
+        """Return the earliest deadline in seconds on the event loop's clock; None for none."""
         return min((r.expires_at for r in self._requests.values() if r.expires_at is not None), default=None)
 
     def overdue(self) -> bool:
-        """Whether something is to be ended before the next step."""
+        """Return whether a request must end before the next step."""
         now = self._now()
         return bool(self._deferred) or any(
             # guard: deadline during a run
@@ -120,17 +120,17 @@ class OpenRequests:
         )
 
     def defer(self) -> None:
-        """The context is in use: from now on what ends is noted, and ended by `settle`."""
+        """Note ends from now on, since the context is in use; `settle` carries them out."""
         self._deferred = []
 
     def settle(self) -> None:
-        """The context is free again: ends what was noted."""
+        """Carry out the noted ends, since the context is free again."""
         deferred, self._deferred = self._deferred or [], None
         for end in deferred:
             end()
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence, and its request if that was the last one."""
+        """End a sequence, and its request if that was the last sequence."""
         sequence.ended = True
         if self._deferred is not None:
             self._deferred.append(lambda: self._finish(sequence, reason))
@@ -138,7 +138,7 @@ class OpenRequests:
             self._finish(sequence, reason)
 
     def fail(self, request: Request, error: GenbatchError) -> None:
-        """Ends a request and all its sequences with an error."""
+        """End a request and all its sequences with an error."""
         for sequence in request.sequences:
             sequence.ended = True
         if self._deferred is not None:
@@ -170,7 +170,7 @@ class OpenRequests:
         self.end(request, error)
 
     def end(self, request: Request, error: GenbatchError | None) -> None:
-        """The one place where a request is forgotten and its caller answered."""
+        """Remove a request and answer its caller; no other place does so."""
         del self._requests[request.monitor]
         self._fair.leave(request.account, output_tokens=request.num_generated)
         if error is not None:
@@ -180,15 +180,15 @@ class OpenRequests:
         self._on_end()
 
     def end_all(self, error: GenbatchError) -> None:
-        """Answers every caller; the context is about to go, so nothing is freed."""
+        """Answer every caller; the context is about to close, so no slot is freed."""
         for request in self:
             self._journal.ended(request, "error", error)
             request.fail(error)
         self._requests.clear()
 
     def _abandon(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request early: to a caller that is still there with what was generated so far."""
-        if reason == "deadline" and request.limits.deadline_s is None:  # only a wait is bounded without one
+        """End a request early, and answer its caller with the text generated so far."""
+        if reason == "deadline" and request.limits.deadline_s is None:  # the operator's bound concerns the wait only
             self._fail(request, self._waited_in_vain(request))
             return
         for sequence in request.sequences:
@@ -208,14 +208,14 @@ class OpenRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
-    """What a Batcher's parts share.
+    """The state that a Batcher's parts share.
 
     Args:
         ctx: the context, which evaluates.
-        held, swap: prompts that are held in it, and KV that has left it.
-        slots, requests: who is in it, and who waits for an answer.
-        draining: whether new requests are taken.
-        journal, watch, flight: are told of what happens.
+        held, swap: the held prompts in the context, and the KV swapped out of it.
+        slots, requests: the running sequences, and the requests without a reply.
+        draining: whether new requests are refused.
+        journal, watch, flight: the observers.
     """
 
     ctx: Context

@@ -1,4 +1,4 @@
-"""The Batcher's options, with their defaults in one place, and the bounds on who may wait."""
+"""The Batcher's options, with their defaults in one place, and the bounds of admission."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,22 +11,22 @@ from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from genbatch.proto.validation import RequestLimits
 
-# What a refused caller is told to wait, per sequence that must get its slot first, until a pace has been measured.
+# Retry hint per sequence that must get its slot first, until a pace has been measured.
 RETRY_MS_PER_SEQUENCE = 50
-# What a refused caller is told to wait at least: a refusal costs more than a shorter wait is worth.
+# The least retry hint: a refusal costs more than a shorter wait saves.
 LEAST_RETRY_MS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is there when a request arrives.
+    """The load of the Batcher when a request arrives.
 
     Args:
         free_slots: sequences that could start at once.
-        waiting: sequences that wait for a slot, those still being tokenized included.
+        waiting: sequences that wait for a slot, including those still being tokenized.
         waiting_of: the same by client.
         open_of: sequences accepted and not ended, by client.
-        service_s: seconds that a sequence held its slot lately; None before the first ended.
+        service_s: recent seconds that a sequence held its slot; None before the first ended.
     """
 
     free_slots: int
@@ -38,12 +38,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The bounds.
+    """The bounds of admission.
 
     Args:
         n_parallel: slots.
         max_queue: most sequences that wait.
-        max_client_queue_share: share of the places in the queue that one client may fill, of those that others leave.
+        max_client_queue_share: one client's share of the places in the queue that the other clients leave free.
         max_client_open: sequences that one client may have open while others are there, per slot.
         in_turn: whether clients take turns; else all wait in one line.
     """
@@ -55,12 +55,12 @@ class Admission:
     in_turn: bool = True
 
     def check(self, *, wanted: int, client: str, patience_s: float | None, load: Load) -> None:
-        """Lets `wanted` more sequences of `client` in, which may wait for `patience_s` seconds.
+        """Admit `wanted` more sequences of `client`, which may wait for `patience_s` seconds.
 
         Raises:
-            InvalidRequest: so many sequences fit never, not even into an empty queue.
+            InvalidRequest: this many sequences never fit, not even into an empty queue.
             QueueFull: the queue, or this client's share of it, is full; with retry_after_ms.
-            DeadlineExceeded: it would expire before its turn.
+            DeadlineExceeded: the request would expire before its turn.
         """
         if wanted > self.max_queue + self.n_parallel:
             places = f"{self.n_parallel} slots and {self.max_queue} places in the queue"
@@ -69,8 +69,8 @@ class Admission:
         if load.waiting + wanted > self.max_queue + load.free_slots:
             retry_ms = self._retry_ms(load.waiting + wanted - self.max_queue - load.free_slots, load)
             raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
-        # A client's only request needs a place and no share. The program that runs the Batcher has no name here: it
-        # needs no share of its own queue.
+        # A client's only request needs a place and no share. In-process requests have no client name, and no share
+        # applies.
         if client and load.open_of.get(client):
             self._check_share(wanted, client, load)
         expected_s = self._expected_wait_s(wanted, client, load)
@@ -98,12 +98,12 @@ class Admission:
         if held + wanted > most:
             raise QueueFull(
                 f"this client has {held} requests open, {most:g} may be while others are served",
-                # Its own sequences must end, and others' do meanwhile.
+                # Its own sequences must end first, and other clients' sequences end meanwhile.
                 retry_after_ms=self._retry_ms((held + wanted - most) * self.n_parallel / max(1, held - mine), load),
             )
 
     def _expected_wait_s(self, wanted: int, client: str, load: Load) -> float | None:
-        """How long this client's last one waits, at the recent pace; None where nothing is known."""
+        """Return the wait of this client's last sequence at the recent pace; None before a pace was measured."""
         if load.free_slots > load.waiting:
             return 0.0
         if load.service_s is None:
@@ -114,13 +114,13 @@ class Admission:
         return load.service_s * (ahead + 1) / self.n_parallel
 
     def _turns(self, excess: float, client: str, load: Load) -> float:
-        """How many sequences get a slot until so many of a client's waiting ones have."""
+        """Return how many sequences get a slot before `excess` of the client's waiting sequences have one."""
         if not self.in_turn:
             return excess * load.waiting / max(1, load.waiting_of.get(client, 0))
         return excess + sum([min(count, excess) for other, count in load.waiting_of.items() if other != client])
 
     def _retry_ms(self, num_slots: float, load: Load) -> int:
-        """How long it takes until so many slots were handed on, at the recent pace."""
+        """Return the time until `num_slots` slots become free, at the recent pace."""
         pace_ms = RETRY_MS_PER_SEQUENCE if load.service_s is None else 1000 * load.service_s / self.n_parallel
         return max(LEAST_RETRY_MS, round(pace_ms * num_slots))
 
@@ -130,7 +130,7 @@ BATCH_TIMEOUT_MS, BATCH_QUIET_MS = 20.0, 2.0
 # The default of target_inter_token_latency_ms.
 CPU_TARGET_MS, GPU_TARGET_MS = 12.0, 20.0
 
-# Sequences that may wait for each slot, and in all when the program that runs the Batcher sends them.
+# Sequences that may wait for each slot, and the whole queue for in-process requests.
 QUEUE_PER_SLOT = 4
 OWN_QUEUE = 1024
 NOT_NEGATIVE = (
@@ -265,34 +265,34 @@ class BatcherOptions:
         object.__setattr__(self, "scheduling", scheduling)
 
     def on_device(self, kind: str) -> "BatcherOptions":
-        """The options with the defaults of a kind of device: "cpu" or "cuda"."""
+        """Return the options with the defaults of a kind of device: "cpu" or "cuda"."""
         if self.target_inter_token_latency_ms is not None:
             return self
         return replace(self, target_inter_token_latency_ms=GPU_TARGET_MS if kind == "cuda" else CPU_TARGET_MS)
 
     @property
     def plans_repeat(self) -> bool:
-        """Whether the plan of a step in which all decode holds until something arrives or ends."""
+        """True if the plan of a step with decodes only holds until a request arrives or ends."""
         return self.scheduler in STEP_ORDERS and self.cache_budget is None
 
     @property
     def window_s(self) -> float:
-        """Seconds that an idle Batcher waits for more requests at most."""
+        """The most seconds that an idle Batcher waits for more requests."""
         assert self.batch_timeout is not None, "set when the options were made"
         return self.batch_timeout / 1000
 
     @property
     def quiet_s(self) -> float | None:
-        """Seconds without another request that end this wait; None: only its end does."""
+        """Seconds without another request that end this wait; None if only the window ends it."""
         return self.batch_quiet / 1000 if self.batch_quiet else None
 
     @property
     def flush_size(self) -> int:
-        """Pending sequences at which an idle Batcher starts without waiting longer."""
+        """The number of pending sequences at which an idle Batcher starts at once."""
         return self.batch_size or self.n_parallel
 
     def admission(self, client: str) -> Admission:
-        """The bounds for a client; "" is the program that runs the Batcher."""
+        """Return the bounds for a client; "" stands for in-process requests."""
         max_queue = self.max_queue
         if max_queue is None:
             max_queue = QUEUE_PER_SLOT * self.n_parallel if client else OWN_QUEUE

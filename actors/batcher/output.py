@@ -1,4 +1,4 @@
-"""Output: the text that drawn tokens become, and the token that ends it."""
+"""Output: turn drawn tokens into text, and find the token that ends it."""
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
@@ -14,7 +14,7 @@ from genbatch.proto.messages import Choice, FinishReason, TokenLogprob, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """What became final beside the text: thinking, and pieces of calls."""
+    """Output beside the text that became final: thinking, and pieces of tool calls."""
 
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
@@ -25,7 +25,7 @@ _NOTHING = Apart()
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How an output that is more than text is read.
+    """The way to read an output with calls or thinking.
 
     Args:
         reader: makes the reader of one answer.
@@ -40,17 +40,17 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputRules:
-    """What an output holds, and what ends it.
+    """The contents and the end conditions of an output.
 
     Args:
         max_tokens: tokens after which the output ends with "length".
         stop: strings that end the output and are not part of it.
         stop_ids: token ids that end the output; their text is not part of it.
         min_tokens: tokens before which no stop string ends it.
-        echo: what to put in front of the text.
+        echo: text in front of the output.
         wants_logprobs: whether to keep each token's log-prob.
         keep_stop: whether the stop string that ended the output is part of the text.
-        reading: how calls and thinking are told apart; None where all of it is text.
+        reading: separates calls and thinking from the text; None where all output is text.
     """
 
     max_tokens: int
@@ -64,12 +64,12 @@ class OutputRules:
 
 
 class Output:
-    """Turns drawn tokens into text that never splits a code point nor shows a part of a stop string.
+    """Turns drawn tokens into text; a piece never splits a code point and never shows a part of a stop string.
 
     Args:
         tokenizer: the backend that decodes.
-        prompt_tokens: what the output continues.
-        rules: what it holds, and what ends it.
+        prompt_tokens: the tokens before the output.
+        rules: the contents and the end conditions.
     """
 
     __slots__ = ("_calls", "_detokenizer", "_num_reasoning", "_prompt_tokens", "_reader", "_reasoning", "_rules",
@@ -84,21 +84,21 @@ class Output:
         self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
         self._reader = reading.reader() if reading is not None else None
         self._reasoning: list[str] = []
-        self._num_reasoning = 0  # tokens until the last of it
+        self._num_reasoning = 0  # tokens up to the end of the thinking
         self._calls: list[list[str]] = []  # id, name and the pieces of the arguments
         self._stop = StopMatcher(rules.stop, keep=rules.keep_stop)
-        self.apart = _NOTHING  # what the last token made final beside its text
+        self.apart = _NOTHING  # parsed output of the last token
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
 
     def blank(self) -> "Output":
-        """An output of the same kind with nothing in it yet: each beam has its own."""
+        """Return an empty output of the same kind, for a beam."""
         return Output(self._tokenizer, self._prompt_tokens, self._rules)
 
     def push(self, drawn: Sampled) -> str:
-        """Takes the next token; returns the text that became final and sets `finish_reason` when it was the last."""
+        """Take the next token; return the text that became final, and set `finish_reason` after the last token."""
         token_id = drawn.token_id
         self.token_ids.append(token_id)
         if self._rules.wants_logprobs:
@@ -120,12 +120,12 @@ class Output:
         return piece
 
     def keep_call_ids(self, call_ids: ListOf[str]) -> None:
-        """Gives the first calls the ids that their readers have been shown."""
+        """Give the first calls the ids that were already shown to the caller."""
         for call, call_id in zip(self._calls, call_ids, strict=False):
             call[0] = call_id
 
     def end(self) -> None:
-        """Ends an output that has no token: all of its text is the echo."""
+        """End an output without tokens: its text is the echo alone."""
         self.text_parts.append(self._rules.echo)
         self.finish_reason = "length"
 
@@ -133,7 +133,7 @@ class Output:
         return self._stop.push(text, may_end=len(self.token_ids) >= self._rules.min_tokens)
 
     def _take_apart(self, reader: Reader, piece: str) -> str:
-        """The text in a piece; the rest of it is in `apart`."""
+        """Return the text in a piece; `apart` gets the rest of the piece."""
         found = [reader.push(piece)]
         if self.finish_reason is not None:
             found.append(reader.finish())
@@ -163,7 +163,7 @@ class Output:
             self.apart = Apart(reasoning, deltas)
 
     def _flush(self) -> str:
-        """The text held back so far; the end may settle that a stop string was complete in it."""
+        """Return the text held back so far; the end may show that it contains a complete stop string."""
         tail, stopped = self._match(self._detokenizer.flush())
         if not stopped:
             tail += self._stop.flush()
@@ -172,12 +172,12 @@ class Output:
         return tail
 
     def choice(self, finish_reason: FinishReason, *, only_shown: bool = False) -> Choice:
-        """What was generated, as the caller gets it.
+        """Return the generated choice in the form that the caller gets.
 
         Args:
-            finish_reason: why it ends here, if no token of its own has ended it: what was held back is text now.
-            only_shown: what was held back is left out. A stream has no token any more with which to show it, and its
-                pieces joined are the text.
+            finish_reason: the reason for the end, if no token has ended the output; text held back is then included.
+            only_shown: leave out text that was held back. A stream can no longer show it, and the text must equal the
+                stream's joined pieces.
         """
         if self.finish_reason is None and not only_shown:
             rest = self._flush() if self.token_ids else self._rules.echo

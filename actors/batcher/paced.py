@@ -1,7 +1,7 @@
-"""A paced Batcher: receives requests as any other does, and evaluates one iteration when its owner says so.
+"""A paced Batcher: it accepts requests at any time, and evaluates one iteration per `Iterate` call.
 
-So its owner can hand in requests, read what ended and change its mind at the edges of an iteration, as a batch
-manager's callbacks do.
+So its owner can hand in requests, read results and cancel requests at the edges of an iteration, as a batch manager's
+callbacks do.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,7 +22,7 @@ from genbatch.nif.kv.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Iterate:
-    """A call that runs one tick; answered with its Iteration once its last forward has ended.
+    """A call that runs one tick; the reply is its Iteration once its last forward has ended.
 
     Args:
         sit_out: tags of requests that keep their place and are not planned, as if in flight elsewhere.
@@ -33,21 +33,21 @@ class Iterate:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """A call that ends the requests with these tags with what they have; unknown tags are ignored."""
+    """A call that ends the requests with these tags with their output so far; unknown tags are ignored."""
 
     tags: frozenset[Hashable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What one iteration did.
+    """The results of one iteration.
 
     Args:
         context: tags of the requests that evaluated a part of their context.
-        generation: tags of those that decoded.
-        num_context_tokens: tokens of all contexts evaluated.
-        num_generated_tokens: tokens that came out.
-        kv_blocks_max, kv_blocks_free, kv_blocks_used: of all layer groups, as the iteration left them.
+        generation: tags of the requests that decoded.
+        num_context_tokens: the context tokens evaluated.
+        num_generated_tokens: the tokens generated.
+        kv_blocks_max, kv_blocks_free, kv_blocks_used: of all layer groups, at the end of the iteration.
     """
 
     context: tuple[Hashable, ...] = ()
@@ -62,13 +62,13 @@ class Iteration:
 
 @dataclass(slots=True)
 class Pace:
-    """From the `Iterate` call to its reply.
+    """An iteration from the `Iterate` call to its reply.
 
     Args:
-        from_: who asked.
+        from_: the caller.
         sit_out: tags of the requests that are not planned.
-        tokens_before: tokens the Batcher had generated when it began.
-        plan: the scheduler's; None until it was asked.
+        tokens_before: tokens that the Batcher had generated at the beginning.
+        plan: the scheduler's plan; None before it was made.
     """
 
     from_: "From[Any]"
@@ -77,11 +77,11 @@ class Pace:
     plan: SchedulerOutput | None = field(default=None)
 
     def sits_out(self, owner: Slotted) -> bool:
-        """Whether a unit of scheduling is to be left alone."""
+        """Return whether a unit of scheduling sits out."""
         return any(tag in self.sit_out for tag in owner.tags)
 
     def end(self, kv: KVCache, tokens_after: int) -> None:
-        """Answers."""
+        """Reply to the caller."""
         counts, plan = kv.counts(), self.plan or SchedulerOutput([], [], [])
         reply(
             self.from_,
@@ -103,13 +103,13 @@ def _tags(owners: list[LlmRequest]) -> tuple[Hashable, ...]:
 
 
 class PacedBatcher(Batcher):
-    """Requests arrive as at any other; a tick runs only while an `Iterate` call waits.
+    """A Batcher that runs a tick only for an `Iterate` call; requests arrive as usual.
 
     Args:
         open_context, options: see Batcher.
 
     Raises:
-        OptionError: it is to be recorded.
+        OptionError: the options ask for a record.
     """
 
     def __init__(self, open_context: Callable[[], Context], options: BatcherOptions | None = None) -> None:
@@ -117,7 +117,7 @@ class PacedBatcher(Batcher):
         if self.options.record is not None:
             raise OptionError("record", "a Batcher that evaluates on demand is not recorded")
         self._runs_ahead = False
-        self._pace: Pace | None = None  # the iteration that was asked for
+        self._pace: Pace | None = None  # the iteration in progress
 
     async def handle_call(self, request: object, from_: From[Any]) -> object:
         answer = _CALLS.get(type(request))
@@ -134,7 +134,7 @@ class PacedBatcher(Batcher):
         self._end_abandoned()
 
     def _wake(self) -> None:
-        """What has arrived waits for the next iteration."""
+        """Do nothing: arrivals wait for the next iteration."""
 
     def _plan(self, inflight: frozenset[int], budget: PromptBudget | None) -> SchedulerOutput:
         plan = super()._plan(inflight, budget)
@@ -150,7 +150,7 @@ class PacedBatcher(Batcher):
         return sitting_out | {owner.request_id for owner in owners if self._pace.sits_out(owner)}
 
     def _stepped(self) -> None:
-        """One tick is one iteration."""
+        """End the iteration, which is one tick."""
         self._stepping = False
         self._end_iteration()
 

@@ -1,7 +1,7 @@
-"""BatcherParts: what a Batcher is made of, opened and closed with it, and what can be told of it.
+"""BatcherParts: opens and closes the parts of a Batcher, and reports on them.
 
-A part is made once and given what it works with, so that this file shows who knows whom. The tick, which has them work
-together, is in batcher.py.
+Each part gets its collaborators in its constructor, so this file shows which part uses which. The tick, in which the
+parts work together, is in batcher.py.
 """
 
 import logging
@@ -38,12 +38,13 @@ from genbatch.proto.messages import Health, Models
 
 log = logging.getLogger("genbatch")
 
-# Most tokens of the prompt that is evaluated at the start to learn what a prompt costs, and about how long it may take.
+# The most tokens of the prompt in the rehearsal, which measures the cost of prompts, and the rehearsal's approximate
+# time.
 REHEARSED_TOKENS, REHEARSAL_S = 32, 0.25
 
 
 def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:
-    """Makes a context over the loaded model, at a Batcher's start and at each restart."""
+    """Return a function that opens a context over the loaded model; it runs at each start and restart of a Batcher."""
     return partial(
         engine.open_context,
         n_parallel=options.n_parallel,
@@ -53,9 +54,9 @@ def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Con
 
 
 class BatcherParts(GenServer):
-    """Opens and closes the parts of a Batcher, which says what the arguments are."""
+    """Opens and closes the parts of a Batcher; Batcher documents the arguments."""
 
-    arrivals_type = Arrivals  # a replay has others
+    arrivals_type = Arrivals  # a replay has another type
 
     def __init__(
         self,
@@ -72,15 +73,15 @@ class BatcherParts(GenServer):
         self._open_worker = open_worker
         self._open_flight = open_flight
         self._on_models = on_models
-        self._stepping = False  # whether the context is in use by its thread
+        self._stepping = False  # whether the worker thread uses the context
         self._window: Timer | None = None  # ends the wait of an idle Batcher
         self._window_ends = 0.0
-        self._turn_began = 0.0  # when the message came that is being handled: seconds on the event loop's clock
-        self._deadline: Timer | None = None  # the next one; steps look for themselves
+        self._turn_began = 0.0  # arrival time of the current message, on the event loop's clock
+        self._deadline: Timer | None = None  # the next deadline; running steps check deadlines themselves
         self._runs_ahead = self.options.async_batching and self.options.record is None
         self._draining = Draining(lambda: len(self.requests), self.send_after)
 
-    # From its start to its end
+    # Start and end
 
     async def init(self) -> None:
         self._worker = self._open_worker("genbatch-model")
@@ -89,7 +90,7 @@ class BatcherParts(GenServer):
         try:
             await self._open()
         except BaseException:
-            with trio.CancelScope(shield=True):  # an actor that did not start is not terminated: its threads end here
+            with trio.CancelScope(shield=True):  # an actor that failed to start is not terminated
                 await self._close_workers()
             raise
 
@@ -138,9 +139,9 @@ class BatcherParts(GenServer):
             held.num_computed = len(held.tokens)
 
     async def _rehearse(self) -> None:
-        """Reads a conversation and makes a few steps for nobody, beside each other.
+        """Tokenize a conversation and run a few steps at the same time, without a request.
 
-        So the first request finds all built, and the first plan knows what steps cost.
+        So the first request finds all lazy parts built, and the first plan knows the cost of steps.
         """
         if not self.intake.generates:
             return
@@ -151,7 +152,7 @@ class BatcherParts(GenServer):
     async def _rehearse_text(self) -> None:
         try:
             await self._tokenizing.run(self.ctx.model.tokenizer.rehearse)
-        except Exception as error:  # a request that meets the same is answered with it
+        except Exception as error:  # a request with the same fault gets it as its error
             log.warning("a first conversation for nobody could not be read: %r", error)
 
     async def _rehearse_steps(self) -> None:
@@ -162,7 +163,7 @@ class BatcherParts(GenServer):
             if step_s:
                 num_tokens = min(num_tokens, max(2, int(REHEARSAL_S / step_s)))
             prompt_s = await self._time_step(num_tokens)
-        except Exception as error:  # a request that meets the same is answered with it
+        except Exception as error:  # a request with the same fault gets it as its error
             log.warning("a first step for nobody has failed: %r", error)
             return
         self.times.took(StepWork(decodes=1, keys=1), step_s)
@@ -193,20 +194,20 @@ class BatcherParts(GenServer):
         return self._state
 
     def _send(self, message: object) -> None:
-        """What one of its parts has for it, ahead of what callers send."""
+        """Send a part's message to the Batcher, ahead of callers' messages."""
         self.ref.info(message, control=True)
 
     def _open_intake(self) -> Intake:
         return Intake(self.ctx.model, self.options, self.ctx.max_positions, self.ctx.adapters)
 
     async def _close_workers(self) -> None:
-        if hasattr(self, "grammars"):  # else it did not get that far
+        if hasattr(self, "grammars"):  # else opening failed before this part was made
             await self.grammars.close()
         await self._reader.close()
         await self._tokenizing.close()
         await self._worker.close()
 
-    # What is asked of it
+    # Reports
 
     def _models(self) -> Models:
         return Models(models=model_cards(self.ctx, self.options.n_parallel))

@@ -1,6 +1,6 @@
-"""Planner: asks the scheduler what the next step holds, and turns its answer into the entries of forwards.
+"""Planner: asks the scheduler for the next step's contents, and turns its plan into the entries of forwards.
 
-The scheduler sees the KV memory through KVView, which answers with the arithmetic of the cache itself.
+The scheduler sees the KV memory through KVView, which uses the cache's own arithmetic.
 """
 
 import logging
@@ -27,8 +27,8 @@ class KVView:
     """The `kv_cache_manager` of schedulers; implements KVResources.
 
     Args:
-        kv: the bookkeeping.
-        held: prompts that take blocks for no request's sake alone.
+        kv: the KV cache's accounting.
+        held: prompts that hold blocks independently of requests.
         limits: the budgets of a step.
     """
 
@@ -36,13 +36,13 @@ class KVView:
         self._kv = kv
         self._held = held
         self._limits = limits
-        self._beginnings: dict[int, Beginning] = {}  # by request id, of those that may start
-        self._idle: list[int] = []  # slots of held prompts that can go
+        self._beginnings: dict[int, Beginning] = {}  # by request id; for waiting sequences
+        self._idle: list[int] = []  # slots of droppable held prompts
         self._nothing = Blocks([0] * len(kv.groups))
         self._all = Blocks(kv.num_blocks)
 
     def prepare(self, waiting: Iterable[Slotted], beginning_of: Callable[[Slotted], Beginning]) -> None:
-        """Before each plan: what the waiting ones would start with, and which held prompts nobody waits for."""
+        """Prepare for a plan: set the waiting sequences' prefixes, and find held prompts that none of them needs."""
         self._beginnings = {}
         wanted: set[int] = set()
         for owner in waiting:
@@ -54,27 +54,27 @@ class KVView:
 
     @property
     def block_size(self) -> int:
-        """Positions in a block."""
+        """The positions in a block."""
         return self._kv.block_size
 
     @property
     def num_blocks(self) -> Blocks:
-        """All blocks."""
+        """The blocks of each pool."""
         return self._all
 
     @property
     def no_blocks(self) -> Blocks:
-        """None of any pool; needs of nothing are this very object."""
+        """Zero blocks; one shared constant, compared by identity."""
         return self._nothing
 
     @property
     def free_blocks(self) -> Blocks:
-        """Blocks that can be handed out now, if held prompts that nobody waits for give way."""
+        """Free blocks, including the blocks of held prompts that no waiting sequence needs."""
         free = Blocks(self._kv.free_blocks)
         return free + Blocks(self._kv.held_only_by(self._idle)) if self._idle else free
 
     def get_max_resource_count(self) -> Blocks:
-        """Blocks that requests may hold in all: those of configured prompts are never given back."""
+        """Return the blocks that requests may hold in all; configured prompts never give their blocks back."""
         pinned = [held.seq_id for held in self._held if held.pinned and held.seq_id is not None]
         available = self._all
         for seq_id in pinned:
@@ -82,25 +82,25 @@ class KVView:
         return available
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> Blocks:
-        """The most blocks the request holds on its way to its full length."""
+        """Return the most blocks that the request holds on the way to its full length."""
         available = self.get_max_resource_count()
-        # Alone it can share a configured prompt, if what it shares now begins with that one and gives way.
+        # Alone, the request can share a configured prompt if its current donor begins with that prompt and is dropped.
         alone = self._to_completion(request, 1, _num_pinned(request))
         if alone > available:
             return alone
-        # What has room alone must not be told otherwise: then it runs alone, in smaller steps and sharing nothing.
+        # A request that fits alone must not count as too large: it then runs alone, in smaller steps, without sharing.
         donor = _slotted(request).held_donor
         shared = len(donor.tokens) if donor is not None and donor.pinned else 0
         most = self._to_completion(request, self._limits.max_batch_tokens, shared)
         return (most + _slotted(request).num_copied_blocks).at_most(available)
 
     def blocks_held(self, request: LlmRequest) -> Blocks:
-        """Blocks that become free if this request alone is released."""
+        """Return the blocks that become free if this request alone is released."""
         slots = _slotted(request).kv_slots
         return Blocks(self._kv.held_only_by(slots)) if slots else self._nothing
 
     def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> Blocks:
-        """The most blocks to take until `num_tokens` more tokens of the request are computed."""
+        """Return the most blocks to allocate until `num_tokens` more tokens of the request are computed."""
         kv, length = self._kv, request.num_computed + num_tokens
         chunk = min(num_tokens, self._limits.max_batch_tokens)
         slots = _slotted(request).kv_slots
@@ -115,13 +115,13 @@ class KVView:
         return needed
 
     def has_room(self, held: HeldPrompt, running: Iterable[Slotted], wanted: Set[int], *, forever: bool) -> bool:
-        """Whether a prompt to hold can be evaluated without a pause of anybody.
+        """Return whether a prompt to hold can be evaluated without a pause of another sequence.
 
         Args:
-            held: has its slot, and holds nothing.
-            running: who has begun.
-            wanted: ids of the held prompts that somebody waits for; the others give way to it.
-            forever: whether the running ones must find all they need to their ends; else what their contexts need.
+            held: a prompt with a slot and without blocks.
+            running: the units that have begun.
+            wanted: ids of the held prompts that waiting sequences need; other held prompts are dropped for it.
+            forever: reserve room for the full length of the running units; else only for their contexts.
         """
         if forever:
             needs = [self.get_needed_resource_to_completion(one) for one in running]
@@ -133,17 +133,17 @@ class KVView:
         return needed <= room - total(needs, self._nothing)
 
     def longest(self, prompt_tokens: list[int], width: int, cap: int, *, shares: bool) -> int:
-        """The most tokens, prompt and output together, with which a sequence fits if it is alone; 0 if none do.
+        """Return the most tokens, prompt and output, of a sequence that runs alone; 0 if none fit.
 
         Args:
             width: see LlmRequest.
-            cap: most that are asked for, at least 1.
-            shares: whether it may take over a configured prompt that it begins with.
+            cap: the upper bound on the answer, at least 1.
+            shares: whether it may share a configured prompt that it begins with.
         """
         available = self.get_max_resource_count()
         pinned = self._held.pinned_prefix(prompt_tokens) if shares else 0
         num_prompt = len(prompt_tokens)
-        # The most positions whose blocks are there, by bisection: they grow with each.
+        # Find the most positions with enough blocks by bisection: the need grows with each position.
         fits, too_many = 0, cap
         if self._limits.cache_budget is not None:
             too_many = min(cap, self._limits.cache_budget // width * self._kv.block_size + 1)
@@ -156,7 +156,7 @@ class KVView:
         return fits + 1 if fits else 0  # the token drawn last is never evaluated
 
     def _idle_slots(self, wanted: Set[int]) -> list[int]:
-        """Slots of the held prompts that can go; those of these ids somebody waits for."""
+        """Return the slots of droppable held prompts, except those with an id in `wanted`."""
         idle = (held.seq_id for held in self._held.droppable() if held.request_id not in wanted)
         return [seq_id for seq_id in idle if seq_id is not None]
 
@@ -164,15 +164,15 @@ class KVView:
         return self._most(request.num_prompt_tokens, request.max_positions, request.width, num_pinned, chunk)
 
     def _most(self, num_prompt: int, num_positions: int, width: int, num_pinned: int, chunk: int) -> Blocks:
-        """The most blocks held on the way to `num_positions`, besides those of a configured prompt."""
+        """Return the most blocks held on the way to `num_positions`, without the blocks of a configured prompt."""
         kv = self._kv
         most = kv.most_held(num_positions, chunk)
         of_beam = kv.most_held(num_positions) if width > 1 else most
         needed = []
         for group, count, beam in zip(kv.groups, most, of_beam, strict=True):
             if width > 1:
-                # Beams share the prompt's whole blocks. Those that share a last block each take a copy before the
-                # original goes: one more for every two.
+                # Beams share the prompt's whole blocks. Beams that share a last block each copy it before the original
+                # is freed: that takes one more block for every two beams.
                 common = self._common(group, num_prompt, num_positions, beam)
                 count = max(count, common + (beam - common) * width + width // 2)
             shared = num_pinned // kv.block_size if group.window is None else 0
@@ -180,9 +180,9 @@ class KVView:
         return Blocks(needed)
 
     def _common(self, group: LayerGroup, num_prompt: int, num_positions: int, held: int) -> int:
-        """Whole blocks of the prompt among the `held` ones that a beam has at its full length.
+        """Return the number of whole prompt blocks among the `held` blocks of a beam at its full length.
 
-        A window keeps the sinks at the beginning, and the last blocks.
+        A window keeps the sink blocks at the beginning, and the last blocks.
         """
         block_size = self._kv.block_size
         prompt_blocks = num_prompt // block_size
@@ -194,29 +194,29 @@ class KVView:
 
 
 def _slotted(request: LlmRequest) -> Slotted:
-    """A request as the Batcher knows it: schedulers ask about none but those that they were given."""
+    """Cast a request to the Batcher's type: schedulers see only requests that the Batcher gave them."""
     return cast("Slotted", request)
 
 
 def _num_pinned(request: LlmRequest) -> int:
-    """Positions that it can share with a configured prompt for as long as it lives."""
+    """Return the positions that the request shares with a configured prompt for its whole life."""
     pinned = _slotted(request).pinned_donor
     return len(pinned.tokens) if pinned is not None else 0
 
 
 log = logging.getLogger("genbatch")
 
-# A user's scheduler may pause a request so often in a row before it has got further than ever.
+# A user's scheduler may pause a request this often in a row without progress in between.
 MAX_VAIN_PAUSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What of a plan fits.
+    """The part of a plan that fits.
 
     Args:
         plan: that part.
-        is_whole: whether it is all of it.
+        is_whole: whether the part is the whole plan.
     """
 
     plan: SchedulerOutput
@@ -224,15 +224,15 @@ class Fitted:
 
 
 class Planner:
-    """Knows all that could run; between two steps only.
+    """Plans steps over all running and waiting units; runs only between two steps.
 
     Args:
         options: name the scheduler and the budgets.
-        kv: from which steps take their blocks.
-        kv_view: what the scheduler may ask of the memory.
-        slots: the sequences that run and that wait.
+        kv: the cache from which steps take their blocks.
+        kv_view: the scheduler's view of the KV memory.
+        slots: the running and the waiting sequences.
         held: prompts to share, which are evaluated like sequences.
-        times: what steps have cost.
+        times: the measured costs of steps.
 
     Raises:
         SchedulerError: the scheduler cannot be built.
@@ -252,7 +252,7 @@ class Planner:
         self._fallback: RequestScheduler | None = None
         if options.scheduler not in STEP_ORDERS:
             self._fallback = build_scheduler(replace(options.scheduling, scheduler="fifo"), kv_view, self._limits)
-        self._failures: Counter[str] = Counter()  # of the user's scheduler, by the kind of error
+        self._failures: Counter[str] = Counter()  # of the user's scheduler, by kind of error
         self._options = options
         self._times = times
         self._kv = kv
@@ -262,7 +262,7 @@ class Planner:
         self._is_whole = True  # whether all of the last plan fitted
 
     def prompt_budget(self) -> PromptBudget | None:
-        """The time for prompts in the next step: for as long as somebody decodes and some prompt waits."""
+        """Return the time for prompts in the next step; None unless sequences decode while prompts wait."""
         target_ms = self._options.target_inter_token_latency_ms
         if not target_ms or not self._options.scheduling.decodes_first:
             return None
@@ -280,7 +280,7 @@ class Planner:
         return prompt_budget(self._times.time, work, num_prompts, target_ms / 1000)
 
     def first_step_s(self) -> float | None:
-        """Seconds for a step that evaluates all prompts that wait; None where nothing is known of steps."""
+        """Return the seconds of a step that evaluates all waiting prompts; None before step times were measured."""
         time = self._times.time
         if time is None:
             return None
@@ -291,14 +291,14 @@ class Planner:
         return time.seconds(StepWork(prompts=len(ready), prefill=sum(sizes), prefill_keys=keys))
 
     def plan(self, inflight: Set[int], budget: PromptBudget | None) -> SchedulerOutput:
-        """Asks the scheduler; what a waiting sequence will share counts as computed while it is asked.
+        """Ask the scheduler for a plan; a waiting sequence's shared prefix counts as computed meanwhile.
 
-        A scheduler of the user's is passed over where it raises, plans nothing although nothing else is under way, or
-        would pause a request again and again before it gets anywhere.
+        The fallback replaces a user's scheduler for this plan in three cases: the scheduler raises, plans nothing while
+        nothing else is in flight, or pauses a request again and again without progress.
 
         Args:
-            inflight: ids of those that are not to be planned.
-            budget: the time for prompts; None: nothing bounds it.
+            inflight: ids of the units that must not be planned.
+            budget: the time for prompts; None for no bound.
         """
         self._limits.prompt_budget = budget
         self._begin_held()
@@ -317,7 +317,7 @@ class Planner:
                 for one in plan.paused_requests:
                     if _slotted(one).num_vain_pauses >= MAX_VAIN_PAUSES:
                         raise SchedulerError(f"request {one.request_id} is paused before it gets anywhere")
-            except Exception as error:  # whatever a user's scheduler raises
+            except Exception as error:  # a user's scheduler may raise anything
                 self._report(error)
                 return self._ask(self._fallback, active, inflight)
             return plan
@@ -326,7 +326,7 @@ class Planner:
                 sequence.num_computed = 0
 
     def _report(self, error: Exception) -> None:
-        """Logs a failure of the user's scheduler: each kind once, and their number quietly at each tenfold."""
+        """Log a failure of the user's scheduler: the first of each kind, then the count at each power of ten."""
         name, kind = type(self.scheduler).__name__, type(error).__name__
         self._failures[kind] += 1
         count = self._failures[kind]
@@ -336,19 +336,19 @@ class Planner:
             log.info("the scheduler %s has failed %d times with %s", name, count, kind)
 
     def giving_way(self, inflight: Set[int]) -> list[Sequence]:
-        """The sequences to pause before the plan, so that each client that waits has its share of the slots.
+        """Return the sequences to pause before the plan, so that each waiting client gets its share of the slots.
 
         Args:
-            inflight: ids of those that are not to be paused.
+            inflight: ids of the sequences that must not be paused.
         """
         return self._slots.giving_way(inflight) if self.is_owed() else []
 
     def is_owed(self) -> bool:
-        """Whether a client waits for its share of the slots and another one's sequence may be paused for it."""
+        """Return whether a client waits below its share of the slots and another one's sequence may be paused."""
         return not self._options.scheduling.never_pauses and self._slots.is_owed()
 
     def start(self, plan: SchedulerOutput) -> list[list[Planned]]:
-        """The forwards of what fits of a plan, each a list of entries; those newly picked take their slots."""
+        """Return the forwards of the part of a plan that fits, as lists of entries; new sequences take their slots."""
         fitted = self._fit(plan)
         while not fitted.is_whole:
             held = self._to_drop(plan.context_requests)
@@ -361,7 +361,7 @@ class Planner:
         return [part for part in parts if part]
 
     def repeats(self, plan: SchedulerOutput) -> bool:
-        """Whether the plan is that all there is decodes, and would be so until something arrives or ends."""
+        """Return whether the plan decodes every sequence, and stays the same until a request arrives or ends."""
         return (
             self._options.plans_repeat
             and self._is_whole
@@ -370,9 +370,9 @@ class Planner:
         )
 
     def stuck(self) -> SchedulerOutput | None:
-        """The plan that goes on where nothing of the last one could be done; None if nobody could run at all.
+        """Return a plan that resolves a plan without effect; None if no unit could run at all.
 
-        The newest that runs is paused; one that runs alone, or waits while nobody runs, is refused.
+        It pauses the newest running unit. It refuses a unit that runs alone, or one that waits while none runs.
         """
         active, _ = self._active()
         running = [one for one in active if _slotted(one).seq_id is not None]
@@ -381,7 +381,7 @@ class Planner:
         return SchedulerOutput([], [], [], never_fitting=active[:1]) if active else None
 
     def _begin_held(self) -> None:
-        """Begins the prompts to hold. One that was noticed and has no room beside what runs is given up."""
+        """Begin the prompts to hold; drop a noticed prompt that has no room beside the running units."""
         for held in self._held.evaluating():
             if held.begun:
                 continue
@@ -395,14 +395,14 @@ class Planner:
                 self._slots.drop_held(held)
 
     def _active(self) -> tuple[RequestList, list[Sequence]]:
-        """All that could run, and those of them that wait."""
+        """Return all units that could run, and the waiting sequences among them."""
         ready = self._slots.ready()
         return [*self._held.evaluating(), *self._slots.sequences.values(), *ready], ready
 
     def _ask(self, scheduler: RequestScheduler, active: RequestList, inflight: Set[int]) -> SchedulerOutput:
         return normalize_output(scheduler.schedule_request(active, inflight), active, inflight, self._limits)
 
-    # What fits
+    # Fitting a plan
 
     def _fit(self, plan: SchedulerOutput) -> Fitted:
         draft = self._kv.draft()
@@ -425,7 +425,7 @@ class Planner:
                 free_slots -= owner.width
                 reach = draft.reach_from(beginning) - beginning.length
                 if reach < size and not generation and not contexts:
-                    size = reach  # alone it goes in smaller steps; beside others it waits until there is more room
+                    size = reach  # alone it takes smaller steps; beside others it waits
                 fits = free_slots >= 0 and size > 0 and draft.begin(beginning, beginning.length + size)
             if fits:
                 contexts.append(owner)
@@ -434,7 +434,7 @@ class Planner:
         return Fitted(fitted, fitted.num_scheduled == plan.num_scheduled and chunk_sizes == plan.chunk_sizes)
 
     def _to_drop(self, starting: RequestList) -> HeldPrompt | None:
-        """The held prompt to drop next: one that those about to start share only if there is no other."""
+        """Return the held prompt to drop next: preferably one that no starting unit shares; None for none."""
         droppable = self._held.droppable()
         wanted = {id(one.held_donor) for one in slotted(starting)}
         return next((held for held in droppable if id(held) not in wanted), next(iter(droppable), None))

@@ -1,9 +1,9 @@
-"""PromptReader: tokenizes prompts. A prompt that takes long delays no other request.
+"""PromptReader: tokenize prompts without delaying other requests.
 
-short text                     cut into tokens at once
-long text                      on the tokenizer's thread
-conversation                   rendered by the chat template first, in a process of its own (nif/text/templates.py)
-    the template takes long    a thread waits for that process, then the tokenizer's thread goes on
+short text                     tokenized at once
+long text                      tokenized on the tokenizer's thread
+conversation                   first rendered by the chat template, in another process (nif/text/templates.py)
+    slow template              a thread waits for that process, then the tokenizer's thread continues
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 # Prompts with more characters than this are tokenized off the event loop.
 INLINE_PROMPT_CHARS = 8192
-# Seconds that the event loop waits for a chat template, which takes 0.0001 for most conversations of that length.
+# Seconds that the event loop waits for a chat template. Most conversations of that length take 0.0001 s.
 INLINE_RENDER_S = 0.005
-# And the tokenizer's thread, for longer conversations.
+# Seconds that the tokenizer's thread waits for a chat template, for longer conversations.
 LONG_RENDER_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob(Generic[T]):
-    """What is to be read.
+    """A text or a conversation to tokenize.
 
     Args:
-        begin: starts the chat template; returns None where there is no conversation.
-        finish: cuts the text into tokens.
-        size: characters that there are.
-        client: takes turns with others at the tokenizer's thread; "" where a call asks for nothing but tokens or text.
+        begin: starts the chat template; returns None for a text.
+        finish: tokenizes the text.
+        size: the number of characters.
+        client: the account for turns at the tokenizer's thread; "" for a call for tokens or text only.
     """
 
     begin: Callable[[], ChatPrompt | None]
@@ -44,12 +44,12 @@ class ReadJob(Generic[T]):
 
 
 class PromptReader:
-    """Used on the event loop.
+    """Tokenizes prompts; use it on the event loop.
 
     Args:
         worker: the tokenizer's thread.
         open_worker: makes the threads that wait for chat templates.
-        inline_chars: texts with more characters are read on the thread.
+        inline_chars: texts with more characters are tokenized on the thread.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class PromptReader:
         self._turns = SharedWorker(worker)
         self._open_worker = open_worker
         self._inline_chars = inline_chars
-        self._waiting: list[Worker] = []  # threads, all of them
-        self._free: list[Worker] = []  # those that wait for nothing
+        self._waiting: list[Worker] = []  # all threads
+        self._free: list[Worker] = []  # idle threads
 
     def read(
         self, reading: ReadJob[T], on_done: Callable[["outcome.Outcome[T]"], object]
     ) -> "outcome.Outcome[T] | None":
-        """The outcome where it is there at once; else None, and `on_done` gets it."""
+        """Return the outcome if it is available at once; else return None, and call `on_done` with it later."""
         if reading.size > self._inline_chars:
             self.submit(reading, on_done)
             return None
@@ -84,7 +84,7 @@ class PromptReader:
         return outcome.capture(reading.finish, prompt)
 
     def submit(self, reading: ReadJob[T], on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
-        """Reads off the event loop; `on_done` gets the outcome there."""
+        """Tokenize off the event loop; `on_done` gets the outcome on the event loop."""
 
         def work() -> tuple[ChatPrompt | None, Any]:
             prompt = reading.begin()
@@ -105,7 +105,7 @@ class PromptReader:
         self._turns.submit(reading.client, work, on_done=done)
 
     async def close(self) -> None:
-        """Ends the threads; each waits for its template, which has its limits."""
+        """End the threads after their current templates, which have time limits."""
         for waiting in self._waiting:
             await waiting.close()
 
@@ -125,7 +125,7 @@ class PromptReader:
 
 
 def without_template(job: Callable[[], T], size: int, client: str = "") -> ReadJob[T]:
-    """Something to read that is no conversation."""
+    """Return a job for a text without a chat template."""
     return ReadJob(lambda: None, partial(_ignoring_prompt, job), size, client)
 
 

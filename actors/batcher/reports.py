@@ -12,7 +12,7 @@ from genbatch.proto.messages import ModelCard
 
 
 def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
-    """The model that a context serves to `n_parallel` sequences at once, and the adapters that requests may name."""
+    """Return the card of the model, for `n_parallel` sequences at once, and the cards of its adapters."""
     model, runner, pooling = ctx.model, ctx.runner, ctx.model.pooling
     card = ModelCard(
         id=model.name,
@@ -32,12 +32,12 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
     return card, *(msgspec.structs.replace(adapted, id=one.name) for one in ctx.adapters.serving())
 
 
-# Slots told of one by one; more than a screen shows.
+# The most slots in a report; more do not fit on a screen.
 MAX_SLOTS = 64
 
 
 def stats_report(state: BatchState, now: float) -> dict[str, Any]:
-    """Everything that is known at the time `now`, in seconds on the event loop's clock."""
+    """Return all statistics at the time `now`, in seconds on the event loop's clock."""
     ctx, slots = state.ctx, state.slots
     kv, cache = ctx.kv, ctx.kv.prefix_cache
     counts = kv.counts()

@@ -1,13 +1,13 @@
-"""A request, and the units of scheduling that it becomes.
+"""A request, and its units of scheduling.
 
 Every kind of work is a class. Generations and beam searches are in generation.py, embeddings in embeddings.py.
 
 Slotted                      a unit with tokens, which takes a slot of the context
-  ├ HeldPrompt               a prompt that stays, so that others share its beginning
+  ├ HeldPrompt               a prompt that stays, so that others share it as a prefix
   └ Sequence                 belongs to a Request
       ├ Generation           draws token after token
       │   └ BeamGeneration   keeps several continuations
-      └ TextEmbedding        draws nothing and ends with its prompt
+      └ TextEmbedding        draws no token and ends with its prompt
 """
 
 from collections.abc import Callable, Hashable
@@ -35,7 +35,7 @@ class Planned:
     Args:
         owner: the unit of scheduling that the entry belongs to.
         entry: the tokens to evaluate.
-        sampler: draws the next token from the entry's last logits; None where the entry draws nothing.
+        sampler: draws the next token from the entry's last logits; None for an entry without a draw.
     """
 
     owner: "Slotted"
@@ -45,11 +45,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What a step gave one entry.
+    """The results of a step for one entry.
 
     Args:
-        drawn: the next token, or why there is none; None where the entry draws nothing.
-        prompt_logprobs: of the prompt tokens that follow the entry's tokens.
+        drawn: the next token, or the fault of the draw; None for an entry without a draw.
+        prompt_logprobs: log-probs of the prompt tokens that follow the entry's tokens.
         rows: [rows, vocab_size] on the CPU, where logits are kept; the states of a text to embed.
     """
 
@@ -59,7 +59,7 @@ class Evaluated:
 
 
 class Books(Protocol):
-    """Where a unit of scheduling books its progress; `StepCommit` implements it."""
+    """Books the progress of a unit of scheduling; `StepCommit` implements it."""
 
     def prefilled(self, num_tokens: int) -> None:
         """Count tokens that were evaluated as context."""
@@ -77,7 +77,7 @@ class Books(Protocol):
         """Free a held prompt."""
 
     def finish(self, sequence: "Sequence", reason: FinishReason) -> None:
-        """End a sequence, and its request if this was the last one."""
+        """End a sequence, and its request if this was the last sequence."""
 
     def fail(self, request: "Request", error: GenbatchError) -> None:
         """End a request and all its sequences with an error."""
@@ -90,9 +90,9 @@ class Slotted(LlmRequest):
     Args:
         tokens: prompt and generated token ids; position i of the KV cache belongs to tokens[i].
         seq_id: the slot, None while it waits.
-        donor: the unit whose beginning this one shares once that is evaluated; None when nothing is shared.
-        num_shared: how many positions it shares of the donor.
-        beam_slots: the further slots of a beam search, one a beam after the first.
+        donor: the unit with the prefix that this one shares, once evaluated; None for no sharing.
+        num_shared: the number of positions that it shares with the donor.
+        beam_slots: the further slots of a beam search, one per beam after the first.
         adapter: the LoRA adapter that evaluates it.
     """
 
@@ -102,18 +102,18 @@ class Slotted(LlmRequest):
     num_shared: int = 0
     beam_slots: list[int] = field(default_factory=list)
     adapter: LoraAdapter | None = None
-    block_names: list[bytes] = field(default_factory=list)  # of its tokens, as far as the prefix cache was asked
+    block_names: list[bytes] = field(default_factory=list)  # of its tokens, as far as the prefix cache was searched
 
     # Sharing
 
     @property
     def as_held(self) -> "HeldPrompt | None":
-        """This unit, if it is a held prompt that has its slot."""
+        """This unit, if it is a held prompt with a slot; else None."""
         return None
 
     @property
     def held_donor(self) -> "HeldPrompt | None":
-        """The held prompt that this unit begins with, itself or through another choice of its request."""
+        """The held prompt at the start of this unit, directly or through another choice of its request."""
         donor = self.donor
         while donor is not None and donor.as_held is None:
             donor = donor.donor
@@ -121,7 +121,7 @@ class Slotted(LlmRequest):
 
     @property
     def pinned_donor(self) -> "HeldPrompt | None":
-        """The configured prompt that this unit begins with, itself or through another held prompt."""
+        """The configured prompt at the start of this unit, directly or through another held prompt."""
         donor = self.held_donor
         while donor is not None and not donor.pinned:
             donor = donor.held_donor
@@ -129,19 +129,19 @@ class Slotted(LlmRequest):
 
     @property
     def donor_ready(self) -> bool:
-        """Whether the shared positions can be taken now."""
+        """True if the shared positions can be copied now."""
         donor = self.donor
         return donor is not None and donor.seq_id is not None and donor.num_computed >= self.num_shared
 
     @property
     def waits_for_donor(self) -> bool:
-        """Whether evaluating the shared positions would be work done twice."""
+        """True if the unit should wait, since its donor still evaluates the shared positions."""
         donor = self.donor
         return donor is not None and donor.phase is not Phase.FINISHED and not self.donor_ready
 
     @property
     def num_copied_blocks(self) -> int:
-        """Blocks that this unit and its donor both copy while the original is still there."""
+        """Blocks that this unit and its donor both copy while the original block still exists."""
         return 0
 
     # Entries
@@ -161,11 +161,11 @@ class Slotted(LlmRequest):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether its decode steps may follow one another without a plan."""
+        """True if its decode steps may follow one another without a plan."""
         return False
 
     def plan_chunk(self, size: int) -> Planned:
-        """The next `size` tokens that are not evaluated: a chunk of the context, or the token drawn last."""
+        """Return an entry for the next `size` unevaluated tokens: a chunk of the context, or the token drawn last."""
         start = self.num_computed
         tokens = self.tokens[start : start + size]
         assert self.seq_id is not None and tokens, "planned without a slot or without tokens"
@@ -174,11 +174,11 @@ class Slotted(LlmRequest):
         return Planned(self, Entry(self.seq_id, tokens, start, logits, handle), sampler)
 
     def plan_decode(self) -> list[Planned]:
-        """The entries of a decode step."""
+        """Return the entries of a decode step."""
         return [self.plan_chunk(1)]
 
     def reads(self, start: int, *, is_last: bool) -> tuple[Logits, SamplerState | None]:
-        """Which logits a chunk needs, and the sampler that draws from them.
+        """Return the logits that a chunk needs, and the sampler that draws from them.
 
         Args:
             start: position of the chunk's first token.
@@ -189,18 +189,18 @@ class Slotted(LlmRequest):
     # Results: `reads_rows`, `read` and `accept` run on the model's thread
 
     def reads_rows(self, planned: Planned) -> bool:
-        """Whether it reads the rows of an entry's logits, beside the draw."""
+        """Return whether the unit reads the rows of an entry's logits in addition to the draw."""
         return False
 
     def read(self, planned: Planned, rows: torch.Tensor, drawn: Sampled | SampleFault | None) -> Evaluated:
-        """What a step gave one of its entries."""
+        """Return the results of a step for one of its entries."""
         return Evaluated(drawn)
 
     def accept(self, token_id: int) -> None:
         """Tell the sampler which token it drew."""
 
     def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
-        """Book what a step gave one of its entries."""
+        """Book the results of a step for one of its entries."""
         self.num_computed += len(planned.entry.tokens)
         books.prefilled(len(planned.entry.tokens))
 
@@ -208,7 +208,7 @@ class Slotted(LlmRequest):
 
     @property
     def accountable(self) -> object:
-        """The object that is to blame when a step with this unit fails."""
+        """The object at fault when a step with this unit fails."""
         return self
 
     @property
@@ -218,28 +218,28 @@ class Slotted(LlmRequest):
 
     @property
     def num_vain_pauses(self) -> int:
-        """How often in a row it was paused before it got any further."""
+        """The number of pauses in a row without progress in between."""
         return 0
 
     def give_up(self, error: GenbatchError, books: Books) -> None:
-        """End it with an error."""
+        """End the unit with an error."""
         raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldPrompt(Slotted):
-    """A system prompt whose KV stays, so that each request that starts with it evaluates only its own tokens."""
+    """A prompt with KV that stays, so that requests with this prefix evaluate only their own tokens."""
 
-    key: bytes = b""  # names the tenant that may share it
+    key: bytes = b""  # the key of the tenant that may share it
     last_used: float = 0.0  # seconds on the event loop's clock
     pinned: bool = False  # configured, not noticed: never dropped to make room
-    begun: bool = False  # its slot has the beginning that was evaluated before
-    num_reused: int = 0  # of its tokens, those that were evaluated before it was held
-    noticed_by: "Request | None" = None  # the request for which the rest is evaluated, until that has started
+    begun: bool = False  # whether its slot has its cached prefix
+    num_reused: int = 0  # tokens that were already cached when it was held
+    noticed_by: "Request | None" = None  # the request that pays for its evaluation, until that request starts
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is evaluated."""
+        """True if it is fully evaluated."""
         return self.seq_id is not None and self.num_computed == len(self.tokens)
 
     @property
@@ -256,42 +256,42 @@ class Sequence(Slotted):
 
     request: "Request"
     choice: int = 0
-    cache_key: bytes = b""  # keeps tenants' reusable blocks apart
-    scores_prompt: bool = False  # every prompt token is evaluated, since its log-probs or states are read
-    drawn_before: int = 0  # tokens that it had drawn when it took its slot
+    cache_key: bytes = b""  # separates tenants in the prefix cache
+    scores_prompt: bool = False  # every prompt token is evaluated, to read its log-probs or states
+    drawn_before: int = 0  # tokens drawn before it took its slot
     last_token_at: float | None = None  # seconds on the event loop's clock
     ended: bool = False  # no more tokens are booked, though a step under way may still compute one
-    reached: int = 0  # the most positions that it had when it was paused
-    num_vain: int = 0  # pauses in a row before which it got no further than before an earlier one
+    reached: int = 0  # the most positions at any of its pauses
+    num_vain: int = 0  # pauses in a row without progress
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has been evaluated before: until it was paused, or by an engine that died."""
+        """True if it was evaluated before: until a pause, or on a failed engine."""
         return self.num_pauses > 0 or self.num_generated > 0
 
     @property
     def final_reason(self) -> FinishReason | None:
-        """Why it is complete; None while it is not."""
+        """The reason why it is complete; None while it is not complete."""
         return None
 
     @property
     def temperature(self) -> float:
-        """How it draws, for telemetry."""
+        """Its sampling temperature, for telemetry."""
         return 0.0
 
     @property
     def keeps_progress(self) -> bool:
-        """Whether it goes on after a pause with the tokens that it had drawn."""
+        """True if it keeps its drawn tokens over a pause."""
         return True
 
     @property
     def constraint(self) -> Constraint | None:
-        """The grammar that it follows."""
+        """The constraint on its tokens, if any."""
         return None
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens that its request is charged for."""
+        """The tokens that its request is charged for."""
         return self.num_generated
 
     @property
@@ -311,14 +311,14 @@ class Sequence(Slotted):
         return self.num_vain
 
     def restart(self) -> None:
-        """Forget what a pause does not keep."""
+        """Discard the state that a pause does not keep."""
 
     def conclude(self, reason: FinishReason) -> bool:
-        """Give the request its result; returns whether it was the request's last."""
+        """Give the request its result; return whether it was the request's last result."""
         raise NotImplementedError
 
     def cut(self, reason: FinishReason) -> None:
-        """Give the request what there is of a result, where a part of one is of use."""
+        """Give the request a partial result, for kinds of work with useful partial results."""
 
     def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
         num_tokens = len(planned.entry.tokens)
@@ -334,18 +334,18 @@ class Sequence(Slotted):
 
 
 def slotted(requests: RequestList) -> list[Slotted]:
-    """Requests of a plan as the Batcher's own: a checked plan names none but those that the scheduler was given."""
+    """Cast the requests of a plan to the Batcher's type: a checked plan holds only requests that the Batcher gave."""
     return cast("list[Slotted]", requests)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What tokenizing a request gives.
+    """The result of tokenizing a request.
 
     Args:
-        tokens: of the prompt.
-        first_message: the tokens that every conversation beginning with this one's first message starts with.
-        echo: what the text begins with, where the prompt is to be repeated.
+        tokens: the prompt's tokens.
+        first_message: the tokens shared by all conversations with this first message.
+        echo: the prompt's text, if the answer is to repeat it.
     """
 
     tokens: list[int]
@@ -355,12 +355,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimits:
-    """What bounds a request's time, in seconds; None is no bound.
+    """The limits on a request's time, in seconds; None for no limit.
 
     Args:
-        deadline_s: the caller's own deadline, from arrival. The request then ends with what it has.
-        wait_s: the operator's bound on waiting for the first slot, from arrival. The request then fails.
-        answer_s: the operator's bound on an answer, from the first slot. The answer then ends as its length ends it.
+        deadline_s: the caller's own deadline, from arrival. The request then ends with the output so far.
+        wait_s: the operator's limit on the wait for the first slot, from arrival. The request then fails.
+        answer_s: the operator's limit on an answer, from the first slot. The answer then ends with reason "length".
     """
 
     deadline_s: float | None = None
@@ -369,24 +369,24 @@ class TimeLimits:
 
     @property
     def patience_s(self) -> float | None:
-        """How long the request may wait for its first slot."""
+        """The seconds that the request may wait for its first slot."""
         return self.wait_s if self.deadline_s is None else self.deadline_s
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A caller's request from its acceptance to its single reply. Each kind of work has a class of its own.
+    """A caller's request from its acceptance to its single reply. Each kind of work is a subclass.
 
     Args:
-        from_: the caller, who gets the reply.
-        monitor: tells when the caller is gone.
-        client, tenant, payer: who asks and who pays, see Generate and GenerateRequest.
+        from_: the caller, which gets the reply.
+        monitor: reports that the caller has left.
+        client, tenant, payer: the account and the payer, see Generate and GenerateRequest.
         width: sequences that wait or run at a time.
         tag: see Generate.
         request_id: its name in logs and spans.
-        number: which one it is of those that this Batcher accepted, from 1.
+        number: its number among this Batcher's accepted requests, from 1.
         adapter: the LoRA adapter that it names.
-        limits: what bounds its time.
+        limits: its time limits.
         accepted_at, started_at, first_token_at: seconds on the event loop's clock.
         read_job: reads its prompt or texts.
         begin_waiting: takes the outcome of `read_job` and makes the sequences.
@@ -404,14 +404,14 @@ class Request:
     width: int = 1
     tag: Hashable = None
     adapter: LoraAdapter | None = None
-    starts_reading: bool = True  # else a grammar is compiled first
+    starts_reading: bool = True  # false: a grammar is compiled first
     read_job: ReadJob[Any] | None = None
     begin_waiting: "Callable[[outcome.Outcome[Any]], None] | None" = None
-    prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized; of embeddings always
+    prompt_tokens: list[int] = field(default_factory=list)  # empty until tokenized; always empty for embeddings
     first_message: list[int] = field(default_factory=list)  # see Prompt
     limits: TimeLimits = TimeLimits()
     expires_at: float | None = None  # when the next of its limits ends it
-    expiry: FinishReason = "deadline"  # how that limit ends it
+    expiry: FinishReason = "deadline"  # the finish reason of that limit
     request_id: str = ""
     number: int = 0
     started_at: float | None = None
@@ -419,7 +419,7 @@ class Request:
     share: TenantShare | None = None  # its tenant's counters, once it is accepted
     cached_tokens: int = 0
     sequences: list[Sequence] = field(default_factory=list)
-    abandoned: FinishReason | None = None  # why nobody waits any more; acted on at the next tick
+    abandoned: FinishReason | None = None  # the reason to end it at the next tick
     replied: bool = False
 
     def __post_init__(self) -> None:
@@ -437,7 +437,7 @@ class Request:
         return charged_account(self.client, self.tenant)
 
     def begin(self, now: float) -> None:
-        """Note that it has its first slot: the bound on waiting is over, and the one on its answer begins."""
+        """Note the first slot: the limit on the wait ends, and the limit on the answer begins."""
         self.started_at = now
         # guard: default deadline, once it has a slot
         if self.limits.deadline_s is None:
@@ -450,35 +450,35 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of its prompt, or of all its texts."""
+        """The tokens of its prompt, or of all its texts."""
         return len(self.prompt_tokens)
 
     @property
     def num_generated(self) -> int:
-        """Tokens that all of its sequences have drawn."""
+        """The tokens that all of its sequences have drawn."""
         return sum([sequence.num_generated for sequence in self.sequences])
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of its answers."""
+        """The tokens of its answers."""
         return sum([sequence.completion_tokens for sequence in self.sequences])
 
     @property
     def rounds(self) -> int:
-        """How often as many of its sequences as run at a time have to follow one another."""
+        """The number of rounds of `width` sequences that it needs."""
         return 1
 
     @property
     def has_answer(self) -> bool:
-        """Whether it can be answered if it ends now."""
+        """True if it can be answered if it ends now."""
         return False
 
     def next_sequence(self, now: float) -> Sequence | None:
-        """The sequence that begins to wait when another one has ended; None where there is none."""
+        """Return the sequence that waits next after another one has ended; None for none."""
         return None
 
     def cut_error(self, reason: FinishReason) -> GenbatchError | None:
-        """The error of a request that was cut short; None where its caller gets an answer."""
+        """Return the error of a request that was cut short; None if its caller gets an answer."""
         if self.has_answer:
             return None
         if reason == "cancelled":
@@ -486,7 +486,7 @@ class Request:
         return DeadlineExceeded(f"the deadline passed before {self.early}")
 
     def response(self) -> object:
-        """The reply, once all of it is there."""
+        """Return the reply, once it is complete."""
         raise NotImplementedError
 
     def reply(self) -> None:

@@ -1,12 +1,12 @@
-"""Resume: a request that engines began which have died goes on after the tokens that it had drawn.
+"""Resume: continue a request after the tokens that failed engines have drawn for it.
 
-    resume.restore(request)                     # its sequences are as they were after the last of these tokens
-    resume.end_complete(request, requests)      # those that had ended end again
+    resume.restore(request)                     # restores its sequences to their state after the last drawn token
+    resume.end_complete(request, requests)      # ends the sequences that were already complete
 
-The prompt and the drawn tokens are evaluated anew, as after a pause. A draw depends on the logits, the seed and the
-position alone. Everything else that a sequence remembers is a function of its tokens: penalties, the place in a
-grammar, text that a stop string holds back, calls and thinking. So the tokens are pushed through it once more, and
-nothing is shown of them.
+The prompt and the drawn tokens are evaluated again, as after a pause. A draw depends only on the logits, the seed and
+the position. All other state of a sequence is a function of its tokens: penalties, the position in a grammar, text
+held back for a stop string, calls and thinking. So the tokens are pushed through this state once more, and are not
+shown again.
 """
 
 import math
@@ -22,21 +22,21 @@ from genbatch.proto.errors import EngineLost
 
 
 def time_limits(limits: TimeLimits, drawn: ListOf[DrawnTokens]) -> TimeLimits:
-    """The limits of a request that goes on: the operator's bound on the first wait is over once a token was drawn."""
+    """Return the limits of a resumed request: the operator's bound on the first wait ends with the first token."""
     return replace(limits, wait_s=None) if any(one.token_ids for one in drawn) else limits
 
 
 def restore(request: GenerationRequest) -> None:
-    """Brings the request's new sequences to where they were.
+    """Restore the request's new sequences to their earlier state.
 
     Raises:
-        EngineLost: its tokens cannot be those of this engine: a text of them had ended before the last one.
+        EngineLost: the tokens do not fit this engine: the text of a choice ends before its last token.
     """
     if not request.drawn:
         return
     assert len(request.drawn) == len(request.sequences), "as many choices as the request has"
     for sequence, drawn in zip(request.generations, request.drawn, strict=True):
-        sequence.turn = -math.inf  # it came before everything that waits here
+        sequence.turn = -math.inf  # it precedes all waiting sequences
         if drawn.token_ids:
             _push_again(sequence, drawn)
 
@@ -44,7 +44,7 @@ def restore(request: GenerationRequest) -> None:
 def _push_again(sequence: Generation, drawn: DrawnTokens) -> None:
     output, sampler = sequence.output, sequence.sampler
     sequence.num_shown = len(drawn.token_ids)
-    # A prompt that is to be scored must be evaluated, even where the answer is complete: its last token is drawn again.
+    # A prompt with scores must be evaluated even if the answer is complete, so its last token is drawn again.
     token_ids = drawn.token_ids[:-1] if sequence.scores_prompt else drawn.token_ids
     for index, token_id in enumerate(token_ids):
         if output.finish_reason is not None:
@@ -61,7 +61,7 @@ def _push_again(sequence: Generation, drawn: DrawnTokens) -> None:
 
 
 def end_complete(request: Request, requests: OpenRequests) -> None:
-    """End the sequences that were complete when the engine died."""
+    """End the sequences that were complete when the engine failed."""
     for sequence in request.sequences:
         if sequence.final_reason is not None:
             requests.finish(sequence, sequence.final_reason)

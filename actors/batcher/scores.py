@@ -1,7 +1,7 @@
-"""Scores: texts on their way through the slots, and the numbers that a reranker or a classifier makes of them.
+"""Scores: evaluate documents in slots, and compute the scores of a reranker or a classifier.
 
-A text to score goes the way of a text to embed (embeddings.py). Two things are its own: a document is read with its
-query, and the vector is what the model's head makes of the state, with or without its activation.
+A document is evaluated as a text to embed is (embeddings.py), with two differences. It is read together with its
+query. Its vector is the output of the model's head, with or without the activation.
 """
 
 from dataclasses import dataclass

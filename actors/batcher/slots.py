@@ -1,9 +1,9 @@
-"""Slots: which sequence holds which slot of the context, who waits for one, in what turn, and what each starts from.
+"""Slots: which sequence holds which slot of the context, the order of the waiting sequences, and their cached prefixes.
 
-HeldPrompts says whose beginning can be shared, and Swap where a paused sequence's KV is.
+HeldPrompts knows the prefixes that sequences can share. Swap keeps the KV of paused sequences in host memory.
 
-Clients share the slots while more than one has work: each may hold an equal part, and more than that only while nobody
-with less waits. A client that holds more pauses a sequence when another one waits below its share (`giving_way`).
+Clients share the slots while more than one has work: each may hold an equal share. A client may hold more only while
+no client below its share waits. Otherwise it pauses a sequence (`giving_way`).
 """
 
 from bisect import insort
@@ -29,18 +29,18 @@ GIB = 2**30
 
 
 class SwapFault(Exception):
-    """Copying KV between the pool and the host failed; what the context holds is not known any more."""
+    """Copying KV between the pool and the host failed, so the context's contents are unknown."""
 
 
 class Swap:
-    """Decides between two steps who is swapped; copies at the beginning of the next step, on the model's thread.
+    """Swaps the KV of paused sequences: it decides between two steps, and copies at the start of the next step.
 
-    Block ids may be handed to others as soon as a sequence is paused, but they are written by a step at the
-    earliest, and every step copies first.
+    The copies run on the model's thread. A paused sequence's block ids may be reused at once. But only a step writes
+    blocks, and every step runs the copies first.
 
     Args:
-        context: whose sequences.
-        space: GiB of host memory; 0 swaps nobody.
+        context: the context that holds the sequences.
+        space: GiB of host memory; 0 disables swapping.
 
     Raises:
         OptionError: `space` is negative or not a number.
@@ -52,20 +52,20 @@ class Swap:
         self._context = context
         self._store = HostBlockStore(int(space * GIB), pinned=space > 0 and context.model.device.type == "cuda")
         self._copies: list[Callable[[], None]] = []
-        self._reserved = 0  # bytes that copies not yet made will take
-        self._lengths: dict[int, int] = {}  # by request id, positions kept
+        self._reserved = 0  # bytes of copies that are not made yet
+        self._lengths: dict[int, int] = {}  # positions kept, by request id
 
     def length(self, request_id: int) -> int:
-        """Positions kept of a paused sequence; 0 if it was not swapped."""
+        """Return the positions kept of a paused sequence; 0 if it was not swapped."""
         return self._lengths.get(request_id, 0)
 
     @property
     def bytes_used(self) -> int:
-        """Host memory in use."""
+        """The host memory in use, in bytes."""
         return self._store.bytes_used + self._reserved
 
     def out(self, request_id: int, seq_id: int) -> bool:
-        """Keeps what a sequence holds; False when there is no room for it. The caller then frees the sequence."""
+        """Swap a sequence out; return False without enough room. The caller then frees the sequence."""
         tokens, blocks = self._context.kv.export(seq_id)
         runner, block_size = self._context.runner, self._context.kv.block_size
         size = sum(len(ids) * runner.bytes_per_block(group, block_size) for group, ids in enumerate(blocks))
@@ -84,10 +84,10 @@ class Swap:
         return True
 
     def back(self, request_id: int, seq_id: int, tokens: ListOf[int], key: bytes) -> int:
-        """Gives an empty sequence what was kept of it; returns how many positions.
+        """Swap a sequence in, into an empty slot; return the number of its positions.
 
         Raises:
-            OutOfBlocks: the pool has no room; it stays kept.
+            OutOfBlocks: the pool has no room; the KV stays in host memory.
         """
         length = self._lengths[request_id]
         blocks = self._context.kv.import_(seq_id, tokens[:length], key)
@@ -102,21 +102,21 @@ class Swap:
         return length
 
     def forget(self, request_id: int) -> None:
-        """Drops what was kept of a sequence that ended while it waited."""
+        """Drop the swapped KV of a sequence that ended while it waited."""
         if self._lengths.pop(request_id, None) is not None:
             self._copies.append(lambda: _drop(self._store, request_id))
 
     def take_copies(self) -> list[Callable[[], None]]:
-        """What the next step has to run first, in this order."""
+        """Return the copies that the next step must run first, in this order."""
         copies, self._copies = self._copies, []
         return copies
 
 
 def run_copies(copies: ListOf[Callable[[], None]]) -> None:
-    """Makes the copies.
+    """Run the copies.
 
     Raises:
-        SwapFault: one failed.
+        SwapFault: a copy failed.
     """
     try:
         for copy in copies:
@@ -129,17 +129,17 @@ def _drop(store: HostBlockStore, request_id: int) -> None:
     store.drop(request_id)
 
 
-# First messages remembered until a second request brings the same one.
+# The number of first messages remembered until a second request brings the same one.
 MAX_SEEN = 256
 
 
 class HeldPrompts:
-    """Which prompts are held, which were seen once, and who makes room for whom.
+    """Tracks which prompts are held and which were seen once, and which prompt is dropped for another.
 
     Args:
-        slots: the context's sequence ids that are set aside for held prompts.
-        min_tokens: shorter prefixes are not worth a slot.
-        now: the time that decides who has not been used for longest.
+        slots: the context's sequence ids that are reserved for held prompts.
+        min_tokens: the least length of a prefix that is worth a slot.
+        now: the clock for the least recent use.
     """
 
     def __init__(self, slots: ListOf[int], min_tokens: int, now: Callable[[], float] = trio.current_time) -> None:
@@ -156,16 +156,16 @@ class HeldPrompts:
         return len(self._held)
 
     def find(self, tokens: ListOf[int], key: bytes | None, adapter: LoraAdapter | None = None) -> HeldPrompt | None:
-        """The longest held prompt that these tokens start with, for this owner or configured for all.
+        """Return the longest held prompt that is a prefix of these tokens, either of this owner or configured.
 
         Args:
-            key: whose; None: only configured ones.
-            adapter: what the tokens are evaluated with; what is configured is evaluated without one.
+            key: the owner's key; None for configured prompts only.
+            adapter: the adapter that evaluates the tokens; configured prompts are evaluated without one.
         """
         found: HeldPrompt | None = None
         for held in self._held:
             size = len(held.tokens)
-            # At least one token stays to be evaluated: its logits give the first token.
+            # At least one token must remain to be evaluated: its logits give the first token.
             if size >= len(tokens) or (found and size <= len(found.tokens)):
                 continue
             # guard: configured prompts have no adapter
@@ -174,12 +174,12 @@ class HeldPrompts:
         return found
 
     def pinned_prefix(self, tokens: ListOf[int]) -> int:
-        """How many positions a prompt shares with a configured one."""
+        """Return the number of positions that a prompt shares with a configured prompt."""
         held = self.find(tokens, None)
         return len(held.tokens) if held is not None else 0
 
     def notice(self, prefix: ListOf[int], key: bytes) -> bool:
-        """Books that a request starts with `prefix`; whether it is now worth holding (the second sighting)."""
+        """Book that a request starts with `prefix`; return whether to hold it, which is so at the second sighting."""
         if len(prefix) < self._min_tokens:
             return False
         sighting = (key, tuple(prefix))
@@ -192,24 +192,24 @@ class HeldPrompts:
         return False
 
     def take_slot(self) -> int | None:
-        """A free slot to fill; None when every one is taken."""
+        """Return a free slot to fill; None when every slot is taken."""
         return self._free_slots.pop() if self._free_slots else None
 
     def return_slot(self, slot: int) -> None:
-        """Gives back what `take_slot` gave, empty again."""
+        """Return a slot that `take_slot` gave; it must be empty again."""
         self._free_slots.append(slot)
 
     def adopt(self, held: HeldPrompt, slot: int) -> None:
-        """Holds a prompt that is evaluated already, in a slot that `take_slot` gave."""
+        """Hold an evaluated prompt in a slot that `take_slot` gave."""
         held.seq_id = slot
         held.num_computed = len(held.tokens)
-        held.donor = self.find(held.tokens, None, held.adapter)  # what those that share it can share once it has gone
+        held.donor = self.find(held.tokens, None, held.adapter)  # what sharers can use after it was dropped
         held.num_shared = len(held.donor.tokens) if held.donor is not None else 0
         held.move(Phase.PREFILLING)
         self._held.append(held)
 
     def hold(self, held: HeldPrompt) -> bool:
-        """Gives a prompt a slot; False when every slot is taken."""
+        """Give a prompt a slot; return False when every slot is taken."""
         if not self._free_slots:
             return False
         held.seq_id = self._free_slots.pop()
@@ -218,19 +218,19 @@ class HeldPrompts:
         return True
 
     def used(self, held: HeldPrompt) -> None:
-        """It has just been used: those that were not go before it."""
+        """Mark a prompt as just used, so that others are dropped before it."""
         held.last_used = self._now()
 
     def droppable(self) -> list[HeldPrompt]:
-        """Those that may go to make room, the least recently used first: not configured ones, nor unfinished ones."""
+        """Return the prompts that may be dropped, least recently used first; not configured or unfinished ones."""
         return sorted([held for held in self._held if held.ready and not held.pinned], key=lambda held: held.last_used)
 
     def least_recent(self, besides: HeldPrompt | None = None) -> HeldPrompt | None:
-        """The one to go first."""
+        """Return the prompt to drop first; None for none."""
         return next((held for held in self.droppable() if held is not besides), None)
 
     def drop(self, held: HeldPrompt) -> int:
-        """Takes a prompt out; returns the slot whose blocks the caller now frees."""
+        """Remove a prompt and return its slot; the caller must free the slot's blocks."""
         assert held.seq_id is not None
         self._held.remove(held)
         slot, held.seq_id = held.seq_id, None
@@ -239,26 +239,25 @@ class HeldPrompts:
         return slot
 
     def evaluating(self) -> list[HeldPrompt]:
-        """Those that still need a forward."""
+        """Return the prompts that still need a forward."""
         return [held for held in self._held if not held.ready]
 
 
-# Tokens that a sequence draws between taking its slot and giving way to another client. Evaluating a sequence anew may
-# cost a prefill, so short requests end before they give way, and a client cannot have others' work thrown away again
-# and again.
+# The least tokens that a sequence draws before it is paused for another client. Evaluating a sequence again may cost a
+# prefill. So short requests end before such a pause, and a client cannot discard others' work again and again.
 TURN_TOKENS = 16
 
 
 class Slots:
-    """Moves sequences between the waiting list and the context's slots; between two steps only.
+    """Moves sequences between the waiting list and the context's slots; runs only between two steps.
 
     Args:
-        ctx: whose slots 0 .. n_parallel - 1 these are.
+        ctx: the context with the slots 0 .. n_parallel - 1.
         held: prompts that sequences may share.
-        swap: where paused sequences may leave their KV.
-        fair: whose turn it is among clients; None: all wait in one line.
-        n_parallel: how many slots there are.
-        journal: where starts and pauses are booked.
+        swap: keeps the KV of paused sequences.
+        fair: the order of turns among clients; None: all wait in one line.
+        n_parallel: the number of slots.
+        journal: books starts and pauses.
     """
 
     def __init__(
@@ -281,18 +280,18 @@ class Slots:
         self._journal = journal
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Lets a sequence wait in its turn."""
+        """Add a sequence to the waiting list, in its turn."""
         insort(self.pending, sequence, key=waiting_key)
 
     def ready(self) -> list[Sequence]:
-        """The waiting sequences that a plan may start, in turn."""
+        """Return the waiting sequences that a plan may start, in turn."""
         ready = self._ready_in_turn()
         if len(self.sequences) + len(self.seq_pool) < self.n_parallel or any(s.width > 1 for s in ready):
             return self._with_slots(ready)
         return ready
 
     def is_owed(self) -> bool:
-        """Whether a client waits below its share of the slots while another one holds more."""
+        """Return whether a client waits below its share of the slots while another client holds more than its share."""
         if self._fair is None or not self.pending:
             return False
         held, share = self._holding()
@@ -302,12 +301,12 @@ class Slots:
         return any(held[_account(sequence)] + sequence.width <= share for sequence in ready)
 
     def giving_way(self, inflight: Set[int]) -> list[Sequence]:
-        """The sequences to pause so that each client that waits has its share of the slots.
+        """Return the sequences to pause so that each waiting client has its share of the slots.
 
-        A sequence that has just started stays, and so does a beam search, which would begin anew.
+        Sequences that have just started are not paused, nor are beam searches, which would start again.
 
         Args:
-            inflight: ids of those that cannot be paused now.
+            inflight: ids of the sequences that cannot be paused now.
         """
         held, share = self._holding()
         able = [one for one in self.sequences.values() if _has_had_a_turn(one) and one.request_id not in inflight]
@@ -315,11 +314,11 @@ class Slots:
         for sequence in self._ready_in_turn():
             held[_account(sequence)] += sequence.width
             if held[_account(sequence)] > share:
-                break  # the sequences behind it are of clients that have their share, too
+                break  # the following sequences belong to clients with their share
             free -= sequence.width
             for_it: list[Sequence] = []
             while free + len(for_it) < 0:
-                # Of the client with most slots the least paused sequence, and of these the newest.
+                # Pause a sequence of the client with most slots: the least paused one, and among these the newest.
                 rivals = [one for one in able if held[_account(one)] > share]
                 if not rivals:
                     return chosen
@@ -332,7 +331,7 @@ class Slots:
         return chosen
 
     def beginning_of(self, unit: Slotted) -> Beginning:
-        """What a waiting sequence would start with if it were admitted now, and what that takes."""
+        """Return the prefix that a waiting sequence would start with now, and the blocks that it takes."""
         sequence = _sequence(unit)
         kv = self._ctx.kv
         swapped = self._swap.length(sequence.request_id)
@@ -349,7 +348,7 @@ class Slots:
         )
 
     def admit(self, unit: Slotted) -> None:
-        """Moves a waiting sequence into a slot, with whatever is already evaluated of its beginning."""
+        """Move a waiting sequence into a slot, with its cached or shared prefix."""
         sequence = _sequence(unit)
         self.pending.remove(sequence)
         seq_id = min(self.seq_pool)
@@ -384,7 +383,7 @@ class Slots:
             self._journal.admitted(sequence)
 
     def pause(self, unit: Slotted) -> None:
-        """Takes a sequence's blocks; it waits in its old turn and evaluates all its tokens again."""
+        """Take a sequence's blocks; it waits in its old turn, and is evaluated again unless it was swapped."""
         held = unit.as_held
         if held is not None:
             self.drop_held(held)
@@ -397,7 +396,7 @@ class Slots:
         if not owner.keeps_progress:
             owner.restart()
         elif owner.pinned_donor is None:
-            # Else it would come back whole, and there may be room only for what it has beside a prompt held for good.
+            # Do not swap a sequence with a pinned donor: it would return whole, without sharing, and might not fit.
             swapped = self._swap.out(owner.request_id, owner.seq_id)
             if swapped:
                 # guard: room for all that was swapped
@@ -408,7 +407,7 @@ class Slots:
         self.enqueue(owner)
 
     def release(self, sequence: Sequence) -> None:
-        """Ends a sequence, whether it waits or runs."""
+        """End a sequence, waiting or running."""
         if sequence.seq_id is not None:
             self._free(sequence)
         else:
@@ -417,7 +416,7 @@ class Slots:
         sequence.move(Phase.FINISHED)
 
     def begin_held(self, held: HeldPrompt) -> None:
-        """Gives a prompt to hold, once, what is already evaluated of it: by those that began alike before it."""
+        """Attach the cached prefix of a prompt to hold, once."""
         if held.begun:
             return
         assert held.seq_id is not None
@@ -426,11 +425,11 @@ class Slots:
         self._journal.stats.reused_tokens += held.num_computed
 
     def drop_held(self, held: HeldPrompt) -> None:
-        """Frees a held prompt's blocks."""
+        """Free a held prompt's blocks."""
         self._ctx.seq_rm(self._held.drop(held))
 
     def _ready_in_turn(self) -> list[Sequence]:
-        """The waiting sequences that need not wait for a donor: first those within their clients' shares."""
+        """Return the waiting sequences with a ready donor or none; those within their clients' shares come first."""
         ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_donor]
         if self._fair is None or len(ready) < 2:
             return ready
@@ -443,7 +442,7 @@ class Slots:
         return within + beyond
 
     def _in_turn(self) -> list[Sequence]:
-        """The waiting sequences. Begun ones come first: their prompt was evaluated, and their callers read."""
+        """Return the waiting sequences in turn; begun ones come first, since their callers already read."""
         # guard: clients take turns
         if self._fair is None or len(self.pending) < 2:
             return self.pending
@@ -455,7 +454,7 @@ class Slots:
         return begun + self._fair.in_turn(fresh, _account, _charge, at_work)
 
     def _holding(self) -> tuple[Counter[str], int]:
-        """The slots that each client holds, and an equal share of them for every client with work."""
+        """Return the slots that each client holds, and the equal share of every client with work."""
         held: Counter[str] = Counter()
         for sequence in self.sequences.values():
             held[_account(sequence)] += sequence.width
@@ -463,7 +462,7 @@ class Slots:
         return held, slots_share(self.n_parallel, len(clients))
 
     def _with_slots(self, ready: list[Sequence]) -> list[Sequence]:
-        """The waiting sequences that find a slot for each beam; nobody overtakes one that does not."""
+        """Return the waiting sequences with a slot for each beam; no sequence overtakes one without enough slots."""
         free = len(self.seq_pool)
         for index, sequence in enumerate(ready):
             free -= sequence.width
@@ -472,19 +471,19 @@ class Slots:
         return ready
 
     def _sharing(self, sequence: Sequence) -> tuple[Slotted | None, int]:
-        """Whose beginning it takes over, and how many positions of it; none where there is nothing to take over."""
+        """Return the unit to copy the prefix from, and the number of positions; (None, 0) for no sharing."""
         sharer: Slotted = sequence
         while sharer.donor is not None:
             donor, num_shared = sharer.donor, sharer.num_shared
-            # The choice in between may have ended with an engine that died: then the donor need not be ready. A sliding
-            # window may have moved on.
+            # The choice in between may have ended with a failed engine; then the donor need not be ready. A sliding
+            # window may have moved past the shared positions.
             if (
                 donor.seq_id is not None
                 and sharer.donor_ready
                 and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared
             ):
                 return donor, num_shared
-            sharer = donor  # the choice whose prompt it would share is gone; what that one shared may still be there
+            sharer = donor  # a donor that has gone may itself have had a donor
         return None, 0
 
     def _free(self, sequence: Sequence) -> None:
@@ -499,12 +498,12 @@ class Slots:
 
 
 def waiting_key(sequence: LlmRequest) -> tuple[float, int, int]:
-    """The order of the waiting list."""
+    """Return the sort key of the waiting list."""
     return sequence.waiting_key
 
 
 def _sequence(unit: Slotted) -> Sequence:
-    """A unit that waits or runs: held prompts do neither."""
+    """Cast a unit that waits or runs; held prompts do neither."""
     return cast("Sequence", unit)
 
 
@@ -513,13 +512,13 @@ def _account(sequence: Sequence) -> str:
 
 
 def _has_had_a_turn(sequence: Sequence) -> bool:
-    """Whether it may be paused for another client."""
+    """Return whether the sequence may be paused for another client."""
     num_drawn = sequence.num_generated - sequence.drawn_before
     return sequence.phase is Phase.DECODING and sequence.width == 1 and num_drawn >= TURN_TOKENS
 
 
 def _evaluated_for(sequence: Sequence) -> int:
-    """Tokens of the held prompt that were evaluated for this very request, and are no cache hit of it."""
+    """Return the held prompt's tokens that were evaluated for this request, which are no cache hit of it."""
     held = None if sequence.donor is None else sequence.donor.as_held
     if held is None or held.noticed_by is not sequence.request:
         return 0
@@ -528,5 +527,5 @@ def _evaluated_for(sequence: Sequence) -> int:
 
 
 def _charge(sequence: Sequence) -> int:
-    """Prompt tokens that serving it costs; a request's further sequences share the first one's prompt."""
+    """Return the prompt tokens to charge; a request's further sequences share the first one's prompt."""
     return 0 if sequence.choice else sequence.num_prompt_tokens

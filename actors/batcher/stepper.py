@@ -1,11 +1,11 @@
-"""Stepper: evaluates the forwards of a tick on the model's thread and books what they gave.
+"""Stepper: evaluates the forwards of a tick on the model's thread and books the results.
 
     stepper.begin([[entry, ...], ...], repeats=False)
-    ...                                                # each message that it sent comes back through `take`
-    if stepper.take(message): ...                      # all of them have ended
+    ...                                                # each message that it sends comes back through `take`
+    if stepper.take(message): ...                      # all forwards have ended
 
-RunAhead lets decode steps follow one another while there is nothing to decide. StepFaults finds whose fault a step
-that failed is. StepCommit books positions, tokens, text and ends.
+RunAhead lets decode steps follow one another while there is nothing to decide. StepFaults finds the request at fault
+for a failed step. StepCommit books positions, tokens, text and ends.
 """
 
 import gc
@@ -35,7 +35,7 @@ from genbatch.proto.errors import EngineError
 
 
 def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
-    """One forward over the entries; changes nothing but the context and the samplers that drew."""
+    """Run one forward over the entries; it changes only the context and the samplers that drew."""
     samplers = [planned.sampler for planned in batch]
     reads = any(planned.owner.reads_rows(planned) for planned in batch)
 
@@ -54,18 +54,18 @@ def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
     return results
 
 
-# Most steps of a run: then a plan is made all the same.
+# The most steps of a run; a plan follows in any case.
 MAX_STEPS = 64
 
 
 class RunAhead:
-    """One run. `evaluate` is for the model's thread, everything else for the event loop's.
+    """One run. `evaluate` runs on the model's thread, all other methods on the event loop's thread.
 
     Args:
-        batch: an entry of one token for each sequence that runs; every one of them draws.
+        batch: an entry of one token for each running sequence; each entry draws.
         max_steps: most steps, see `steps_ahead`.
         tell: called on the model's thread with each step but the last.
-        drafts: where tokens to check are looked up; None: nowhere.
+        drafts: proposes draft tokens to verify; None for no drafts.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ class RunAhead:
         self._max_steps = max_steps
         self._tell = tell
         self._drafts = drafts
-        # Each is written by one thread and read by the other; what is read too old costs or saves one step.
+        # One thread writes each of these, and the other reads it. A stale value costs or saves one step.
         self._stopping = False
         self._booked = 0
 
     def stop(self) -> None:
-        """Asks for a plan: the run ends with the step that is under way, or has begun after it by then."""
+        """Ask for a plan: the run ends with the current step, or with a step that has begun meanwhile."""
         self._stopping = True
 
     def booked(self) -> None:
-        """One more step's tokens are handed out."""
+        """Note that the tokens of one more step were handed out."""
         self._booked += 1
 
     def evaluate(self, context: Context, copies: list[Callable[[], None]]) -> Decoded | None:
-        """Runs to the end and returns its last step; None if that was told already.
+        """Run all steps and return the last step; None if it was already sent.
 
         Raises:
             DeviceFault: the device failed, and the context with it.
-            Exception: what the first step raised; it left no trace.
+            Exception: the error of the first step, which left no trace.
         """
         run_copies(copies)
         if self._drafts is not None:
@@ -119,7 +119,7 @@ class RunAhead:
             except Exception:
                 if steps == 0:
                     raise
-                return None  # the next plan meets the same and has the means to deal with it
+                return None  # the next plan meets the same error and can handle it
             steps += 1
             whole = True
             for sampler, draws in zip(samplers, decoded.drawn, strict=True):
@@ -145,14 +145,14 @@ class RunAhead:
 
 
 def generations(batch: list[Planned]) -> list[Generation]:
-    """The owners of a batch that holds decodes only: nothing but a generation runs ahead."""
+    """Cast the owners of a batch of decodes: only a generation runs ahead."""
     return [cast("Generation", planned.owner) for planned in batch]
 
 
 def steps_ahead(batch: list[Planned]) -> int:
-    """How many steps may follow one another without a plan: until a sequence reaches the most it may generate.
+    """Return the number of steps that may run without a plan: until a sequence reaches its most tokens.
 
-    1 if the batch holds anything but plain decodes.
+    The result is 1 if the batch holds anything but plain decodes.
     """
     most = MAX_STEPS
     for planned in batch:
@@ -163,16 +163,16 @@ def steps_ahead(batch: list[Planned]) -> int:
     return max(1, most)
 
 
-# Requests that may fail one after another, each alone in its step, before the engine is to blame.
+# The number of requests that may fail in a row, each alone in its step, before the engine counts as at fault.
 MAX_LONE_FAULTS = 3
 
 
 class EngineFault(Exception):
-    """No request can be blamed for steps that fail: the engine must be started anew."""
+    """Steps fail without a request at fault, so the engine must be restarted."""
 
 
 def work_of(batch: list[Planned]) -> StepWork:
-    """The work of a step that is not booked yet."""
+    """Return the work of a step that is not booked yet."""
     decodes = keys = prompts = prefill = 0
     prefill_keys = 0.0
     for planned in batch:
@@ -188,22 +188,22 @@ def work_of(batch: list[Planned]) -> StepWork:
 
 
 def run_work(batch: list[Planned], num_drafted: int) -> StepWork:
-    """The work of a run's step that is not booked yet."""
+    """Return the work of a run's step that is not booked yet."""
     keys = sum([planned.owner.num_computed + 1 for planned in batch])
     return StepWork(decodes=len(batch), keys=keys, drafted=num_drafted)
 
 
 class StepFaults:
-    """The faults of a tick, and the memory of those before."""
+    """The faults of the current tick, and of earlier ticks."""
 
     def __init__(self) -> None:
         self._alone: list[tuple[Planned, Exception]] = []
-        self._went_through = False  # a part, since the first fault of this tick
-        self._is_short = False  # of memory, and has been told to free what it can
+        self._went_through = False  # whether a part succeeded since the first fault of this tick
+        self._is_short = False  # of memory, and memory was freed already
         self._lone_faults = 0
 
     def parts(self, batch: list[Planned], error: BaseException) -> list[list[Planned]]:
-        """What to try in the place of a batch that failed; nothing where it stands alone.
+        """Return the parts to try in place of a failed batch; an empty list for a batch of one entry.
 
         Raises:
             EngineFault: the error shows that the engine cannot go on.
@@ -223,19 +223,19 @@ class StepFaults:
 
     @property
     def frees_memory(self) -> bool:
-        """Whether `free_memory` is to run before the parts."""
+        """True if `free_memory` must run before the parts."""
         return self._is_short
 
     def succeeded(self) -> None:
-        """A batch or a part has been evaluated."""
+        """Note that a batch or a part was evaluated."""
         self._went_through = True
         self._lone_faults = 0
 
     def verdict(self) -> list[tuple[Planned, Exception]]:
-        """The tick is over: who fails, and why.
+        """End the tick; return the entries at fault, with their errors.
 
         Raises:
-            EngineFault: nobody's step succeeds.
+            EngineFault: no entry's step succeeds.
         """
         alone, self._alone = self._alone, []
         went_through, self._went_through, self._is_short = self._went_through, False, False
@@ -251,12 +251,12 @@ class StepFaults:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is the machine's or the device's memory that does not suffice."""
+    """Return whether the machine or the device is out of memory."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def free_memory() -> None:
-    """Gives back what is held in reserve; for the model's thread."""
+    """Free unused reserved memory; run this on the model's thread."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -268,10 +268,10 @@ def _halves(batch: list[Planned]) -> list[list[Planned]]:
 
 
 class StepCommit:
-    """Books what was evaluated into what callers see; between two steps only. Implements `Books`.
+    """Books results so that callers see them; runs only between two steps. Implements `Books`.
 
     Args:
-        state: whose tokens these are, and where they are booked.
+        state: the Batcher's shared state.
     """
 
     def __init__(self, state: BatchState) -> None:
@@ -284,16 +284,16 @@ class StepCommit:
         self.drop_held = state.slots.drop_held
 
     def book(self, planned: Planned, evaluated: Evaluated) -> None:
-        """Book what a step gave one entry."""
-        if planned.owner.seq_id is not None:  # else its request has just ended through another of its sequences
+        """Book the results of a step for one entry."""
+        if planned.owner.seq_id is not None:  # else another sequence has ended its request
             planned.owner.book(planned, evaluated, self)
 
     def book_decodes(self, sequences: list[Generation], drawn: Drawn) -> None:
-        """Book one step of a run, in which every sequence decoded a token, or several that were drafted."""
+        """Book one step of a run: each sequence decoded one token, or several with accepted drafts."""
         for sequence, draws in zip(sequences, drawn, strict=True):
             for draw in draws:
                 if sequence.ended:
-                    break  # computed in vain: its end was found after this step had begun, or in it
+                    break  # unneeded: the sequence ended after this step had begun, or in it
                 sequence.num_computed += 1
                 sequence.book_drawn(draw, self)
 
@@ -309,15 +309,15 @@ class StepCommit:
 
 
 class Stepper:
-    """Has the context to itself from `begin` until `take` says that all has ended.
+    """Evaluates the forwards of a tick; it has exclusive use of the context from `begin` until `take` returns True.
 
     Args:
-        state: the context that evaluates, and who is in it.
-        commit: books what was evaluated.
+        state: the Batcher's shared state, with the context that evaluates.
+        commit: books the results.
         worker: the model's thread.
-        send: brings a message back to the actor that owns this.
-        looks_up: whether runs draft tokens where their text has them already.
-        times: learns what steps cost.
+        send: delivers a message to the actor that owns this object.
+        looks_up: whether runs draft tokens by prompt lookup.
+        times: learns the costs of steps.
     """
 
     def __init__(
@@ -342,19 +342,19 @@ class Stepper:
         self._looks_up = looks_up
         self._times = times
         self._costs = DraftCosts(times)
-        self._groups: deque[list[Planned]] = deque()  # what is left to evaluate
-        self._began = 0.0  # seconds on the event loop's clock, of the step under way
-        # The same, from when the turn began that planned it: what it costs those who wait for its tokens.
+        self._groups: deque[list[Planned]] = deque()  # the forwards that are not evaluated yet
+        self._began = 0.0  # start of the current step, in seconds on the event loop's clock
+        # Start of the turn that planned the current step: callers wait for their tokens from that time.
         self._turn_began = 0.0
         self._run: RunAhead | None = None
         self._faults = StepFaults()
 
     def begin(self, groups: list[list[Planned]], *, repeats: bool, turn_began: float) -> None:
-        """Evaluates the groups one after another.
+        """Evaluate the groups one after another.
 
         Args:
-            repeats: whether the same plan may be carried out again and again, so that steps need not wait for one.
-            turn_began: when the Batcher began to handle the message that made it plan.
+            repeats: whether the same plan may be repeated, so that steps need no new plan in between.
+            turn_began: the time when the Batcher began to handle the message that led to the plan.
         """
         self._turn_began = turn_began
         self._groups.extend(groups)
@@ -365,11 +365,11 @@ class Stepper:
             self._step()
 
     def take(self, message: StepMessage) -> bool:
-        """Books what the model's thread has done; returns whether nothing is under way any more."""
+        """Book the results of the model's thread; return whether no work is left."""
         return message.book(self)
 
     def hurry(self) -> None:
-        """There is something to decide: a run ends with the step under way."""
+        """End a run with its current step, since there is something to decide."""
         if self._run is not None:
             self._run.stop()
 
@@ -386,7 +386,7 @@ class Stepper:
         )
 
     def evaluate(self, batch: list[Planned], copies: list[Callable[[], None]]) -> list[Evaluated]:
-        """One forward; runs on the model's thread."""
+        """Run one forward on the model's thread."""
         run_copies(copies)
         return evaluate(self._ctx, batch)
 
@@ -412,27 +412,27 @@ class Stepper:
         return True
 
     def _split(self, batch: list[Planned], error: BaseException) -> None:
-        """A step failed and left no trace: its parts are tried, until what is at fault stands alone."""
+        """Try the parts of a failed step, which left no trace, until the entry at fault is alone."""
         # guard: a failed device ends the engine
         if isinstance(error, DeviceFault):
             raise EngineFault(f"the engine cannot go on after {error!r}") from error
         if isinstance(error, OutOfBlocks) and len(self._slots.sequences) > 1:
-            # The newest gives way, as a plan would have it; the rest is planned anew.
+            # Pause the newest sequence, as a plan would; the others are planned again.
             self._groups.clear()
             self._slots.pause(max(self._slots.sequences.values(), key=waiting_key))
             return
         self._groups.extendleft(reversed(self._faults.parts(batch, error)))
 
     def _blame(self) -> None:
-        """Ends those whose steps failed alone while others' went through."""
+        """End the units that failed alone while other units succeeded."""
         for planned, error in self._faults.verdict():
-            if planned.owner.seq_id is not None:  # else its request has just failed through another of its sequences
+            if planned.owner.seq_id is not None:  # else another sequence has already failed its request
                 planned.owner.give_up(EngineError(f"the step failed: {error}"), self._commit)
 
     # Runs
 
     def _run_ahead(self, batch: list[Planned], steps: int) -> None:
-        """Lets the model's thread decode step after step."""
+        """Let the model's thread decode step after step."""
         self._began = trio.current_time()
         tell = self._worker.tell
         self._run = run = RunAhead(batch, steps, lambda decoded: tell(self._send, decoded), self._drafts_of(batch))
@@ -450,7 +450,7 @@ class Stepper:
         return RunDrafts(generations(batch), self._costs, max_rows=self._ctx.n_batch)
 
     def decoded(self, decoded: Decoded) -> bool:
-        """Book a step of a run, whose next step may be under way."""
+        """Book a step of a run; the next step may be running."""
         run, drawn = decoded.run, decoded.drawn
         now = trio.current_time()
         self._watch.restart(now)
@@ -467,7 +467,7 @@ class Stepper:
 
     def run_ended(self, run: Run, result: "outcome.Outcome[Decoded | None]") -> bool:
         self._run = None
-        if isinstance(result, outcome.Error):  # its first step's: nothing of it was told
+        if isinstance(result, outcome.Error):  # the error of its first step; no results were sent
             self._requests.settle()
             return self.stepped(run.batch, result)
         decoded = result.unwrap()
