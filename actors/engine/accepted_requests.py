@@ -1,21 +1,21 @@
-"""AcceptedRequests: every request that a gateway has accepted, until its one final, whatever becomes of the engine.
+"""AcceptedRequests: every request that a gateway has accepted, until its one final message, over all engine restarts.
 
     request = accepted.accept(wanted, now)
     for request in accepted.due():                     # send them to the engine
     for request, token in accepted.tokens(epoch, rows)   # give them to the callers
-    request = accepted.final(epoch, request_id)        # the one final of each; None where it had one
+    request = accepted.final(epoch, request_id)        # the request that ends; None if it has ended already
     for request, error in accepted.lose(now):          # the engine died: these end, the others are due again
 
-Knows neither sockets, clocks nor event loops: whoever drives it says what happened and does what it returns.
+This file uses no socket, clock or event loop. Its user reports events and carries out the results.
 
     WAITING --due--> SENT --next token--> BEGUN --final--> gone
        ^               |                    |
        +---------- the engine died ---------+
 
-A request outlives its engine: its tokens are kept here, and the next engine goes on after the last of them.
-Requests that had an engine which died are suspects: any of them may be the cause. Suspects are sent one at a time, the
-next when the last has given a new token or ended. A suspect whose engine dies before that is poison: it ends with
-engine_lost. So does a request that has had MAX_DEATHS engines, and one with delivered tokens when its deadline passes.
+A request outlives its engine: its tokens are kept here, and the next engine continues after the last token. Requests on
+an engine that died are suspects, since any of them may be the cause. Suspects are sent one at a time. The next suspect
+follows when the last has given a new token or ended. A suspect is poison if its engine dies before that: it ends with
+engine_lost. The same error ends a request after MAX_DEATHS engines, and one with delivered tokens at its deadline.
 """
 
 import enum
@@ -33,31 +33,31 @@ from genbatch.actors.engine.engine_wire import LinkError, TokenRow
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, Unavailable
 from genbatch.proto.messages import EmbedRequest, GenerateRequest, ScoreRequest, Token
 
-# Poison is refused for so many seconds, and so many of its kinds are remembered.
+# Poison is refused for POISON_S seconds, and the latest MAX_POISONS kinds of poison are remembered.
 POISON_S = 300.0
 MAX_POISONS = 256
-# Seconds that an engine has to end a request whose deadline has passed, before the gateway does.
+# Seconds that the engine has to end a request past its deadline, before the gateway ends it.
 DEADLINE_GRACE_S = 1.0
-# What a refused caller is told while the engine is down: about a small model's load time.
+# The retry hint while the engine is down: about a small model's load time.
 RETRY_MS = 2000
-# Engines that a request may have had when they died. One that gets on each time has not been shown to be the cause.
+# Engine deaths after which a request ends. A request with progress on each engine is not shown to be the cause.
 MAX_DEATHS = 4
 
 
-# What of both is asked here: a deadline, and what makes two of them the same.
+# This file reads only the deadline of these, and compares them for equality.
 Wanted: TypeAlias = GenerateRequest | EmbedRequest | ScoreRequest
 
 
 class Stage(enum.Enum):
-    """Where an open request is."""
+    """The stage of an open request."""
 
     WAITING = "waiting"  # to be sent, for the first time or again
-    SENT = "sent"  # to the engine of this epoch, which has not shown a token of it
-    BEGUN = "begun"  # it has
+    SENT = "sent"  # sent to the current engine, without a token so far
+    BEGUN = "begun"  # the current engine has sent a token
 
 
 class TokenRecord:
-    """What a choice has drawn, kept until its request has ended.
+    """The drawn tokens of a choice, kept until its request has ended.
 
     Args:
         scored: whether the request asks for log-probs.
@@ -75,7 +75,7 @@ class TokenRecord:
         return len(self._token_ids)
 
     def add(self, row: TokenRow) -> None:
-        """Keeps the next token."""
+        """Keep the next token."""
         if self._scored:
             if row.logprob is None:
                 raise LinkError(f"request {row.id}: a token without a log-prob")
@@ -84,7 +84,7 @@ class TokenRecord:
         self._call_ids += [piece.id for piece in row.tool_calls if piece.id is not None]
 
     def drawn(self) -> DrawnTokens:
-        """All of it, for the next engine."""
+        """Return all drawn tokens, for the next engine."""
         return DrawnTokens(self._token_ids.tolist(), self._logprobs, self._call_ids)
 
 
@@ -94,12 +94,12 @@ class AcceptedRequest:
 
     Args:
         id: its number on the link.
-        request: as it was asked.
-        caller: whoever drives this keeps here whom to answer.
-        expires_at: when its deadline passes; None is never.
+        request: the request as the caller sent it.
+        caller: set and read by this object's user, to answer the caller.
+        expires_at: when its deadline passes; None for no deadline.
         is_streamed: whether its tokens are delivered as they come.
-        wait_s: seconds that it may wait for an engine each time it waits, where it has no deadline; None is for ever.
-        seed: what every engine draws by, where the request names no seed.
+        wait_s: seconds of each wait for an engine, for a request without a deadline; None for no bound.
+        seed: the seed on every engine, for a request without a seed of its own.
     """
 
     id: int
@@ -109,18 +109,18 @@ class AcceptedRequest:
     is_streamed: bool
     wait_s: float | None = None
     seed: int = 0
-    give_up_at: float | None = None  # if it still waits then
+    give_up_at: float | None = None  # when its wait for an engine ends
     phase: Stage = Stage.WAITING
-    deaths: int = 0  # of engines that had it
+    deaths: int = 0  # deaths of engines with this request
     records: dict[int, TokenRecord] = field(default_factory=dict)  # by choice
 
     @property
     def num_delivered(self) -> int:
-        """Tokens that its caller has."""
+        """The number of tokens that its caller has."""
         return sum(map(len, self.records.values())) if self.is_streamed else 0
 
     def record_of(self, choice: int) -> TokenRecord:
-        """What a choice has drawn."""
+        """Return the record of a choice's tokens."""
         record = self.records.get(choice)
         if record is None:
             scored = isinstance(self.request, GenerateRequest) and self.request.logprobs is not None
@@ -128,23 +128,23 @@ class AcceptedRequest:
         return record
 
     def drawn(self) -> tuple[DrawnTokens, ...]:
-        """What its choices have drawn; nothing where no engine has had it."""
+        """Return the tokens of its choices; an empty tuple before its first engine died."""
         if not self.deaths:
             return ()
         return tuple(self.record_of(choice).drawn() for choice in range(self.request.n))
 
     def too_late(self, reason: str) -> GenbatchError:
-        """The error of a request that reached its deadline while no engine was there."""
+        """Return the error of a request that reached its deadline without an engine."""
         delivered = self.num_delivered
         return EngineLost(reason, delivered) if delivered else DeadlineExceeded(reason)
 
     def wait(self, now: float) -> None:
-        """From now on it waits for an engine."""
+        """Begin to wait for an engine."""
         self.phase = Stage.WAITING
         self.give_up_at = None if self.wait_s is None else now + self.wait_s
 
     def is_overdue(self, now: float) -> bool:
-        """Whether its deadline has passed, or it has waited too long for an engine."""
+        """Return whether its deadline has passed, or its wait for an engine was too long."""
         waits = self.phase is Stage.WAITING
         if waits and self.give_up_at is not None and now >= self.give_up_at:
             return True
@@ -155,17 +155,17 @@ class AcceptedRequests:
     """See the module's docstring.
 
     Args:
-        max_waiting: sequences whose requests may wait while no engine is there; more are refused.
+        max_waiting: sequences that may wait while no engine is connected; more are refused.
     """
 
     def __init__(self, max_waiting: int) -> None:
-        self.epoch = 0  # counts the engines; what one says after its end is dropped
+        self.epoch = 0  # counts the engines; a late message of an older engine is dropped
         self.is_up = False
         self.counts = {"accepted": 0, "finals": 0, "replayed": 0, "lost": 0, "stale": 0}
         self._max_waiting = max_waiting
         self._entries: dict[int, AcceptedRequest] = {}
-        self._due: dict[int, AcceptedRequest] = {}  # those that wait and are no suspects, in order
-        self._suspects: dict[int, AcceptedRequest] = {}  # those that wait and are
+        self._due: dict[int, AcceptedRequest] = {}  # waiting requests that are not suspects, in order
+        self._suspects: dict[int, AcceptedRequest] = {}  # waiting suspects
         self._poisons: OrderedDict[bytes, float] = OrderedDict()  # when each is forgiven
         self._last_id = 0
 
@@ -189,11 +189,11 @@ class AcceptedRequests:
         is_streamed: bool = False,
         wait_s: float | None = None,
     ) -> AcceptedRequest:
-        """Takes a request; it is due. `wait_s` counts where it has no deadline of its own.
+        """Accept a request and make it due. `wait_s` applies to a request without a deadline of its own.
 
         Raises:
-            Unavailable: no engine is there, and enough wait for one.
-            EngineLost: it is poison.
+            Unavailable: no engine is connected, and too many sequences wait for one.
+            EngineLost: the request is poison.
         """
         # guard: requests that wait for an engine
         if not self.is_up and self._num_sequences() + request.n > self._max_waiting:
@@ -210,7 +210,7 @@ class AcceptedRequests:
         return entry
 
     def due(self) -> list[AcceptedRequest]:
-        """What is to be sent to the engine now; each counts as sent."""
+        """Return the requests to send to the engine now; each counts as sent."""
         if not self.is_up:
             return []
         sent = list(self._due.values())
@@ -223,7 +223,7 @@ class AcceptedRequests:
         return sent
 
     def drop(self, entry: AcceptedRequest) -> bool:
-        """Its caller is gone, or was answered by the gateway; returns whether the engine is to be told."""
+        """Remove a request after its caller has left or was answered; return whether the engine must be told."""
         # guard: one final
         if self._entries.pop(entry.id, None) is None:
             return False
@@ -233,20 +233,20 @@ class AcceptedRequests:
         return entry.phase is not Stage.WAITING
 
     def expired(self, now: float) -> list[AcceptedRequest]:
-        """Those whose deadline has passed without the engine having ended them; `drop` them and tell their callers."""
+        """Return the overdue requests that the engine has not ended; `drop` them and answer their callers."""
         return [entry for entry in self._entries.values() if entry.is_overdue(now)]
 
     # The engine
 
     def engine_up(self) -> int:
-        """A new engine is there; returns its epoch."""
+        """Note a new engine; return its epoch."""
         assert not self.is_up, "the last engine has not been lost"
         self.is_up = True
         self.epoch += 1
         return self.epoch
 
     def tokens(self, epoch: int, rows: Iterable[TokenRow]) -> list[tuple[AcceptedRequest, Token]]:
-        """The tokens to deliver: of this epoch, of requests that are open.
+        """Return the tokens to deliver: tokens of the current epoch, for open requests.
 
         Raises:
             LinkError: a token is missing, or comes twice.
@@ -260,7 +260,7 @@ class AcceptedRequests:
         for row in rows:
             entry = entries.get(row.id)
             if entry is None:
-                continue  # its caller left, and the engine does not know yet
+                continue  # its caller left, and the Cancel has not arrived yet
             record = entry.record_of(row.choice)
             # guard: no gap in a stream
             if row.index != len(record) or entry.phase is Stage.WAITING:
@@ -283,17 +283,17 @@ class AcceptedRequests:
         return delivered
 
     def final(self, epoch: int, request_id: int) -> AcceptedRequest | None:
-        """The entry that ends now; None where it has ended already, or an engine that is gone says so."""
+        """Return the request that ends now; None if it has ended already, or the message is an older engine's."""
         entry = self._open(epoch, request_id)
         if entry is not None:
             self.drop(entry)
         return entry
 
     def lose(self, now: float) -> list[tuple[AcceptedRequest, GenbatchError]]:
-        """The engine has died: those that end now, and how; the others are due again."""
+        """Note that the engine died; return the requests that end now, with their errors. The others are due again."""
         self.is_up = False
         sent = [entry for entry in self._entries.values() if entry.phase is not Stage.WAITING]
-        # The likeliest cause first: those that came last, and had not got as far as a token.
+        # The likeliest causes come first: the latest requests without a token.
         sent.sort(key=lambda entry: (entry.phase is Stage.BEGUN, -entry.id))
         ended: list[tuple[AcceptedRequest, GenbatchError]] = []
         for entry in sent:
@@ -311,7 +311,7 @@ class AcceptedRequests:
         return ended
 
     def check_integrity(self) -> None:
-        """Every accepted request is open or has had its final, and every one that waits is due."""
+        """Assert that each accepted request is open or has had its final message, and that each waiting one is due."""
         assert self.counts["accepted"] == self.counts["finals"] + len(self._entries), self.counts
         due = self._due.keys() | self._suspects.keys()
         waiting = {entry.id for entry in self._entries.values() if entry.phase is Stage.WAITING}
@@ -329,7 +329,7 @@ class AcceptedRequests:
         return self._entries.get(request_id)
 
     def _verdict(self, entry: AcceptedRequest, now: float, *, alone: bool) -> GenbatchError | None:
-        """How an entry that a dead engine had ends; None if it is replayed."""
+        """Return the error of a request after its engine died; None if it is replayed."""
         is_cause = entry.deaths > 1 and entry.phase is Stage.SENT
         # guard: replay no cause of two deaths
         if is_cause or entry.deaths >= MAX_DEATHS:
@@ -355,6 +355,6 @@ class AcceptedRequests:
 
 
 def _fingerprint(request: Wanted) -> bytes:
-    """The same for requests that have the same effect on an engine, in the name of the same tenant."""
+    """Return the same digest for requests of one tenant with the same effect on an engine."""
     plain = msgspec.structs.replace(request, deadline_s=None, priority=0)
     return hashlib.sha256(msgspec.msgpack.encode(plain)).digest()

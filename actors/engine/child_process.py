@@ -1,12 +1,12 @@
-"""ChildProcess: a process of this program's own, from its start to its certain end, and what it and its parent say.
+"""ChildProcess: a process of this program, from its start to its certain end, and its messages to and from the parent.
 
     child = ChildProcess("engine", "genbatch.actors.engine.engine_process")
     await child.channel.send(StartEngine(...))
     ...
     await child.end()
 
-In the child, `run_child(serve)` is the main function. The child ends with the one that started it: the channel's end
-tells it, and on Linux the kernel kills it.
+In the child, `run_child(serve)` is the main function. The child ends with its parent: the channel closes, and on Linux
+the kernel kills the child.
 """
 
 import array
@@ -37,19 +37,19 @@ T = TypeVar("T")
 
 _LENGTH: Final = struct.Struct("<I")
 _RECEIVE_BYTES = 64 * 2**10
-_MAX_SOCKETS = 4  # in one read; each comes with a message of its own
+_MAX_SOCKETS = 4  # per read; each comes with one message
 
 
 class ChannelError(Exception):
-    """The other process sent what is no message."""
+    """The other process sent bytes that are not a message."""
 
 
 class ControlChannel(Generic[T]):
-    """One end.
+    """One end of the channel between a parent and its child.
 
     Args:
-        end: is closed with the channel.
-        kind: the messages that come here.
+        end: the socket; it is closed with the channel.
+        kind: the type of the messages that arrive here.
     """
 
     def __init__(self, end: socket.socket, kind: Any) -> None:
@@ -61,7 +61,7 @@ class ControlChannel(Generic[T]):
         self._sockets: list[socket.socket] = []
 
     async def send(self, message: object, hand_over: socket.socket | None = None) -> None:
-        """Sends a message, and a socket that is closed here once it is there.
+        """Send a message, with a socket to hand over; the socket is then closed on this side.
 
         Raises:
             OSError: the other process has ended.
@@ -73,7 +73,7 @@ class ControlChannel(Generic[T]):
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [hand_over.fileno()]))]
         try:
             async with self._sending:
-                # Begun is begun: half a message would make nonsense of those after it.
+                # Half a message would corrupt all messages after it, so a cancel must not stop the send.
                 with trio.CancelScope(shield=True):
                     sent = await self._socket.sendmsg([data], rights)
                     while sent < len(data):
@@ -83,10 +83,10 @@ class ControlChannel(Generic[T]):
                 hand_over.close()
 
     async def receive(self) -> T | None:
-        """The next message; None once the other process has ended.
+        """Return the next message; None once the other process has ended.
 
         Raises:
-            ChannelError: it sent something else.
+            ChannelError: the other process sent bytes that are not a message.
         """
         while True:
             payload = self._take()
@@ -107,11 +107,11 @@ class ControlChannel(Generic[T]):
             self._received += data
 
     def take_socket(self) -> socket.socket:
-        """The socket that came with the message received last."""
+        """Return the socket that came with the last received message."""
         return self._sockets.pop(0)
 
     def close(self) -> None:
-        """Closes this end, and sockets that nobody took."""
+        """Close this end, and the sockets that were not taken."""
         for end in self._sockets:
             end.close()
         self._socket.close()
@@ -137,7 +137,7 @@ class ControlChannel(Generic[T]):
 
 
 class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter that an engine had: its name, its directory, and the digest of what was in that."""
+    """An adapter of the previous engine: its name, its directory, and the digest of its files."""
 
     name: str
     path: str
@@ -148,9 +148,9 @@ class StartEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Load the model and run the Batcher.
 
     Args:
-        engine_options, batcher_options: as `encode_options` makes them.
-        adapters: those that the engine before had, in the place of the options'; None: there was none before, or none
-            were loaded and unloaded.
+        engine_options, batcher_options: the bytes of `encode_options`.
+        adapters: the adapters of the previous engine, in place of the options' adapters. None if there was no previous
+            engine, or if its adapters never changed.
     """
 
     engine_options: msgspec.Raw
@@ -163,11 +163,11 @@ class PrepareEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class StartGateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start_gateway"):
-    """Listen, and work on what comes once there is an engine; the options as `encode_options` makes them.
+    """Listen, and serve requests once an engine is connected; the options are the bytes of `encode_options`.
 
     Args:
         of_fleet: see Dispatcher.
-        models: the names of the models, where there are several engines; a link's `engine` counts in their order.
+        models: the names of the models of several engines; a link's `engine` is an index into them.
     """
 
     service_options: msgspec.Raw
@@ -177,12 +177,12 @@ class StartGateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
-    """The socket that comes with this message leads to the other process; it replaces the one before.
+    """Connect to the engine through the socket that comes with this message; it replaces the socket before.
 
     Args:
-        number: names the link.
-        models: what the engine serves.
-        engine: which one of several it is.
+        number: identifies the link.
+        models: the models that the engine serves.
+        engine: the engine's index among several.
     """
 
     number: int
@@ -191,17 +191,17 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="listening"):
-    """The socket that comes with this message listens for a door of the service (`ListeningSockets`)."""
+    """Listen for a door of the service with the socket that comes with this message (`ListeningSockets`)."""
 
     door: str
 
 
 class DrainAndStop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain_and_stop"):
-    """Take no new requests, end those there are within `timeout_s` seconds, and stop.
+    """Refuse new requests, end the open requests within `timeout_s` seconds, and stop.
 
     Args:
-        retires: another service has the sockets: clients that are connected are served until they have gone, within
-            `timeout_s` seconds.
+        retires: another service has the sockets: serve the connected clients until they leave, within `timeout_s`
+            seconds.
     """
 
     timeout_s: float
@@ -209,11 +209,11 @@ class DrainAndStop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class StopNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop"):
-    """Stop now; so does the end of the channel."""
+    """Stop now; the end of the channel means the same."""
 
 
 class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loading"):
-    """See nif's Progress."""
+    """The progress of loading; see nif's Progress."""
 
     stage: str
     done: int
@@ -224,9 +224,9 @@ class NotStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
     """An error that ended the process before it was ready.
 
     Args:
-        kind: the error's class.
+        kind: the name of the error's class.
         message: its text.
-        attributes: those that are text.
+        attributes: its attributes of type str.
     """
 
     kind: str
@@ -238,7 +238,7 @@ class EngineReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """The Batcher runs.
 
     Args:
-        models: what it serves.
+        models: the models that it serves.
         stats: the answer to StatsRequest.
     """
 
@@ -247,7 +247,7 @@ class EngineReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class ServingChanged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="serving_changed"):
-    """What an engine serves from now on, and what the next one is to load for it."""
+    """The models that an engine serves from now on, and the adapters that the next engine must load."""
 
     models: Models
     adapters: list[AdapterSource]
@@ -260,13 +260,13 @@ class GatewayReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class Unjoined(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unjoined"):
-    """The engine's end of the link with this number is closed, and the engine is there for the next."""
+    """The engine has closed its end of the link with this number, and is ready for the next link."""
 
     number: int
 
 
 class Hung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hung"):
-    """The engine does not get on with its work, or talks nonsense: it is to be killed."""
+    """The engine makes no progress or breaks the protocol: the parent must kill it."""
 
     reason: str
     engine: int = 0
@@ -277,7 +277,7 @@ FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady |
 
 
 class ProcessFailed(ActorError):
-    """A process ended before it was ready; its standard error tells more."""
+    """A process ended before it was ready; its standard error has the reason."""
 
 
 class ProcessDied(ActorError):
@@ -296,13 +296,13 @@ _CLASSES: dict[str, type[Exception]] = {
 
 
 def to_message(error: Exception) -> NotStarted:
-    """The error as it travels."""
+    """Return the message for an error."""
     attributes = {name: value for name, value in vars(error).items() if isinstance(value, str)}
     return NotStarted(type(error).__name__, str(error), attributes)
 
 
 def to_error(message: NotStarted) -> Exception:
-    """The error with its class, its text and the attributes that are text; ProcessFailed where the class is another."""
+    """Return the error of a message: its class, text and str attributes. An unknown class becomes ProcessFailed."""
     kind = _CLASSES.get(message.kind)
     if kind is None:
         return ProcessFailed(f"{message.kind}: {message.message}")
@@ -312,15 +312,15 @@ def to_error(message: NotStarted) -> Exception:
     return error
 
 
-# Fields that may also hold an object, and what of them can be sent.
+# Fields that may also hold an object, with the type that can be sent.
 _SENT_AS: dict[str, Any] = {"scheduler": str}
 
 
 def encode_options(options: Any) -> msgspec.Raw:
-    """The bytes of an options dataclass.
+    """Return the bytes of an options dataclass.
 
     Raises:
-        OptionError: a value is an object of this process only.
+        OptionError: a value is an object that cannot leave this process.
     """
     named = {field.name: getattr(options, field.name) for field in fields(options) if field.init}
     for name, value in named.items():
@@ -332,10 +332,10 @@ def encode_options(options: Any) -> msgspec.Raw:
 
 
 def decode_options(data: bytes | msgspec.Raw, kind: Callable[..., T]) -> T:
-    """The options that `encode_options` sent.
+    """Return the options of the bytes of `encode_options`.
 
     Raises:
-        OptionError: a name or a type is not the class's, or a value is out of range.
+        OptionError: the class has no such option, or a value has a wrong type or is out of range.
     """
     hints = get_type_hints(kind)
     options_class: Any = kind
@@ -352,50 +352,50 @@ def decode_options(data: bytes | msgspec.Raw, kind: Callable[..., T]) -> T:
     return kind(**values)
 
 
-# Seconds from the end of its channel to its exit code; what takes longer is killed.
+# Seconds from the end of its channel to its exit code; a slower process is killed.
 EXIT_S = 1.0
 
 
 class ChildProcess:
     """Starts `module`'s `main()` in a new interpreter.
 
-    Must be made on a thread that lasts as long as the process: its end would end the process. It blocks until the
-    interpreter is loaded, some milliseconds.
+    Make it on a thread that lasts as long as the process, since the thread's end would end the process. The constructor
+    blocks for some milliseconds, until the interpreter is loaded.
 
     Args:
         name: for logs.
-        module: its main() calls run_child, which knows the arguments.
+        module: its main() calls run_child, which reads the arguments.
     """
 
     def __init__(self, name: str, module: str) -> None:
         self.name = name
         ours, theirs = socket.socketpair()
         with theirs:
-            # Not fork alone: threads and locks of this process must not be copied. -P: no module is to be found in
-            # whatever directory this is run in, unless it can be found there from here.
+            # Fork alone would copy this process's threads and locks. -P keeps the working directory out of the module
+            # path, unless this process has it in its path.
             code = f"from {module} import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for us, who then stop it
-                # Where nobody has started our logging, it says no more than Python's does.
+                process_group=0,  # Ctrl-C reaches only the parent, which then stops it
+                # Where our logging was not started, the child logs no more than Python's default.
                 env={LEVEL_VARIABLE: "warning", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self.channel: ControlChannel[Any] = ControlChannel(ours, FromChild)
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self._process.poll() is None
 
     async def stop(self, message: object) -> bool:
-        """Tells it to end; returns whether it was still there to be told."""
+        """Ask it to end; return False if it has already ended."""
         try:
             await self.channel.send(message)
         except OSError:
@@ -403,18 +403,18 @@ class ChildProcess:
         return True
 
     def kill(self) -> None:
-        """SIGKILL; fine if it has ended."""
+        """Send SIGKILL; this has no effect on an ended process."""
         self._process.kill()
 
     def close(self) -> None:
-        """Closes the channel of a process that has ended."""
+        """Close the channel of a process that has ended."""
         assert not self.is_running
         self.channel.close()
 
     async def end(self, grace_s: float = 0.0) -> int:
-        """Waits for its end, kills it after `grace_s` seconds; returns its exit code, -n for signal n.
+        """Wait for its end, and kill it after `grace_s` seconds; return its exit code, -n for signal n.
 
-        May be called again.
+        This method may be called again.
         """
         try:
             if self._process.returncode is None:
@@ -434,30 +434,30 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends; elsewhere than on Linux its sockets' ends must do.
+    """Let the kernel kill this process when its parent ends; on other systems than Linux the closed sockets end it.
 
-    The kernel means the parent's thread that started this process: that must be one that lasts.
+    The kernel watches the parent's thread that started this process, so that thread must last.
 
     Args:
-        parent: the parent's process id, which it knew before this process could ask.
+        parent: the parent's process id, as the parent passed it.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the kernel was told
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os._exit(1)
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores what a terminal or a service manager sends to all processes: the parent says when to stop, and how."""
+    """Ignore the signals of a terminal or a service manager: the parent decides when and how to stop."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def keep_for_good() -> None:
-    """To be called once a process is ready: what was made until then is not looked through for garbage any more.
+    """Exclude all current objects from garbage collection; call this once the process is ready.
 
-    It lives as long as the process. A look through a model's libraries takes 0.2 s, in which no token would leave.
+    These objects live as long as the process. Scanning a model's libraries takes 0.2 s, in which no token is sent.
     """
     gc.collect()
     gc.freeze()
@@ -467,7 +467,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartFault(Exception):
-    """The process does not get ready, and whoever started it is to be told why."""
+    """The process cannot get ready, and its parent must get the error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -475,7 +475,7 @@ class StartFault(Exception):
 
 
 def run_child(serve: Callable[[ControlChannel[Any]], Awaitable[None]]) -> None:
-    """Runs `serve` over the channel that ChildProcess has opened, and ends the process."""
+    """Run `serve` over the channel that ChildProcess has opened, and end the process."""
     leave_signals_to_parent()
     die_with_parent(int(sys.argv[2]))
     start_logging()
@@ -484,7 +484,7 @@ def run_child(serve: Callable[[ControlChannel[Any]], Awaitable[None]]) -> None:
     except BaseException:
         logger.critical("the process fails", exc_info=True)
         code = 1
-    # A step that hangs, or a load that goes on, holds a thread that the interpreter would wait for.
+    # A hanging step or a load in progress holds a thread, and the interpreter would wait for it.
     logging.shutdown()
     os._exit(code)
 

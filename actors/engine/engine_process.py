@@ -1,8 +1,8 @@
-"""The engine process: the Batcher, with its model and its KV, and the link to whoever sends it requests.
+"""The engine process: the Batcher with its model and its KV, and the link to the gateway.
 
-An EngineSession is its side of the link: one call of the Batcher for each request. Whatever happens within one turn of
-the event loop, such as a step, goes out as one frame. A crash of the Batcher ends the process: after a device fault,
-and after most others, only a new one can be trusted.
+An EngineSession is the engine's side of the link, with one call of the Batcher for each request. All messages of one
+turn of the event loop, such as a step's, go out as one frame. A crash of the Batcher ends the process: after a device
+fault, and after most other faults, only a new process can be trusted.
 """
 
 import logging
@@ -62,16 +62,16 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two signs of life.
 BEAT_S = 0.25
-# Tokens that may wait for a gateway that does not read; then it counts as dead. A thousand steps of 64 sequences.
+# The most tokens that wait for a gateway that does not read: a thousand steps of 64 sequences. Then the link is closed.
 MAX_BACKLOG = 65536
 RETRY_AFTER_FULL_MS = 100
 
 
 class EngineSession:
-    """Serves one gateway until its end of the link closes, or stays unread for too long.
+    """Serves one gateway until the gateway closes its end of the link, or leaves it unread for too long.
 
     Args:
-        batcher: who generates.
+        batcher: the Batcher.
         stream: the link; closed at the end.
     """
 
@@ -79,15 +79,15 @@ class EngineSession:
         self._batcher = batcher
         self._stream = stream
         self._scopes: dict[int, trio.CancelScope] = {}
-        self._rows: list[Any] = []  # the fields of TokenRow, as tuples, which cost half as much and travel alike
+        self._rows: list[Any] = []  # TokenRow's fields as tuples: half the cost, same bytes
         self._messages: list[object] = []
         self._news = trio.Event()
-        self._parent_knows = trio.Event()  # what is served
+        self._parent_knows = trio.Event()  # set once the parent knows the served models
         self._parent_knows.set()
         self._nursery: trio.Nursery
 
     async def run(self) -> None:
-        """Returns when the link is closed; every call of this gateway is cancelled then."""
+        """Serve until the link is closed; then cancel every call of this gateway."""
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._send)
@@ -130,13 +130,13 @@ class EngineSession:
         self._nursery.start_soon(self._serve, id, work)
 
     async def _serve(self, id: int, work: Callable[[], Awaitable[object]]) -> None:
-        """Sends the one end of a request or a question, unless it was cancelled."""
+        """Send the one result or error of a request or a question, unless it was cancelled."""
         end: object = None
         with self._scopes[id]:
             try:
                 end = engine_wire.encode(await work())
             except GenbatchError as error:
-                if self._batcher.alive:  # else it fails all with its last breath, and the gateway knows better
+                if self._batcher.alive:  # a failing Batcher's errors are dropped: the gateway decides
                     end = FinalError(id, error.to_wire())
             except MailboxFull:
                 full = QueueFull("too many messages are waiting", retry_after_ms=RETRY_AFTER_FULL_MS)
@@ -145,7 +145,7 @@ class EngineSession:
                 logger.exception("the end of %d cannot be sent", id)
                 end = FinalError(id, EngineError(f"the result cannot be sent: {fault}").to_wire())
             except ActorDown:
-                pass  # this process is ending, and the gateway will learn it from the link
+                pass  # this process is ending, which closes the link
         del self._scopes[id]
         if end is not None:
             self._post(end)
@@ -189,7 +189,7 @@ class EngineSession:
         return stream
 
     def _recorder(self, id: int) -> Callable[[Token], None]:
-        """Sends what the next engine would need."""
+        """Return a function that sends the tokens without text, which the next engine would need."""
 
         def record(token: Token) -> None:
             row = (id, token.choice, token.index, token.token_id, "", token.logprob)
@@ -208,7 +208,7 @@ class EngineSession:
     # Sending
 
     def tell_models(self, models: Models, told: trio.Event) -> None:
-        """What is served has changed; the answer to who changed it, and all after it, waits until `told` is set."""
+        """Send the newly served models; this message, and all later ones, wait until `told` is set."""
         self._parent_knows = told
         self._post(Serving(models))
 
@@ -217,7 +217,7 @@ class EngineSession:
         self._news.set()
 
     def _give_up(self) -> None:
-        """A step must not wait for a gateway, nor memory grow with its silence."""
+        """Close the link: a step must not wait for a gateway, and memory must not grow with unread messages."""
         if not self._nursery.cancel_scope.cancel_called:
             logger.error("the gateway does not read what it is sent: the link is given up")
             self._nursery.cancel_scope.cancel()
@@ -228,60 +228,60 @@ class EngineSession:
             await self._parent_knows.wait()
             self._news = trio.Event()
             messages: list[object] = [Tokens(self._rows)] if self._rows else []
-            messages += self._messages  # ends come after the tokens that they follow
+            messages += self._messages  # results follow the tokens that belong to them
             frame = encode_frame(messages)
             self._rows.clear()
             self._messages.clear()
             try:
                 await self._stream.send(frame)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                return  # what was sent before can still be read, and the end of that ends the session
+                return  # the gateway's last messages are still read; their end ends the session
 
     async def _beat(self) -> None:
         while True:
             try:
                 self._post(Beat(await self._batcher.call(HealthRequest(), control=True)))
             except CallTimeout:
-                pass  # no sign of life is one, too
+                pass  # a missing beat shows the gateway that the engine hangs
             except ActorDown:
                 return
             await trio.sleep(BEAT_S)
 
 
-# Parts of a stage of loading that are told of one by one.
+# The number of reported parts in each stage of loading.
 _PARTS = 100
 
 
 def main() -> None:
-    """Runs until the parent says Stop, or is gone."""
+    """Run until the parent sends Stop, or ends."""
     run_child(lambda channel: EngineProcess(channel).serve())
 
 
 async def _import_model_side() -> ModuleType:
-    """On a thread, as torch takes seconds to import, in which the parent may say Stop."""
+    """Import on a thread: torch takes seconds to import, and the parent may send Stop meanwhile."""
     return await trio.to_thread.run_sync(import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True)
 
 
 async def _import_everything() -> None:
-    """What any model may need: one that was not described before is described by transformers' modules."""
+    """Import all that a model may need: a model without a stored description needs transformers' modules."""
     await _import_model_side()
     await trio.to_thread.run_sync(import_module, "genbatch.nif.models.model", abandon_on_cancel=True)
 
 
 class EngineProcess:
-    """What the process does for its parent."""
+    """The engine process's work for its parent."""
 
     def __init__(self, channel: ControlChannel[Any]) -> None:
         self._channel = channel
         self._batcher: ActorRef
         self._nursery: trio.Nursery
         self._session = trio.CancelScope()
-        self._served: EngineSession | None = None  # the gateway's that is there
-        self._told: tuple[str, int] = ("", 0)  # stage and part of loading
-        self._changes: deque[tuple[ServingChanged, trio.Event]] = deque()  # what the parent was not told yet
+        self._served: EngineSession | None = None  # of the connected gateway
+        self._told: tuple[str, int] = ("", 0)  # last reported stage and part of loading
+        self._changes: deque[tuple[ServingChanged, trio.Event]] = deque()  # changes not sent to the parent yet
 
     async def serve(self) -> None:
-        """Returns when the parent says so, or is gone.
+        """Serve until the parent sends Stop, or ends.
 
         Raises:
             StartFault: the Batcher could not be started.
@@ -313,7 +313,7 @@ class EngineProcess:
         await self._tell(EngineReady(models, stats))
 
     async def _follow(self, number: int, stream: FrameStream) -> None:
-        """Serves one gateway."""
+        """Serve one gateway."""
         with self._session:
             self._served = session = EngineSession(self._batcher, stream)
             try:
@@ -324,8 +324,11 @@ class EngineProcess:
         await self._tell(Unjoined(number))
 
     def _tell_models(self, models: Models, adapters: list[AdapterSource]) -> None:
-        """The parent is to know what the next engine is to have, and then the gateway what this one has: were this one
-        killed between the two, what a client was told of would be undone."""
+        """Tell the parent about changed models first, and then the gateway.
+
+        The parent needs the adapters for the next engine. In the other order, a crash in between would undo a change
+        that the client already knows of.
+        """
         told = trio.Event()
         self._changes.append((ServingChanged(models, adapters), told))
         self._nursery.start_soon(self._tell_change)
@@ -333,19 +336,17 @@ class EngineProcess:
             self._served.tell_models(models, told)
 
     async def _tell_change(self) -> None:
-        change, told = (
-            self._changes.popleft()
-        )  # the oldest: tasks begin in any order, the channel keeps to that of calls
+        change, told = self._changes.popleft()  # the oldest: tasks start in any order
         await self._tell(change)
         told.set()
 
     def _tell_progress(self, stage: str, done: int, total: int) -> None:
-        """On the event loop's thread."""
+        """Report progress; runs on the event loop's thread."""
         part = _PARTS * done // total if total else 0
         if self._told != (stage, part):
             self._told = (stage, part)
             self._nursery.start_soon(self._tell, Loading(stage, done, total))
 
     async def _tell(self, message: object) -> None:
-        with suppress(OSError):  # the parent is gone, which ends this process, too
+        with suppress(OSError):  # the parent has ended, which ends this process, too
             await self._channel.send(message)

@@ -1,10 +1,10 @@
-"""What a gateway process and an engine process say to each other: frames over a socketpair, each a list of messages.
+"""The protocol between a gateway process and an engine process: frames over a socketpair, each a list of messages.
 
     ToEngine:  Submit, SubmitEmbed, SubmitScore, Cancel, Ask     one frame for each turn of the gateway's event loop
     ToGateway: Tokens, Final, FinalEmbedded, FinalError, Answer, Beat, Serving    one a step of the engine
 
-Every type is checked when a frame is decoded. Numbers in place of names keep a step's message small: structs travel
-as arrays, told apart by their first element. The end of the stream is the other process's end.
+Decoding checks every type. Structs travel as arrays with a number as their first element, which keeps a step's message
+small. The end of the stream means that the other process has ended.
 """
 
 import socket
@@ -29,7 +29,7 @@ from genbatch.proto.messages import (
 
 
 class LinkError(Exception):
-    """The other side broke the link's rules; the message says how."""
+    """The other side broke the protocol; the text says how."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
@@ -37,9 +37,9 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     Args:
         id: the gateway's number for it, used once.
-        request: what to generate; `deadline_s` is what remains of it.
+        request: the request; `deadline_s` is the time that remains.
         client, request_id, beam_width: see Generate.
-        streams: whether tokens are to be sent with their text: somebody reads them.
+        streams: whether to send tokens with their text, for a caller that reads them.
         drawn: see Generate.
     """
 
@@ -53,13 +53,13 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """Nobody waits for this request or question any more."""
+    """Stop the work on this request or question."""
 
     id: int
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """Another call of the Batcher's.
+    """Another call of the Batcher.
 
     Args:
         method: a name in METHODS.
@@ -72,7 +72,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class SubmitEmbed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """Work on an embedding request; the fields are those of Submit."""
+    """Work on an embedding request; see Submit for the fields."""
 
     id: int
     request: EmbedRequest
@@ -81,7 +81,7 @@ class SubmitEmbed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class SubmitScore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
-    """Work on a request for scores; the fields are those of Submit."""
+    """Work on a request for scores; see Submit for the fields."""
 
     id: int
     request: ScoreRequest
@@ -90,7 +90,7 @@ class SubmitScore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A Token of the request with this id; without its text where nobody reads that."""
+    """A Token of the request with this id; its text is empty where no caller reads it."""
 
     id: int
     choice: int
@@ -104,13 +104,13 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
-    """The tokens of a step, of all sequences together."""
+    """The tokens of one step, for all sequences."""
 
     rows: list[TokenRow]
 
 
 class Final(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """A request's result; all its tokens were sent before."""
+    """A request's result, after all its tokens."""
 
     id: int
     result: Result
@@ -124,27 +124,27 @@ class FinalEmbedded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class FinalError(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """The error that a request or a question ends with."""
+    """The error that ends a request or a question."""
 
     id: int
     error: ErrorInfo
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
-    """The answer to a question, of the type that METHODS says."""
+    """The answer to a question, with the answer type in METHODS."""
 
     id: int
     value: msgspec.Raw
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
-    """The engine's event loop runs, and this is how the Batcher is."""
+    """A sign of life of the engine's event loop, with the Batcher's health."""
 
     health: Health
 
 
 class Serving(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
-    """What the engine serves from now on."""
+    """The models that the engine serves from now on."""
 
     models: Models
 
@@ -158,24 +158,24 @@ _to_gateway = msgspec.msgpack.Decoder(list[ToGateway])
 
 
 def encode(message: object) -> msgspec.Raw:
-    """One message, or a call or an answer, to be put into a frame.
+    """Encode one message, or a call or an answer within a message.
 
     Raises:
-        TypeError, ValueError, OverflowError: it holds what msgpack has no form for.
+        TypeError, ValueError, OverflowError: msgpack cannot encode a value.
     """
     return msgspec.Raw(_encoder.encode(message))
 
 
 def encode_frame(messages: list[Any]) -> bytes:
-    """A frame of one side's messages, encoded already or not."""
+    """Return a frame of one side's messages, which may be encoded already."""
     return _encoder.encode(messages)
 
 
 def decode_for_engine(frame: bytes) -> list[ToEngine]:
-    """The messages of a gateway's frame.
+    """Return the messages of a gateway's frame.
 
     Raises:
-        LinkError: it is not such a message.
+        LinkError: the frame is not valid.
     """
     try:
         return _to_engine.decode(frame)
@@ -184,10 +184,10 @@ def decode_for_engine(frame: bytes) -> list[ToEngine]:
 
 
 def decode_for_gateway(frame: bytes) -> list[ToGateway]:
-    """The messages of an engine's frame.
+    """Return the messages of an engine's frame.
 
     Raises:
-        LinkError: it is not such a message.
+        LinkError: the frame is not valid.
     """
     try:
         return _to_gateway.decode(frame)
@@ -196,10 +196,10 @@ def decode_for_gateway(frame: bytes) -> list[ToGateway]:
 
 
 def decode_value(data: msgspec.Raw, kind: Any) -> Any:
-    """A call or an answer of the type that METHODS says.
+    """Decode a call or an answer with a type in METHODS.
 
     Raises:
-        LinkError: it is of another.
+        LinkError: the bytes have another type.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
@@ -208,7 +208,7 @@ def decode_value(data: msgspec.Raw, kind: Any) -> Any:
 
 
 _LENGTH: typing.Final = struct.Struct("<I")
-# More than any result that is sent; what claims to be longer is no frame of ours.
+# The most bytes of a frame, above any result; a longer frame breaks the protocol.
 MAX_FRAME_BYTES = 2**30
 _RECEIVE_BYTES = 64 * 2**10
 
@@ -217,7 +217,7 @@ class FrameStream:
     """One end of a socketpair, for one task that receives and one that sends.
 
     Args:
-        end: is closed with the stream.
+        end: the socket; it is closed with the stream.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -225,10 +225,10 @@ class FrameStream:
         self._received = bytearray()
 
     async def receive(self) -> bytes | None:
-        """The next frame; None once the other end is closed.
+        """Return the next frame; None once the other end is closed.
 
         Raises:
-            trio.BrokenResourceError, trio.ClosedResourceError: this end is.
+            trio.BrokenResourceError, trio.ClosedResourceError: this end is broken or closed.
         """
         while True:
             frame = self._take()
@@ -236,14 +236,14 @@ class FrameStream:
                 return frame
             try:
                 data = await self._stream.receive_some(_RECEIVE_BYTES)
-            except trio.BrokenResourceError:  # reset: it died with data of ours unread
+            except trio.BrokenResourceError:  # a reset: the other process died with unread data
                 return None
             if not data:
                 return None
             self._received += data
 
     async def send(self, frame: bytes) -> None:
-        """Sends a frame; returns once the kernel has all of it.
+        """Send a frame; return once the kernel has all of it.
 
         Raises:
             trio.BrokenResourceError, trio.ClosedResourceError: one of the ends is closed.
@@ -252,7 +252,7 @@ class FrameStream:
         await self._stream.send_all(_LENGTH.pack(len(frame)) + frame)
 
     async def aclose(self) -> None:
-        """Closes this end."""
+        """Close this end."""
         await self._stream.aclose()
 
     def _take(self) -> bytes | None:

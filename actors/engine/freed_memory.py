@@ -1,8 +1,8 @@
-"""Gives memory that was freed back to the kernel, which glibc keeps where small blocks lie between large ones.
+"""Returns freed memory to the kernel; glibc keeps free blocks that lie between blocks in use.
 
-Prompts of a megabyte leave some hundred MB of such memory in an engine within minutes. glibc's own threshold looks at
-the end of the heap only. Large blocks of their own (mallopt's M_MMAP_THRESHOLD, as in the gateway) would cost every
-step page faults: its tensors are large blocks, too.
+Prompts of a megabyte leave some hundred MB of such memory in an engine within minutes. glibc's own threshold concerns
+only the end of the heap. Separate large blocks (mallopt's M_MMAP_THRESHOLD, as in the gateway) would cost every step
+page faults, since a step's tensors are large blocks, too.
 """
 
 import ctypes
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import trio
 
-# So much more memory is worth the work: 20 ms for 100 MB in small pieces, in which no thread allocates anything.
+# The growth that is worth a call. A call takes 20 ms for 100 MB in small pieces, and blocks every allocation meanwhile.
 GROWTH_BYTES = 64 * 2**20
 EVERY_S = 10.0
 
 
 def return_freed_memory() -> None:
-    """Gives back what is free. Other libraries than glibc have no such call."""
+    """Return free memory to the kernel; only glibc has such a call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim.argtypes = (ctypes.c_size_t,)
@@ -25,7 +25,7 @@ def return_freed_memory() -> None:
 
 
 async def keep_returning_freed_memory() -> None:
-    """Does so each time that the process has grown, on a thread: the call holds no lock of Python's."""
+    """Return freed memory whenever the process has grown, on a thread, since the call does not hold Python's lock."""
     least = _resident_bytes()
     while True:
         await trio.sleep(EVERY_S)
@@ -37,7 +37,7 @@ async def keep_returning_freed_memory() -> None:
 
 
 def _resident_bytes() -> int:
-    """0 where the kernel does not tell: then nothing is ever given back."""
+    """Return the resident bytes; 0 where the kernel does not report them, and then no memory is returned."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

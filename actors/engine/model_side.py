@@ -1,4 +1,4 @@
-"""What only an engine process needs, and only once it runs: torch, and all that is imported with it."""
+"""The part of an engine process that imports torch; it is imported only once the process runs."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ from genbatch.proto.messages import Models
 
 logger = logging.getLogger(__name__)
 
-# Callers wait in the mailbox only while a message is being handled; the queue proper has its own bound.
+# Callers wait in the mailbox only while a message is handled; the request queue has its own bound.
 MAILBOX_SIZE = 4096
-# When it is told to stop, nobody waits for a step that takes longer.
+# Seconds that a stopping Batcher may wait for a step in progress.
 SHUTDOWN_S = 4.0
 
 
@@ -36,13 +36,13 @@ async def open_batcher(
     progress: Callable[[str, int, int], None],
     on_models: Callable[[Models, list[AdapterSource]], None],
 ) -> ActorRef:
-    """Loads the model and starts the Batcher in `nursery`, where its crash shows.
+    """Load the model and start the Batcher in `nursery`, so that a crash of the Batcher ends the nursery.
 
     Args:
-        on_models: called with what is served, and what the next engine is to load for it, whenever that has changed.
+        on_models: called with the served models and the adapters for the next engine, whenever they change.
 
     Raises:
-        ModelError, OptionError, SchedulerError: as they do.
+        ModelError, OptionError, SchedulerError: see `load_engine` and Batcher.
     """
     engine_options = decode_options(start.engine_options, EngineOptions)
     options = decode_options(start.batcher_options, BatcherOptions)
@@ -70,8 +70,10 @@ async def open_batcher(
 
 
 def _load_again(engine: Engine, adapters: Sequence[AdapterSource]) -> None:
-    """Loads what the engine before had. What has changed since, or gone, is left out: requests must not go on with
-    another adapter than they began with, and the others must not wait for it."""
+    """Load the adapters of the previous engine, except adapters that have changed since or cannot be read.
+
+    A request must not continue with another adapter than it began with. The other adapters need not wait for it.
+    """
     for source in adapters:
         try:
             adapter = engine.adapters.read(source.name, Path(source.path))

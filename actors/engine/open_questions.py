@@ -1,10 +1,10 @@
-"""OpenQuestions: the calls of a Batcher that have one short answer, on their way to an engine and back.
+"""OpenQuestions: the Batcher's calls with one short answer, on their way to an engine and back.
 
     questions.ask(StatsRequest(), from_, monitor, engine)
     questions.answer(id, value, engine)      # or fail, give_up, lose: each caller gets one reply
 
-The engine is asked for its counters, and for its health, once at a time, however many callers ask. Callers that ask
-meanwhile share the next answer. So clients that ask without a pause cost the engine no more than one client does.
+The engine gets one question for its counters, and one for its health, at a time. Later callers share the next answer.
+So many clients that ask all the time cost the engine no more than one client does.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, Un
 from genbatch.proto.messages import DrainRequest, Health, HealthRequest, StatsRequest
 from genbatch.proto.methods import METHODS, method_of
 
-# Seconds in which an engine must say its health; then the caller gets the health that is known.
+# The engine's timeout for a health check. After that, the caller gets the last known health.
 HEALTH_WAIT_S = 0.25
 # Callers share the answers to these calls, which have no parameters.
 SHARED = {"stats": StatsRequest(), "health": HealthRequest()}
@@ -36,10 +36,10 @@ class AnswerLate:
 
 
 class EngineSender(Protocol):
-    """An engine's connection."""
+    """The sending side of an engine's connection."""
 
     def post(self, message: ToEngine) -> None:
-        """Sends a message soon."""
+        """Send a message soon."""
         ...
 
 
@@ -53,12 +53,12 @@ class Question:
 
 
 class OpenQuestions:
-    """The numbers of questions are negative, those of requests positive.
+    """The open questions; their numbers are negative, and the numbers of requests are positive.
 
     Args:
-        send_after: of the actor that asks; brings it an AnswerLate.
-        complete: adds to an answer what is known on this side; called with the method's name and the answer.
-        known_health: the health that is known without the engine's answer.
+        send_after: sends an AnswerLate to the owning actor after a number of seconds.
+        complete: adds this side's data to an answer; called with the method's name and the answer.
+        known_health: returns the health that is known without the engine's answer.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class OpenQuestions:
         self._open: dict[int, Question] = {}
         self._ids: dict[Monitor, int] = {}
         self._last_id = 0
-        # Callers by method. They wait until the engine can be asked again.
+        # Callers by method, which wait until the engine can be asked again.
         self._next: dict[str, Callers] = {method: {} for method in SHARED}
 
     def ask(self, call: object, from_: "From[Any]", monitor: Monitor, engine: EngineSender | None) -> None:
-        """Sends a call of the Batcher's.
+        """Send a call of the Batcher to the engine.
 
         Raises:
-            GenbatchError: it cannot be sent; `from_` has no reply yet.
+            GenbatchError: the call cannot be sent, and `from_` has no reply yet.
         """
         if engine is None:
             raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
@@ -96,12 +96,12 @@ class OpenQuestions:
             self._post(method.name, data, {monitor: from_}, engine)
 
     def tell_to_drain(self, engine: EngineSender) -> None:
-        """Has the Batcher cancel what is open and answer it; nobody waits for the answer to this."""
+        """Let the Batcher cancel the open requests and answer them; the answer to this call itself is ignored."""
         self._last_id -= 1
         engine.post(Ask(self._last_id, "drain", encode(DrainRequest(timeout_s=0.0))))
 
     def answer(self, id: int, value: msgspec.Raw, engine: EngineSender | None) -> None:
-        """Replies with the engine's answer."""
+        """Reply with the engine's answer."""
         question = self._take(id)
         if question is None:
             return
@@ -115,7 +115,7 @@ class OpenQuestions:
         self._ask_next(question.method, engine)
 
     def fail(self, id: int, error: GenbatchError) -> None:
-        """Replies with the engine's refusal, or with the health that is known."""
+        """Reply with the engine's error, or with the known health."""
         question = self._take(id)
         if question is None:
             return
@@ -128,13 +128,13 @@ class OpenQuestions:
         self._reply_error(question.method, callers, error)
 
     def give_up(self, id: int, engine: EngineSender | None) -> None:
-        """Stop waiting for an answer."""
+        """Stop waiting for an answer after its timeout."""
         if id in self._open and engine is not None:
             engine.post(Cancel(id))
         self.fail(id, Unavailable("the engine does not answer", retry_after_ms=RETRY_MS))
 
     def leave(self, monitor: Monitor, engine: EngineSender | None) -> None:
-        """Its caller is gone."""
+        """Forget a caller that has left."""
         for callers in self._next.values():
             if callers.pop(monitor, None) is not None:
                 monitor.cancel()
@@ -150,7 +150,7 @@ class OpenQuestions:
             self._ask_next(question.method, engine)
 
     def lose(self) -> None:
-        """The engine is gone: replies to all."""
+        """Reply to all callers after the engine died."""
         for id in list(self._open):
             self.fail(id, Unavailable("the engine died", retry_after_ms=RETRY_MS))
 
@@ -178,7 +178,7 @@ class OpenQuestions:
         return question
 
     def _reply_error(self, method: str, callers: Callers, error: GenbatchError) -> None:
-        """A health check is answered, even without an engine."""
+        """Reply with the error, or for a health check with the known health."""
         for from_ in callers.values():
             if method == "health":
                 reply(from_, self._known_health())

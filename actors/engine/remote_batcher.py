@@ -1,12 +1,12 @@
-"""RemoteBatcher: stands where the Batcher would, and answers the same calls, with the Batcher in another process.
+"""RemoteBatcher: takes the place of a Batcher in another process, and answers the same calls.
 
     remote = await start(nursery, RemoteBatcher(options, on_hung=kill))
-    remote.info(EngineUp(connection, models), control=True)          # a new engine is there
-    result = await remote.call(Generate(request), timeout=None)      # as of a Batcher
+    remote.info(EngineUp(connection, models), control=True)          # a new engine is connected
+    result = await remote.call(Generate(request), timeout=None)      # as with a Batcher
 
-It decides, AcceptedRequests remembers, an EngineConnection moves the bytes, an EngineWatch knows the engine's health.
-Requests outlive engines: what an engine's death means for each is the rule of AcceptedRequests. OpenQuestions asks the
-engine all else. A health check is answered even while the engine is not: then with what the engine said last.
+RemoteBatcher decides, AcceptedRequests keeps the requests, EngineConnection moves the bytes, and EngineWatch knows the
+engine's health. Requests outlive engines by the rules of AcceptedRequests. OpenQuestions sends all other calls to the
+engine. A health check is answered even without an engine, with the engine's last health.
 """
 
 import logging
@@ -74,7 +74,7 @@ from genbatch.proto.validation import MAX_SEED, validate_texts
 
 logger = logging.getLogger(__name__)
 
-# Requests that have waited for an engine are not copied all at once into one frame: each may have a megabyte.
+# Requests that waited for an engine go out in several frames, since each request may have a megabyte.
 MESSAGES_A_FRAME = 16
 
 
@@ -89,8 +89,8 @@ class EngineConnection:
     def __init__(
         self, stream: FrameStream, receive: "Callable[[EngineConnection, list[ToGateway] | None], None]"
     ) -> None:
-        self.epoch = 0  # for who receives
-        self.fault: LinkError | None = None  # why nothing more of it is believed
+        self.epoch = 0  # set by the receiver
+        self.fault: LinkError | None = None  # the protocol fault after which its messages are ignored
         self._stream = stream
         self._receive = receive
         self._outbox: list[ToEngine] = []
@@ -98,16 +98,16 @@ class EngineConnection:
         self._scope = trio.CancelScope()
 
     def post(self, message: ToEngine) -> None:
-        """Sends a message with those of this turn of the event loop; what waits is bounded by what was accepted."""
+        """Send a message in one frame with this turn's messages; the number of accepted requests bounds the queue."""
         self._outbox.append(message)
         self._news.set()
 
     def close(self) -> None:
-        """Ends it: the engine will see."""
+        """Close the link; the engine notices."""
         self._scope.cancel()
 
     async def run(self) -> None:
-        """Returns when the engine or `close` has ended it."""
+        """Run until the engine or `close` ends the link."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -120,7 +120,7 @@ class EngineConnection:
             self._receive(self, None)
 
     async def _read(self) -> None:
-        """Until the engine's end closes, even after a fault: if ours did, that one would ask for a new link."""
+        """Read until the engine closes its end, even after a fault: closing ours would make it ask for a new link."""
         while (frame := await self._stream.receive()) is not None:
             if self.fault is not None:
                 continue
@@ -141,12 +141,12 @@ class EngineConnection:
                 try:
                     await self._stream.send(frame)
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    return  # what the engine sent before its end is still read
+                    return  # the engine's last messages are still read
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUp:
-    """An engine is there."""
+    """An engine is connected."""
 
     connection: EngineConnection
     models: Models
@@ -154,7 +154,7 @@ class EngineUp:
 
 @dataclass(frozen=True, slots=True)
 class EngineFrame:
-    """An engine's messages; None: its end."""
+    """An engine's messages; None at its end."""
 
     connection: EngineConnection
     messages: list[ToGateway] | None
@@ -162,16 +162,16 @@ class EngineFrame:
 
 @dataclass(frozen=True, slots=True)
 class WatchTick:
-    """Time has passed."""
+    """It is time to check deadlines and the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelOver:
-    """The time to end what was cancelled, at the end of a drain, is over."""
+    """The time to end the cancelled requests of a drain is over."""
 
 
 class EngineWatch:
-    """Of one engine after another. Times are seconds on the event loop's clock.
+    """Tracks the health of one engine after another. Times are seconds on the event loop's clock.
 
     Args:
         stall_s: seconds without a sign of life, or without the end of a step while there is work, after which an
@@ -179,43 +179,43 @@ class EngineWatch:
     """
 
     def __init__(self, stall_s: float) -> None:
-        self.is_given_up = False  # and is being killed
+        self.is_given_up = False  # true while it is being killed
         self._stall_s = stall_s
-        self._health: Health | None = None  # as it said last
+        self._health: Health | None = None  # its last report
         self._last_heard = 0.0
 
     def joined(self, now: float) -> None:
-        """A new engine is there."""
+        """Note a new engine."""
         self.is_given_up = False
         self._health = None
         self._last_heard = now
 
     def lost(self) -> None:
-        """There is none."""
+        """Note that no engine is connected."""
         self._health = None
 
     def heard(self, now: float) -> None:
-        """It has sent something."""
+        """Note that the engine has sent a message."""
         self._last_heard = now
 
     def beat(self, health: Health) -> None:
-        """It has said how it is."""
+        """Note the engine's reported health."""
         self._health = health
 
     def was_deaf(self, seconds: float) -> None:
-        """This event loop was held up, and nobody could be heard meanwhile."""
+        """Allow for a delay of this event loop, in which no message could be read."""
         self._last_heard += seconds
 
     def stalled_s(self, now: float) -> float:
-        """Seconds without progress that should have been."""
+        """Return the seconds without the expected progress."""
         return now - self._last_heard + (self._health.stalled_s if self._health is not None else 0.0)
 
     def is_stuck(self, now: float) -> bool:
-        """Whether to wait for it no longer."""
+        """Return whether the engine counts as stuck."""
         return self.stalled_s(now) > self._stall_s
 
     def report(self, now: float, *, draining: bool, waiting: int) -> Health:
-        """What to say of the service, with so many requests open."""
+        """Return the health of the service, with `waiting` requests open."""
         if self._health is None:
             return Health(status="down", steps=0, requests_running=0, requests_waiting=waiting, stalled_s=0.0)
         status: HealthStatus = "draining" if draining else self._health.status
@@ -224,17 +224,17 @@ class EngineWatch:
         return msgspec.structs.replace(self._health, status=status, stalled_s=self.stalled_s(now))
 
 
-# Any client that is not the program which runs the Batcher.
+# The client name for the admission bounds of all remote clients.
 REMOTE = "remote"
-# Seconds between two looks at deadlines and at the engine's signs of life.
+# Seconds between two checks of deadlines and of the engine's signs of life.
 TICK_S = 0.5
-# Seconds that a drained engine has to end what it was told to cancel.
+# Seconds that a draining engine has to end its cancelled requests.
 CANCEL_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingCaller:
-    """Who waits for a request."""
+    """The caller that waits for a request."""
 
     from_: "From[Any]"
     monitor: Monitor
@@ -245,9 +245,9 @@ class RemoteBatcher(GenServer):
     """See the module's docstring.
 
     Args:
-        options: the Batcher's. As many sequences as its queue and slots hold may wait while no engine is there; after
-            `stall_s` seconds without a sign of life, or without the end of a step while there is work, one is hung.
-        on_hung: called with the reason; is to kill the engine.
+        options: the Batcher's. Without an engine, as many sequences may wait as its queue and slots hold. An engine
+            hangs after `stall_s` seconds without a sign of life, or without the end of a step while there is work.
+        on_hung: called with the reason; must kill the engine.
     """
 
     def __init__(self, options: BatcherOptions, on_hung: Callable[[str], None]) -> None:
@@ -335,7 +335,7 @@ class RemoteBatcher(GenServer):
             raise InvalidRequest(None, f"cannot be sent: {error}") from error
         wanted = message.request
         is_streamed = isinstance(message, Generate) and message.on_token is not None
-        # The engine bounds the wait for a slot itself, from when it has the request.
+        # The engine itself bounds the wait for a slot, from the arrival of the request at the engine.
         # guard: default deadline, at the link
         wait_s = (self.options.default_deadline_s or None) if message.client else None
         entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed, wait_s=wait_s)
@@ -352,14 +352,14 @@ class RemoteBatcher(GenServer):
             assert self._connection is not None
             request = entry.request
             if entry.expires_at is not None:
-                # At the edge the engine is to say it, with whatever it has.
+                # Leave the engine at least a millisecond, so that it ends the request with its output so far.
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, entry.expires_at - now))
             if isinstance(request, GenerateRequest) and request.seed is None:
                 request = msgspec.structs.replace(request, seed=entry.seed)
             self._connection.post(_submission(entry, request))
 
     def _leave(self, monitor: Monitor) -> None:
-        """A caller has stopped waiting."""
+        """Note that a caller has stopped waiting."""
         self._questions.leave(monitor, self._connection)
         entry = self._callers.pop(monitor, None)
         # guard: callers that leave, at the link
@@ -372,12 +372,12 @@ class RemoteBatcher(GenServer):
         self._draining.settle()
 
     def _end(self, entry: AcceptedRequest, error: GenbatchError) -> None:
-        """Ends a request from here, whatever the engine does."""
+        """End a request without the engine."""
         self._forget(entry)
         self._answer(entry, error)
 
     def _answer(self, entry: AcceptedRequest, end: object) -> None:
-        """The one place where a request's caller is answered."""
+        """Answer a request's caller; no other place does so."""
         caller: WaitingCaller = entry.caller
         del self._callers[caller.monitor]
         caller.monitor.cancel()
@@ -418,17 +418,17 @@ class RemoteBatcher(GenServer):
                     raise connection.fault
             except LinkError as error:
                 self._give_up(str(error))
-            self._send_due()  # what waited for a suspect's first sign
+            self._send_due()  # a suspect's first token or end may free the next suspect
 
     def _act(self, epoch: int, message: ToGateway) -> None:
         match message:
             case Tokens(rows):
                 for entry, token in self.accepted.tokens(epoch, rows):
                     if entry not in self.accepted:
-                        continue  # it has failed at an earlier token of these
+                        continue  # it failed at an earlier token of this frame
                     try:
                         entry.caller.message.on_token(token)
-                    except Exception as error:  # the caller's own function: its fault ends its request only
+                    except Exception as error:  # a fault of the caller's function ends its request only
                         self._end(entry, EngineError(f"on_token raised {error!r}"))
             case Beat(health):
                 self._watch.beat(health)
@@ -469,14 +469,14 @@ class RemoteBatcher(GenServer):
             self._give_up(f"no progress for {self._watch.stalled_s(now):.1f} s")
 
     def _give_up(self, reason: str) -> None:
-        """Has the engine killed. Until its end of the link closes, and then a new one comes, requests wait."""
+        """Have the engine killed; requests wait until its link closes and a new engine connects."""
         self._watch.is_given_up = True
         self._on_hung(reason)
 
-    # What gateways ask
+    # Answers for gateways
 
     def _completed(self, method: str, answer: Any) -> Any:
-        """An engine's answer with what is known of it here."""
+        """Return an engine's answer with this side's data."""
         if method == "stats":
             return {**answer, **self._counters()}
         if method == "health":
@@ -485,7 +485,7 @@ class RemoteBatcher(GenServer):
         return answer
 
     def _health(self) -> Health:
-        """The engine's health as it said last, and this link's."""
+        """Return the engine's last reported health with this link's state."""
         draining = self._draining.has_begun
         return self._watch.report(trio.current_time(), draining=draining, waiting=len(self.accepted))
 
@@ -495,7 +495,7 @@ class RemoteBatcher(GenServer):
         return self._models
 
     def _own_stats(self) -> dict[str, object]:
-        """What is known without an engine."""
+        """Return the statistics that are known without an engine."""
         stats = self._counters()
         if self._models is not None and self._models.models:
             stats["model"] = self._models.models[0].id
@@ -515,7 +515,7 @@ class RemoteBatcher(GenServer):
     # Draining
 
     def _cancel_open(self) -> None:
-        """The engine ends what is open with what it has; what it does not end in time ends here."""
+        """Let the engine end the open requests with their output so far; a timer ends the remaining ones here."""
         self._draining.num_cancelled += len(self.accepted)
         if self._connection is not None and len(self.accepted):
             self._questions.tell_to_drain(self._connection)
@@ -526,7 +526,7 @@ class RemoteBatcher(GenServer):
 
 
 def _submission(entry: AcceptedRequest, request: Wanted) -> Submit | SubmitEmbed | SubmitScore:
-    """What tells the engine of a request; `request` has the deadline that is left."""
+    """Return the message that submits a request to the engine; `request` has the remaining deadline."""
     message: Generate | Embed = entry.caller.message
     if isinstance(message, Embed):
         if isinstance(request, ScoreRequest):
@@ -543,25 +543,25 @@ class EngineConnections:
     """The gateways' side of a Joint; `run` is a child for a supervisor.
 
     Args:
-        link: who is told.
+        link: the RemoteBatcher that gets the engine's messages.
     """
 
     def __init__(self, link: ActorRef) -> None:
-        self.joined = trio.Event()  # to a first engine
+        self.joined = trio.Event()  # set by the first engine
         self._link = link
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled."""
+        """Run until cancelled."""
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             try:
                 await trio.sleep_forever()
             finally:
-                self._nursery = None  # it takes no new tasks
+                self._nursery = None  # no new tasks can start
 
     async def send(self, message: Join, hand_over: socket.socket) -> None:
-        """Takes the gateways' end of a new link."""
+        """Take the gateways' end of a new link."""
         if self._nursery is None:
             hand_over.close()
         else:
@@ -570,7 +570,7 @@ class EngineConnections:
             with suppress(ActorDown):
                 self._link.info(EngineUp(connection, message.models), control=True)
             self.joined.set()
-        await trio.lowlevel.checkpoint()  # last: the socket is somebody's by now
+        await trio.lowlevel.checkpoint()  # last: the connection owns the socket by now
 
     def _receive(self, connection: EngineConnection, messages: list[ToGateway] | None) -> None:
         with suppress(ActorDown):
