@@ -1,13 +1,13 @@
-"""Fairness over a fleet: what its clients had of all replicas together, and whose turn it is while there is none.
+"""Fairness over a fleet: account for the tokens of clients over all replicas, and order requests without a replica.
 
-    owed = accounts.tell("alice", "r1")      # goes along with her request: what r1 does not know yet of what she had
-    accounts.book("alice", "r1", tokens)     # its answer is there
-    accounts.take_back("alice", "r1", owed)  # or r1 never had it
+    owed = accounts.tell("alice", "r1")      # sent with the request: tokens of alice that r1 does not know of yet
+    accounts.book("alice", "r1", tokens)     # after the answer
+    accounts.take_back("alice", "r1", owed)  # if r1 never got the request
 
-Each replica orders its waiting requests by what their clients had (FairShare). What a client had elsewhere it cannot
-know, so a gateway says with each request what its client had by way of this gateway at other replicas since it last
-said so. A replica that is told by all gateways knows what the client had of the whole fleet: gateways need not talk
-to one another, and nobody asks for anything.
+Each replica orders its waiting requests by the tokens that their clients had (FairShare). A replica cannot know of
+tokens from other replicas. So with each request the gateway sends the tokens that its client had elsewhere since the
+last request. A replica that hears from all gateways knows the client's tokens of the whole fleet. Gateways need not
+talk to one another, and replicas need not ask.
 """
 
 import math
@@ -21,19 +21,19 @@ from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT, 
 from genbatch.proto.errors import QueueFull
 from genbatch.proto.validation import MAX_PAYER_LENGTH
 
-# Clients whose counts are kept; those unheard of for longest are forgotten, and begin anew.
+# The most clients with counts; the least recently active clients are forgotten, and start again at zero.
 MAX_ACCOUNTS = 4096
-# Share of the places in the line that one client may fill, of those that others leave.
+# One client's share of the places in the line that the other clients leave free.
 MAX_SHARE = 0.5
 
 
 def weighted(prompt_tokens: int, output_tokens: int) -> float:
-    """What a request counts for."""
+    """Return the weighted tokens of a request."""
     return PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
 
 def account_in_fleet(gateway: str, account: str) -> str:
-    """The name of a gateway's account at every replica: tenants and machines are the same at all gateways."""
+    """Return a gateway account's name at every replica: tenants and machines have the same name at all gateways."""
     if account.startswith(("tenant:", "host:")) and account != LOCALHOST:
         return account[-MAX_PAYER_LENGTH:]
     return f"{gateway}/{account}"[-MAX_PAYER_LENGTH:]
@@ -41,15 +41,15 @@ def account_in_fleet(gateway: str, account: str) -> str:
 
 @dataclass(slots=True)
 class _Account:
-    total: float = 0.0  # weighted tokens, of all replicas
-    known: dict[str, float] = field(default_factory=dict)  # by replica, how many of them it knows of
+    total: float = 0.0  # weighted tokens of all replicas
+    known: dict[str, float] = field(default_factory=dict)  # by replica: the part of `total` that it knows of
 
 
 class Accounts:
-    """What each client had, by way of this gateway.
+    """The tokens that each client had through this gateway.
 
     Args:
-        max_accounts: how many are kept.
+        max_accounts: the most clients to keep.
     """
 
     def __init__(self, max_accounts: int = MAX_ACCOUNTS) -> None:
@@ -60,25 +60,25 @@ class Accounts:
         return len(self._accounts)
 
     def tell(self, name: str, replica: str) -> float:
-        """What the replica does not know of yet; from now on it does."""
+        """Return the tokens that the replica does not know of yet, and count them as known."""
         account = self._of(name)
         owed = account.total - account.known.get(replica, 0.0)
         account.known[replica] = account.total
         return owed
 
     def take_back(self, name: str, replica: str, owed: float) -> None:
-        """The replica was not told after all."""
+        """Count the tokens as unknown again, after the replica did not get them."""
         account = self._of(name)
         account.known[replica] = account.known.get(replica, 0.0) - owed
 
     def book(self, name: str, replica: str, tokens: float) -> None:
-        """The client had these of a replica, which counts them itself."""
+        """Book a client's tokens of a replica, which counts them itself, too."""
         account = self._of(name)
         account.total += tokens
         account.known[replica] = account.known.get(replica, 0.0) + tokens
 
     def forget_replica(self, replica: str) -> None:
-        """It is gone, and what it knew with it."""
+        """Forget a replica that has left, with its knowledge."""
         for account in self._accounts.values():
             account.known.pop(replica, None)
 
@@ -97,8 +97,8 @@ class Waiter:
     """A request in the line.
 
     Args:
-        account: whose.
-        tokens: of its prompt, about.
+        account: the client's account.
+        tokens: approximate tokens of its prompt.
         turn: orders one client's own requests: the priority, then the arrival.
     """
 
@@ -109,30 +109,30 @@ class Waiter:
 
 
 class Line:
-    """Requests for which there is no replica; the clients take turns, and nobody who comes later overtakes it.
+    """Requests without a replica; the clients take turns, and no later request overtakes the line.
 
     Args:
-        limit: how many may wait.
-        retry_ms: what a refused one is told.
+        limit: the most waiting requests.
+        retry_ms: the retry hint of a refusal.
     """
 
     def __init__(self, limit: int, retry_ms: int) -> None:
         self.limit, self.retry_ms = limit, retry_ms
         self._waiting: list[Waiter] = []
-        self._num_called = 0  # and not on their way yet
+        self._num_called = 0  # called, and not placed yet
         self._fair = FairShare()
 
     def __len__(self) -> int:
         return len(self._waiting) + self._num_called
 
     async def wait(self, one: Waiter, expires_at: float) -> bool:
-        """Waits to be called; False if the time passes before.
+        """Wait for the turn; return False if `expires_at` passes first.
 
         Args:
             expires_at: on trio's clock; may be infinite.
 
         Raises:
-            QueueFull: enough wait, or enough of this client's.
+            QueueFull: too many requests wait, or too many of this client.
         """
         self._check(one.account)
         one.called = trio.Event()
@@ -150,7 +150,7 @@ class Line:
                 self._waiting.remove(one)
 
     def call(self, room: int) -> None:
-        """Lets so many go, in turn."""
+        """Let `room` requests go, in turn."""
         room -= self._num_called
         if room <= 0 or not self._waiting:
             return

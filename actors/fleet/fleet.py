@@ -1,23 +1,23 @@
-"""Fleet: answers what a Batcher is asked, with the Batchers of several replicas.
+"""Fleet: answers the calls of a Batcher with the Batchers of several replicas.
 
     fleet = Fleet(build_router("prefix"), FleetLimits())
-    fleet.join("r1", connection, card)           # whoever finds replicas says so
-    result = await fleet.call(Generate(request)) # as of a Batcher
-    fleet.leave("r1")                            # it is gone; await fleet.drain("r2", 30.0) loses nothing
+    fleet.join("r1", connection, card)           # called by the code that finds replicas
+    result = await fleet.call(Generate(request)) # as with a Batcher
+    fleet.leave("r1")                            # the replica has gone; await fleet.drain("r2", 30.0) loses nothing
 
     Generate --> router --> replica's connection --> tokens, final
         ^                        |
         |                        | the replica is gone
         +--- nothing shown yet --+-- else: error(engine_lost, tokens_delivered)
 
-A request runs in its caller's task, so a caller that leaves takes it along. It has one final: the replica's, or one
-from here. Within a replica an engine's death is the replica's own ledger's affair, and what that says is final. What
-is left to do here is the death of a whole replica, its node or the way there: a request of which nothing was shown is
-sent to another replica, once, within its deadline; a second one that is lost with it ends with engine_lost, since it
-may be the cause.
+A request runs in its caller's task, so it is cancelled when the caller leaves. It has one final: the replica's, or one
+from here. Within a replica, the replica's own ledger handles an engine's death, and its answer is final. The fleet
+handles the loss of a whole replica, its node or the network. A request without shown tokens is then sent to another
+replica, once, within its deadline. If a second replica is lost, the request ends with engine_lost, since it may be the
+cause.
 
-Whose turn it is, a replica decides, by what its clients had of all replicas (see fairness). While there is none, or the
-line that formed meanwhile is not served yet, requests wait here, and clients take turns.
+Each replica orders its requests by the tokens that the clients had of all replicas (see fairness). Requests wait here
+while there is no replica, or while an earlier line is not served yet; clients take turns.
 """
 
 import enum
@@ -66,30 +66,30 @@ from genbatch.proto.messages import (
 from genbatch.proto.methods import Lane, lane_of
 from genbatch.proto.validation import RequestLimits, validate_texts
 
-# What a refused caller is told while no replica is there: about a small model's load time.
+# The retry hint while there is no replica: about a small model's load time.
 RETRY_MS = 2000
-# Sequences that a replica takes beyond its slots, for each of them, before it refuses; see BatcherOptions.max_queue.
+# The waiting sequences per slot before a replica refuses; see BatcherOptions.max_queue.
 QUEUE_PER_SLOT = 4
-# About; for telling texts apart by their length.
+# Approximate; used to estimate tokens by length.
 CHARS_PER_TOKEN = 4
-# Tries of one request: it is replayed once.
+# The most tries of one request: it is replayed once.
 MAX_TRIES = 2
 
 
 class Connection(Protocol):
     """The way to one replica.
 
-    Raises, all of them:
-        Unavailable: the replica is gone, or takes nothing; whether it had the request is not known.
-        GenbatchError: what the replica says.
+    Each method raises:
+        Unavailable: the replica is gone, or refuses requests; it is unknown whether it got the request.
+        GenbatchError: the replica's error.
     """
 
     async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
-        """Generates; `on_token` is called with each token as it comes."""
+        """Generate; call `on_token` with each new token."""
         ...
 
     async def embed(self, request: EmbedRequest | ScoreRequest) -> Embedded:
-        """As the Batcher."""
+        """Embed or score, as the Batcher does."""
         ...
 
     async def ask(self, request: msgspec.Struct) -> Any:
@@ -98,22 +98,22 @@ class Connection(Protocol):
 
 
 class ReplicaPhase(enum.Enum):
-    """Where a replica stands."""
+    """The state of a replica."""
 
     OPEN = "open"
-    SUSPECT = "suspect"  # a call to it was lost; until it is heard of again it gets nothing new
+    SUSPECT = "suspect"  # a call was lost; it gets no requests until its next report
     DRAINING = "draining"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLimits:
-    """Bounds of a gateway.
+    """The bounds of a gateway.
 
     Args:
-        max_waiting: requests that may wait while no replica is there.
+        max_waiting: requests that may wait while there is no replica.
         default_deadline_s: seconds that a client's request without a deadline of its own may wait for a replica; 0: no
             bound.
-        limits: caps on what one request may ask.
+        limits: caps on one request.
     """
 
     max_waiting: int = 256
@@ -130,7 +130,7 @@ class Replica:
     card: ModelCard
     phase: ReplicaPhase = ReplicaPhase.OPEN
     num_own: int = 0  # this gateway's requests there
-    own_tokens: int = 0  # prompt tokens of those that have given no token yet
+    own_tokens: int = 0  # prompt tokens of those without a token yet
     others: int = 0  # other gateways' requests, by its last report
     health: Health | None = None
     view: ReplicaView = field(init=False)
@@ -140,7 +140,7 @@ class Replica:
         self.update()
 
     def update(self) -> None:
-        """Makes the view what is known."""
+        """Update the view from the known counts."""
         self.view.tokens_waiting = self.own_tokens
         self.view.num_open = self.num_own + self.others
         self.view.room = self.card.n_parallel * (1 + QUEUE_PER_SLOT) - self.view.num_open
@@ -151,7 +151,7 @@ class Fleet:
     """See the module's docstring.
 
     Args:
-        name: the gateway's, which makes its clients' names its own; tenants have one name at all gateways.
+        name: the gateway's name, which prefixes its clients' accounts; tenants have one name at all gateways.
     """
 
     def __init__(self, router: Router, limits: FleetLimits, name: str = "") -> None:
@@ -162,7 +162,7 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._roster = Roster()
         self._models: Models | None = None
-        self._ended = trio.Event()  # a request has
+        self._ended = trio.Event()  # set at the end of a request
         self._number = 0
         self._open: set[trio.CancelScope] = set()
         self._is_draining = False
@@ -171,16 +171,16 @@ class Fleet:
 
     @property
     def num_waiting(self) -> int:
-        """Requests for which there is no replica."""
+        """The number of requests without a replica."""
         return len(self._line)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """All that have joined."""
+        """All replicas that have joined."""
         return tuple(self._replicas.values())
 
     def join(self, name: str, connection: Connection, card: ModelCard, adapters: tuple[ModelCard, ...] = ()) -> None:
-        """A replica is there with its model, and that one's adapters; its name is new."""
+        """Add a replica with its model and the model's adapters; the name must be new."""
         assert name not in self._replicas, name
         self._replicas[name] = Replica(name, connection, card)
         self._models = Models(models=(card, *adapters))
@@ -188,14 +188,14 @@ class Fleet:
         self._renew()
 
     def leave(self, name: str) -> None:
-        """A replica is gone; its connection ends what is open there."""
+        """Remove a replica that has gone; its connection ends the requests there."""
         if self._replicas.pop(name, None) is not None:
             self.counts["left"] += 1
             self.accounts.forget_replica(name)
             self._renew()
 
     def report(self, name: str, health: Health) -> None:
-        """A replica has said how it is."""
+        """Take a replica's report of its health."""
         replica = self._replicas.get(name)
         if replica is None:
             return
@@ -207,14 +207,14 @@ class Fleet:
         self._call_line()
 
     async def drain(self, name: str, timeout_s: float) -> Drained:
-        """Sends a replica nothing new from now on, and returns when what it has, has ended."""
+        """Send no new requests to a replica, and return when its requests have ended."""
         replica = self._replicas[name]
         self._move(replica, ReplicaPhase.DRAINING)
         drained: Drained = await replica.connection.ask(DrainRequest(timeout_s=timeout_s))
         return drained
 
     async def emptied(self, name: str, timeout_s: float) -> None:
-        """Waits until this gateway's requests at a replica have their finals, which were on their way at its drain."""
+        """Wait for the finals of this gateway's requests at a drained replica, which are still on their way."""
         with trio.move_on_after(timeout_s):
             while name in self._replicas and self._replicas[name].num_own:
                 await self._ended.wait()
@@ -234,13 +234,13 @@ class Fleet:
         if len(self._line):
             self._line.call(sum(max(0, view.room) for view in self._roster))
 
-    # What a Batcher is asked
+    # Calls of a Batcher
 
     async def call(self, request: object, *, timeout: float | None = None, control: bool = False) -> Any:
-        """Answers as a Batcher's ref does.
+        """Answer a call as a Batcher's ref does.
 
         Raises:
-            GenbatchError: as the Batcher.
+            GenbatchError: as with the Batcher.
         """
         match request:
             case Generate():
@@ -291,7 +291,7 @@ class Fleet:
 
     @contextmanager
     def _opened(self) -> Iterator[trio.CancelScope]:
-        """Counts a request from its acceptance to its final; gives the scope in which it runs."""
+        """Count a request from its acceptance to its final; yield the scope in which it runs."""
         self.counts["accepted"] += 1
         scope = trio.CancelScope()
         self._open.add(scope)
@@ -305,7 +305,7 @@ class Fleet:
             self._ended = trio.Event()
 
     async def _embed(self, message: Embed, request: EmbedRequest | ScoreRequest) -> Embedded:
-        """By a replica, and by another one where that is lost."""
+        """Embed at a replica, and at another one if the first is lost."""
         account = charged_account(message.client, request.tenant)
         expires_at = math.inf if request.deadline_s is None else trio.current_time() + request.deadline_s
         size = sum(len(text) // CHARS_PER_TOKEN if isinstance(text, str) else len(text) for text in request.texts)
@@ -352,7 +352,7 @@ class Fleet:
                         assert message.on_token is not None
                         try:
                             message.on_token(token)
-                        except Exception as error:  # the caller's own function: its fault ends its request only
+                        except Exception as error:  # a fault of the caller's function ends its request only
                             raise EngineError(f"on_token raised {error!r}") from error
 
                     result = await replica.connection.generate(request, None if message.on_token is None else on_token)
@@ -360,11 +360,11 @@ class Fleet:
                 self.accounts.book(account, replica.name, weighted(usage.prompt_tokens, usage.completion_tokens))
                 return result
             except GenbatchError as error:
-                if not isinstance(error, EngineError):  # it may have been refused at the door, and nothing was booked
+                if not isinstance(error, EngineError):  # the replica may have refused it, with nothing booked
                     self.accounts.take_back(account, replica.name, owed)
                 if not isinstance(error, Unavailable):
                     raise
-                # Refused, or lost with the replica. Until it is heard of again it gets nothing.
+                # The replica refused the request, or was lost. It gets no requests until its next report.
                 if replica.phase is ReplicaPhase.OPEN:
                     self._move(replica, ReplicaPhase.SUSPECT)
                 if shown:
@@ -377,17 +377,17 @@ class Fleet:
         raise AssertionError("the last try returns or raises")
 
     def _give_up_at(self, message: Generate | Embed, expires_at: float) -> float:
-        """Until when a request waits for a replica; the replica then bounds the wait for its own slots."""
+        """Return the time at which a request stops waiting for a replica; the replica bounds the wait for its slots."""
         if math.isfinite(expires_at) or not (message.client and self.limits.default_deadline_s):
             return expires_at
         return trio.current_time() + self.limits.default_deadline_s
 
     async def _place(self, seen: RouteRequest, account: str, priority: int, give_up_at: float) -> Replica:
-        """The replica to send a request to; waits for one where none is there.
+        """Return the replica for a request; wait for one if there is none.
 
         Raises:
-            QueueFull: enough requests wait for a replica.
-            DeadlineExceeded: none came in time.
+            QueueFull: too many requests wait for a replica.
+            DeadlineExceeded: no replica came in time.
         """
         self._number += 1
         one: Waiter | None = None
@@ -401,10 +401,10 @@ class Fleet:
         return self._replicas[view.name]
 
     async def _any(self) -> Replica:
-        """The replica that a question goes to.
+        """Return the replica for a call that is not a request.
 
         Raises:
-            Unavailable: none came in the time that a request may wait.
+            Unavailable: no replica came in the time that a request may wait.
         """
         if not len(self._roster):
             give_up_at = trio.current_time() + (self.limits.default_deadline_s or math.inf)
@@ -414,7 +414,7 @@ class Fleet:
                 raise Unavailable("no replica is there", retry_after_ms=RETRY_MS) from error
         return self._replicas[self._roster[0].name]
 
-    # What gateways ask
+    # Answers for gateways
 
     async def _known_models(self) -> Models:
         if self._models is None:
@@ -426,7 +426,7 @@ class Fleet:
         if self._is_draining:
             status = "draining"
         elif len(self._roster) or not self._replicas:
-            status = "ready"  # also without a replica: who asks for something makes one start
+            status = "ready"  # also without a replica: a request starts one
         else:
             status = "down"
         return Health(
@@ -438,7 +438,7 @@ class Fleet:
         )
 
     async def _stats(self) -> dict[str, Any]:
-        """Counters of all replicas added up, and this gateway's."""
+        """Return the counters of all replicas, added up, and this gateway's counters."""
         found: dict[str, dict[str, Any]] = {}
 
         async def ask(replica: Replica) -> None:
@@ -466,7 +466,7 @@ class Fleet:
         }
 
     async def _drain_all(self, timeout_s: float) -> Drained:
-        """This gateway takes nothing new; the replicas go on, as others may use them."""
+        """Refuse new requests at this gateway; the replicas continue, since other gateways may use them."""
         self._is_draining = True
         with trio.move_on_after(timeout_s):
             while self._open:
@@ -479,7 +479,7 @@ class Fleet:
         return Drained(num_cancelled=len(cancelled))
 
     def check_integrity(self) -> None:
-        """Every accepted request is open or has had its final, and replicas' counts are those of open requests."""
+        """Assert that each accepted request is open or has had its final, and that replicas count open requests."""
         assert self.counts["accepted"] == self.counts["finals"] + len(self._open), self.counts
         if not self._open:
             assert all(replica.num_own == replica.own_tokens == 0 for replica in self._replicas.values())
@@ -487,7 +487,7 @@ class Fleet:
 
 @contextmanager
 def _taking(replica: Replica, seen: RouteRequest) -> Iterator[Callable[[], None]]:
-    """Counts a request as the replica's; gives what to call once its first token is there."""
+    """Count a request as the replica's; yield the function to call at its first token."""
     waiting = seen.prompt_tokens
     replica.num_own += 1
     replica.own_tokens += waiting

@@ -1,21 +1,21 @@
-"""Routers: which replica a request goes to.
+"""Routers: choose the replica for a request.
 
     router = build_router("prefix")
-    replica = router.route(request, roster)      # pure: asks the same twice, gets the same twice
-    router.learn(replica.name, request.blocks)   # what that replica now holds, or has reported to hold
+    replica = router.route(request, roster)      # pure: the same question gives the same answer
+    router.learn(replica.name, request.blocks)   # the blocks that this replica now holds, or reports to hold
 
     request.blocks --> PrefixMap --> replicas that hold the prompt's beginning --+
                                                                                  +--> least work in front of the answer
     request.number --> sample of the roster -------------------------------------+
 
-A router sees no text. A gateway names the pieces of a prompt with `content_blocks`, which needs no tokenizer; the
+A router sees no text. A gateway names the pieces of a prompt with `content_blocks`, which needs no tokenizer. The
 tenant is part of each name, so a tenant's request never follows another tenant's prompt.
 
-Past `SCAN` replicas a router looks at `SAMPLE` of them, drawn by the request's number. That is the power of a few
-choices: nearly as even as looking at all, at a cost that does not grow with the fleet, and gateways that all have
-the same old news of one idle replica do not all run there.
+With more than `SCAN` replicas, a router looks at `SAMPLE` of them, drawn by the request's number. A few choices
+balance nearly as well as all, and their cost does not grow with the fleet. Nor do gateways with the same outdated
+report of an idle replica all choose that replica.
 
-How many replicas there should be is a pure function, too: of what waits and what is open.
+The number of replicas for a fleet is a pure function of the waiting and the open requests, too.
 """
 
 import inspect
@@ -29,37 +29,37 @@ from typing import overload
 
 from genbatch.proto.messages import GenerateRequest
 
-# Bytes of text, or token ids, that one name stands for. About the same amount of prompt.
+# Bytes of text, or token ids, per name: about the same length of prompt.
 BLOCK_BYTES = 256
 BLOCK_TOKENS = 64
-# Blocks of a prompt that are named: 8,192 tokens. Whoever shares that much has said enough.
+# The most named blocks of a prompt: 8,192 tokens. A longer shared prefix does not change the choice.
 MAX_BLOCKS = 128
-# Replicas that are all looked at, and how many of more.
+# A router looks at all of up to SCAN replicas, and at SAMPLE of more.
 SCAN = 32
 SAMPLE = 8
-# What a sequence that decodes counts for, in tokens that wait: it holds a slot and slows every step.
+# The load of a decoding sequence, in waiting tokens: it holds a slot and slows every step.
 OPEN_TOKENS = 32
-# More than any prefix saves: where a request would be refused is the last place to send it.
+# More than any prefix saves, so that a replica that would refuse the request is the last choice.
 FULL = 1 << 40
-# Names that a PrefixMap holds: some 100 MB with their holders, 16 million tokens of different prompts.
+# The most names in a PrefixMap: some 100 MB with their holders, for 16 million tokens of different prompts.
 MAX_NAMES = 262_144
-# Replicas remembered for a name. A prefix that more of them hold is everywhere anyway.
+# Replicas remembered per name. A prefix with more holders is present nearly everywhere.
 MAX_HOLDERS = 8
 
 
 class RouterError(Exception):
-    """A router cannot be built, or there is nobody to route to; the message says why."""
+    """A router cannot be built, or no replica takes requests; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What a router sees of a request.
+    """The parts of a request that a router sees.
 
     Args:
         number: counts the requests of a gateway.
         blocks: names of the prompt's pieces from its beginning, see `content_blocks`.
-        prompt_tokens: of the prompt, about.
-        block_tokens: tokens that one name stands for, about.
+        prompt_tokens: approximate tokens of the prompt.
+        block_tokens: approximate tokens per name.
     """
 
     number: int
@@ -70,14 +70,14 @@ class RouteRequest:
 
 @dataclass(slots=True)
 class ReplicaView:
-    """What is known of a replica: its last report, and what was sent there since.
+    """A replica's last report, and the requests sent there since.
 
     Args:
-        name: its name in the fleet, never used again for another one.
-        tokens_waiting: prompt tokens there that nobody has computed yet.
-        num_open: requests there.
-        room: requests that it still takes; a full one is asked only when all are.
-        takes_requests: not while it starts or drains.
+        name: its name in the fleet, never reused for another replica.
+        tokens_waiting: its prompt tokens that are not evaluated yet.
+        num_open: its open requests.
+        room: requests that it still takes; a full replica is chosen only when all are full.
+        takes_requests: false while it starts or drains.
     """
 
     name: str
@@ -88,13 +88,13 @@ class ReplicaView:
 
     @property
     def load(self) -> int:
-        """Work in front of a request that is sent there now, in prompt tokens."""
+        """The work in front of a new request at this replica, in prompt tokens."""
         load = self.tokens_waiting + OPEN_TOKENS * self.num_open
         return load if self.room > 0 else load + FULL
 
 
 class Roster(Sequence[ReplicaView]):
-    """The replicas that take requests, by place and by name."""
+    """The replicas that take requests, by index and by name."""
 
     def __init__(self, replicas: Iterable[ReplicaView] = ()) -> None:
         self._replicas = [replica for replica in replicas if replica.takes_requests]
@@ -114,11 +114,11 @@ class Roster(Sequence[ReplicaView]):
         return iter(self._replicas)
 
     def get(self, name: str) -> ReplicaView | None:
-        """The replica of this name, None if it takes no requests."""
+        """Return the replica of this name; None if it takes no requests."""
         return self._by_name.get(name)
 
     def sample(self, number: int) -> Sequence[ReplicaView]:
-        """All replicas, or of more than `SCAN` some that `number` draws."""
+        """Return all replicas, or a sample drawn by `number` from more than `SCAN`."""
         count = len(self._replicas)
         if count <= SCAN:
             return self._replicas
@@ -130,23 +130,23 @@ class Roster(Sequence[ReplicaView]):
 
 
 class Router(ABC):
-    """Subclass it, and name the class as "module:Class"; it is built without arguments."""
+    """Chooses replicas; subclass it and name the class as "module:Class". It is built without arguments."""
 
     @abstractmethod
     def route(self, request: RouteRequest, replicas: Roster) -> ReplicaView:
-        """The replica that is to serve the request; changes nothing.
+        """Return the replica that will serve the request; this method changes nothing.
 
         Raises:
             RouterError: no replica takes requests.
         """
 
     def learn(self, name: str, blocks: Sequence[int]) -> None:
-        """A replica holds these pieces of a prompt, or will have soon. A router that has no use for it forgets it."""
+        """Learn that a replica holds these pieces of a prompt, or will hold them soon. The default ignores it."""
         del name, blocks
 
 
 class RoundRobin(Router):
-    """One after the other, whatever they have to do."""
+    """Each replica in turn, regardless of its load."""
 
     def route(self, request: RouteRequest, replicas: Roster) -> ReplicaView:
         """See Router."""
@@ -155,7 +155,7 @@ class RoundRobin(Router):
 
 
 class LeastTokens(Router):
-    """The replica with the least work in front, of all or of a few that are drawn."""
+    """The replica with the least work in front, of all or of a sample."""
 
     def route(self, request: RouteRequest, replicas: Roster) -> ReplicaView:
         """See Router."""
@@ -164,14 +164,14 @@ class LeastTokens(Router):
 
 
 class PrefixAffinity(Router):
-    """The replica that answers first: a prompt's beginning that it holds is work that it does not have.
+    """The replica with the soonest answer: a prefix that a replica holds is work that it saves.
 
-    The load bound is in the sum: a replica that holds the prefix wins by no more work than the prefix saves, so a hot
-    prefix spreads to a second replica as soon as it would be quicker there, and then both hold it.
+    The sum bounds the load. A replica with the prefix wins only while it has less extra work than the prefix saves. So
+    a hot prefix spreads to a second replica as soon as that one is faster, and then both hold it.
 
     Args:
-        saved_weight: tokens of work in front that a token held is worth. More than 1 makes a request wait a little for
-            the sake of the others, whose turn comes sooner as the fleet computes less.
+        saved_weight: tokens of work in front per saved token. Above 1, a request waits a little longer so that the
+            fleet computes less, and other requests start sooner.
         max_names: names held in the map.
     """
 
@@ -204,10 +204,11 @@ class PrefixAffinity(Router):
 
 
 class PrefixMap:
-    """Which replicas hold which pieces of prompts, about: the least lately used names are forgotten first.
+    """An approximate map from pieces of prompts to the replicas that hold them, with least-recently-used eviction.
 
-    A replica may have given up what stands here, may hold more, and may be gone: whoever asks knows who is there. Each
-    costs a prefill, never an answer.
+    A replica may have evicted a piece, may hold more pieces, or may have left: the caller checks which replicas exist.
+        A
+    wrong entry costs a prefill, and never an answer.
 
     Args:
         max_names: most names held.
@@ -221,9 +222,9 @@ class PrefixMap:
         return len(self._holders)
 
     def learn(self, name: str, blocks: Sequence[int]) -> None:
-        """`name` holds these blocks; it is the freshest holder of each."""
+        """Note that `name` holds these blocks, as the most recent holder of each."""
         holders_of = self._holders
-        # From the end, so that a prompt's beginning, which more requests share, is forgotten last.
+        # Go from the end, so that a prompt's beginning, which more requests share, is evicted last.
         for block in reversed(blocks):
             holders = holders_of.get(block)
             if holders is None:
@@ -238,7 +239,7 @@ class PrefixMap:
             holders_of.popitem(last=False)
 
     def depths(self, blocks: Sequence[int]) -> dict[str, int]:
-        """Per replica that holds the beginning of these blocks, how many of them."""
+        """Return for each replica the number of leading blocks that it holds."""
         found: dict[str, int] = {}
         for place, block in enumerate(blocks, start=1):
             holders = self._holders.get(block)
@@ -253,10 +254,10 @@ ROUTERS: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_tokens": L
 
 
 def build_router(name: str) -> Router:
-    """The router of this name: one of `ROUTERS`, or "module:Class".
+    """Return the router of this name: one of `ROUTERS`, or "module:Class".
 
     Raises:
-        RouterError: the name leads nowhere, or to something that is no router, or is not built without arguments.
+        RouterError: the name leads to no router class, or the class cannot be built without arguments.
     """
     if name in ROUTERS:
         return ROUTERS[name]()
@@ -265,7 +266,7 @@ def build_router(name: str) -> Router:
         raise RouterError(f'router {name!r}: neither one of {", ".join(map(repr, ROUTERS))} nor "module:Class"')
     try:
         named = getattr(import_module(module_name), class_name, None)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything
         raise RouterError(f"router {name!r}: module {module_name!r} cannot be imported: {error}") from error
     if not (inspect.isclass(named) and issubclass(named, Router)) or inspect.isabstract(named):
         raise RouterError(f"router {name!r}: {class_name} of {module_name!r} is no subclass of Router with a route()")
@@ -277,19 +278,19 @@ def build_router(name: str) -> Router:
 
 
 def content_blocks(request: GenerateRequest, tenant: str) -> RouteRequest:
-    """What a router sees of a request; number 0, which the gateway replaces.
+    """Return the parts of a request that a router sees, with number 0, which the gateway replaces.
 
-    The names are of bytes, or of token ids where the prompt is those, and each stands for all before it, too. Equal
-    text gives equal tokens, so replicas that hold a named piece hold its KV, up to the last piece.
+    The names are hashes of bytes, or of token ids for a prompt of token ids. Each name covers all pieces before it,
+    too. Equal text gives equal tokens, so a replica that holds a named piece holds its KV, up to the last piece.
     """
     if request.token_ids is None:
         kind, content, size = ("text" if request.messages is None else "messages"), _text(request), BLOCK_BYTES
     else:
-        # Ids beyond 32 bits are refused later; here they only have to have a name.
+        # A later check refuses ids beyond 32 bits; here such an id needs a name only.
         content = b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in request.token_ids)
         kind, size = "ids", 4 * BLOCK_TOKENS
     names = []
-    # The kind, the tenant and the adapter are the parent of the first piece.
+    # The kind, the tenant and the adapter seed the hash of the first piece.
     owner = tenant if request.model is None else f"{tenant} {request.model}"
     parent = blake2b(f"{kind} {owner}".encode(), digest_size=8).digest()
     for start in range(0, min(len(content), MAX_BLOCKS * size) - size + 1, size):
@@ -301,7 +302,7 @@ def content_blocks(request: GenerateRequest, tenant: str) -> RouteRequest:
 def _text(request: GenerateRequest) -> bytes:
     if request.prompt is not None:
         return request.prompt.encode(errors="surrogatepass")
-    # Each part with its length, so that no two lists of messages are one text.
+    # Prefix each part with its length, so that different lists of messages never give the same text.
     parts = [
         text.encode(errors="surrogatepass")
         for message in request.messages or ()
@@ -311,7 +312,7 @@ def _text(request: GenerateRequest) -> bytes:
 
 
 def _least(replicas: Sequence[ReplicaView], number: int) -> ReplicaView:
-    """The least loaded; equal ones take turns."""
+    """Return the least loaded replica; equally loaded ones take turns."""
     first = number % len(replicas)
     best = replicas[first]
     least = best.load
@@ -324,7 +325,7 @@ def _least(replicas: Sequence[ReplicaView], number: int) -> ReplicaView:
 
 
 def _drawn(state: int, count: int) -> tuple[int, int]:
-    """The next state and a place below `count`: splitmix64, which a request's number seeds well."""
+    """Return the next state and an index below `count`, by splitmix64, which a request's number seeds well."""
     state = (state + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -338,12 +339,13 @@ def _need_replicas(replicas: Roster) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRule:
-    """When a fleet grows and shrinks.
+    """The rule by which a fleet grows and shrinks.
 
     Args:
-        min_replicas, max_replicas: bounds; a minimum of 0 lets an idle fleet go, and the first request waits for one.
-        tokens_per_replica: prompt tokens that may wait for each replica; what is more wants another one.
-        idle_s: seconds for which fewer replicas must have sufficed before one is let go.
+        min_replicas, max_replicas: bounds; with a minimum of 0 an idle fleet stops, and the next request waits for a
+            start.
+        tokens_per_replica: prompt tokens that may wait for each replica; more tokens need another replica.
+        idle_s: seconds for which fewer replicas must have sufficed before one is stopped.
     """
 
     min_replicas: int = 1
@@ -352,8 +354,10 @@ class ScaleRule:
     idle_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Raises:
-        RouterError: a bound is out of range.
+        """Check the bounds.
+
+        Raises:
+            RouterError: a bound is out of range.
         """
         if not 0 <= self.min_replicas <= self.max_replicas or not self.max_replicas:
             raise RouterError(
@@ -363,14 +367,14 @@ class ScaleRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLoad:
-    """What a fleet has to do.
+    """The load of a fleet.
 
     Args:
-        replicas: those there, starting ones included.
-        slots: of one replica.
+        replicas: the number of replicas, including starting ones.
+        slots: the slots of one replica.
         open: requests in replicas.
-        tokens_waiting: prompt tokens that nobody has computed.
-        without_replica: requests that no replica has.
+        tokens_waiting: prompt tokens that are not evaluated yet.
+        without_replica: requests without a replica.
     """
 
     replicas: int
@@ -381,10 +385,10 @@ class FleetLoad:
 
 
 def wanted_replicas(rule: ScaleRule, load: FleetLoad) -> int:
-    """How many replicas this load wants, within the rule's bounds.
+    """Return the number of replicas for this load, within the rule's bounds.
 
-    One for as many open requests as three quarters of its slots, and one for as many tokens as may wait for it: the
-    first keeps decodes quick, the second first tokens.
+    One replica serves as many open requests as three quarters of its slots, which keeps decodes fast. It serves as many
+    waiting tokens as the rule allows, which keeps first tokens fast.
     """
     by_slots = -(-4 * load.open // (3 * load.slots))
     by_tokens = -(-load.tokens_waiting // rule.tokens_per_replica)

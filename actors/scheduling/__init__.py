@@ -1,1 +1,1 @@
-"""Which requests run in the next step: pure functions over requests and KV resources, swappable."""
+"""Choose the requests that run in the next step: pure, replaceable functions over requests and KV resources."""

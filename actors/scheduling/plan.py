@@ -1,7 +1,7 @@
-"""A step's plan: its budgets, the order of picking, the scheduler's answer, and the forwards it is carried out in.
+"""A step's plan: its budgets, the order of picking, the scheduler's answer, and the forwards of the step.
 
-A step has a size, `max_batch_tokens`, and while somebody decodes it has a time, too: PromptBudget says for how many
-seconds a step may evaluate prompts. See ADRs/0040-a-step-has-a-time.md.
+`max_batch_tokens` bounds the size of a step. While sequences decode, PromptBudget also bounds its time: the seconds in
+which the step may evaluate prompts. See ADRs/0040-a-step-has-a-time.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -12,22 +12,22 @@ from math import inf, sqrt
 from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
 from genbatch.nif.step_costs import StepTime, StepWork
 
-# However little time a step has for prompts, the first one gets so many of its tokens evaluated: prompts never starve.
+# The first prompt of a step gets at least this many tokens, however little time the step has: prompts never starve.
 LEAST_PROMPT_TOKENS = 8
-# A step takes at most so many times as long as one in which all sequences decode, those with prompts included. The gap
-# between two tokens is to grow to 2.5 times its usual length at most, and a step's time varies by a tenth.
+# The longest step, prompts included, in terms of a step in which all sequences decode. The gap between two tokens may
+# grow to 2.5 times its usual length, and a step's time varies by a tenth.
 STEP_SHARE = 2.25
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBudget:
-    """For how long a step may evaluate prompts, and what they cost; all in seconds.
+    """The time in which a step may evaluate prompts, and the costs of prompts; all in seconds.
 
     Args:
         seconds: for all prompts of the step together.
-        prompt: what each prompt costs, however few of its tokens are evaluated.
-        token: what each of its tokens costs.
-        key: what each position costs that such a token reads.
+        prompt: the cost of each prompt, however few of its tokens are evaluated.
+        token: the cost of each of its tokens.
+        key: the cost of each position that such a token reads.
     """
 
     seconds: float
@@ -36,32 +36,32 @@ class PromptBudget:
     key: float
 
     def num_tokens(self, seconds: float, num_computed: int) -> int:
-        """How many tokens of a prompt fit a time, after so many that are computed."""
+        """Return how many tokens of a prompt fit into `seconds`, after `num_computed` computed tokens."""
         left = seconds - self.prompt
         if left <= 0:
             return 0
         first = self.token + self.key * num_computed
-        # Token number n costs first + key * n; this form of the root loses no digits where a key costs nearly nothing.
+        # Token number n costs first + key * n. This form of the root loses no digits when a key costs nearly nothing.
         return int(2 * left / (first + sqrt(first * first + 2 * self.key * left)))
 
     def cost(self, num_tokens: int, num_computed: int) -> float:
-        """Seconds for so many tokens of a prompt."""
+        """Return the seconds for `num_tokens` tokens of a prompt."""
         return self.prompt + num_tokens * (self.token + self.key * (num_computed + num_tokens / 2))
 
 
 def prompt_budget(time: StepTime | None, decodes: StepWork, num_prompts: int, target_s: float) -> PromptBudget | None:
-    """The time for prompts in a step beside sequences that decode; None where nothing bounds it.
+    """Return the time for prompts in a step beside decoding sequences; None for no bound.
 
-    A step is to take `target_s`, or `STEP_SHARE` times as long as a step in which all sequences decode, if that is
-    longer. The prompts get the time that the decodes leave. All sequences are those that decode and the prompts: so
-    seven prompts beside one decode get as much time as one prompt beside seven decodes, and a full service does not
+    A step may take `target_s`, or `STEP_SHARE` times as long as a step in which all sequences decode, if that is
+    longer. The prompts get the time that the decodes leave. All sequences are the decoding ones and the prompts. So
+    seven prompts beside one decode get as much time as one prompt beside seven decodes. A full service thus does not
     spend its steps on few decodes.
 
     Args:
-        time: what has been learned of steps, if anything.
+        time: the learned costs of steps, if any.
         decodes: the step without prompts.
-        num_prompts: prompts that have a slot, or find one.
-        target_s: 0: no target.
+        num_prompts: prompts with a slot, or with a free slot to take.
+        target_s: the target; 0 for no target.
     """
     if time is None or not decodes.decodes or not target_s:
         return None
@@ -72,16 +72,16 @@ def prompt_budget(time: StepTime | None, decodes: StepWork, num_prompts: int, ta
 
 @dataclass(slots=True)
 class StepLimits:
-    """The bounds of a step: what is configured, and the time for prompts, which the Batcher sets before each plan.
+    """The bounds of a step: the configured ones, and the time for prompts, which the Batcher sets before each plan.
 
     Args:
         max_batch_tokens: token budget: query tokens of one step, decodes and prefill chunks together.
         block_size: positions in a KV block.
-        cache_budget: blocks that the requests of one step may read, a shared block counted for each
-            reader. None: only the pool bounds it, since a step reads no block that is not there.
-        enable_chunked_context: whether a context that fits the token budget may be split over steps.
-            One that is longer than `max_batch_tokens` is split either way: it could never run whole.
-        prompt_budget: the time for prompts in the next step; None: only the other budgets bound them.
+        cache_budget: blocks that the requests of one step may read, with a shared block counted for each reader. With
+            None only the pool bounds it, since a step reads only existing blocks.
+        enable_chunked_context: whether a context that fits the token budget may be split over steps. A context longer
+            than `max_batch_tokens` is split in any case, since it could never run whole.
+        prompt_budget: the time for prompts in the next step; with None only the other budgets bound them.
     """
 
     max_batch_tokens: int
@@ -91,11 +91,11 @@ class StepLimits:
     prompt_budget: PromptBudget | None = None
 
     def blocks_read(self, num_positions: int) -> int:
-        """Blocks that attention over `num_positions` reads."""
+        """Return the blocks that attention over `num_positions` reads."""
         return -(-num_positions // self.block_size)
 
     def can_ever_run(self, request: LlmRequest) -> bool:
-        """Whether the cache budget allows the request at its full length, alone in a step."""
+        """Return whether the budgets allow the request at its full length, alone in a step."""
         if request.width > self.max_batch_tokens:
             return False
         blocks = self.blocks_read(request.max_positions) * request.width
@@ -104,7 +104,7 @@ class StepLimits:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Requests in the order they were added; each `add_…` stops where a budget ends."""
+    """The requests of a step in the order they were added; each `add_…` stops at the end of a budget."""
 
     limits: StepLimits
     tokens_left: int = field(init=False)
@@ -122,9 +122,9 @@ class StepPlan:
         self.seconds_left = inf if budget is None else budget.seconds
 
     def add_decodes(self, requests: RequestList) -> bool:
-        """Gives each request one token a beam; returns whether all of them got it.
+        """Give each request one token per beam; return whether every request got them.
 
-        One that takes too much of a budget is passed over, as a smaller one behind it may still fit.
+        A request that exceeds a budget is skipped, since a smaller one after it may still fit.
         """
         if self.blocks_left is None and sum([request.width for request in requests]) <= self.tokens_left:
             self.generation_requests += requests
@@ -135,9 +135,9 @@ class StepPlan:
         return len(taken) == len(requests)
 
     def add_contexts(self, requests: Iterable[LlmRequest]) -> bool:
-        """Gives each request as much of its context as fits; returns whether all of them got the rest.
+        """Give each request as much of its context as fits; return whether every context is complete.
 
-        Nobody overtakes a request that does not fit, except one that can never run: it is set aside.
+        No request overtakes one that does not fit, except one that can never run, which is set aside.
         """
         for request in requests:
             if request.phase is Phase.PENDING and not self.limits.can_ever_run(request):
@@ -183,7 +183,9 @@ class StepPlan:
         return room if splits else 0
 
     def _tokens_in_time(self, request: LlmRequest, *, splits: bool) -> int:
-        """How many tokens fit the time for prompts. The first prompt gets some in any case, all if it is not split."""
+        """Return the tokens that fit the time for prompts. The first prompt always gets some, or all if it is not
+        split.
+        """
         budget, most = self.limits.prompt_budget, self.limits.max_batch_tokens
         if budget is None:
             return most
@@ -197,7 +199,7 @@ PlainPlan = tuple[RequestList, RequestList, RequestList]  # context, generation,
 
 
 class SchedulerError(Exception):
-    """A scheduler cannot be built, or returned a plan that cannot be run; the message names the offence."""
+    """A scheduler cannot be built, or returned an invalid plan; the message names the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,9 @@ class CapacityOutput:
     """A CapacityScheduler's answer; unpacks as (fitting_requests, paused_requests).
 
     Args:
-        fitting_requests: those for which memory is reserved at this step.
-        paused_requests: those whose blocks are to be released now; they wait and resume by themselves.
-        never_fitting: those that no step could ever hold; to be refused, as waiting would not help.
+        fitting_requests: the requests with reserved memory in this step.
+        paused_requests: the requests that lose their blocks now; they wait and resume by themselves.
+        never_fitting: requests that no step could ever hold; they are refused, since waiting would not help.
     """
 
     fitting_requests: RequestList
@@ -216,10 +218,10 @@ class CapacityOutput:
 
     @classmethod
     def of(cls, output: "CapacityOutput | tuple[RequestList, RequestList]") -> "CapacityOutput":
-        """The answer of a scheduler that may have returned the plain lists.
+        """Convert the answer of a scheduler, which may be the plain lists.
 
         Raises:
-            SchedulerError: it returned something else.
+            SchedulerError: the answer is of another type.
         """
         if isinstance(output, CapacityOutput):
             return output
@@ -242,10 +244,10 @@ class MicroBatchOutput:
 
     @classmethod
     def of(cls, output: "MicroBatchOutput | tuple[RequestList, RequestList]") -> "MicroBatchOutput":
-        """The answer of a scheduler that may have returned the plain lists.
+        """Convert the answer of a scheduler, which may be the plain lists.
 
         Raises:
-            SchedulerError: it returned something else.
+            SchedulerError: the answer is of another type.
         """
         if isinstance(output, MicroBatchOutput):
             return output
@@ -253,7 +255,7 @@ class MicroBatchOutput:
         return cls(context_requests, generation_requests)
 
     def as_plan(self, paused_requests: RequestList, never_fitting: RequestList) -> "SchedulerOutput":
-        """The whole plan, with what the capacity scheduler decided."""
+        """Return the whole plan, with the capacity scheduler's decisions."""
         return SchedulerOutput(
             context_requests=self.context_requests,
             generation_requests=self.generation_requests,
@@ -272,10 +274,10 @@ class SchedulerOutput:
     """The plan of one step; unpacks as (context_requests, generation_requests, paused_requests).
 
     Args:
-        context_requests: those that compute a chunk of their context, in order.
-        generation_requests: those that compute one token.
-        paused_requests: as in CapacityOutput; to be released before the step runs.
-        chunk_sizes: by request id, how many tokens each context request computes.
+        context_requests: the requests that compute a chunk of their context, in order.
+        generation_requests: the requests that compute one token.
+        paused_requests: as in CapacityOutput; they are released before the step runs.
+        chunk_sizes: the tokens that each context request computes, by request id.
         never_fitting: as in CapacityOutput.
     """
 
@@ -287,10 +289,10 @@ class SchedulerOutput:
 
     @classmethod
     def of(cls, output: "SchedulerOutput | PlainPlan") -> "SchedulerOutput":
-        """The plan of a scheduler that may have returned the plain lists.
+        """Convert the plan of a scheduler, which may be the plain lists.
 
         Raises:
-            SchedulerError: it returned something else.
+            SchedulerError: the plan is of another type.
         """
         if isinstance(output, SchedulerOutput):
             return output
@@ -304,12 +306,12 @@ class SchedulerOutput:
 
     @property
     def num_scheduled(self) -> int:
-        """Requests that take part in the step."""
+        """The number of requests in the step."""
         return len(self.context_requests) + len(self.generation_requests)
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of all chunks together."""
+        """The tokens of all chunks together."""
         return sum(self.chunk_sizes.values())
 
 
@@ -319,9 +321,9 @@ def normalize_output(
     inflight_request_ids: Set[int],
     limits: StepLimits,
 ) -> SchedulerOutput:
-    """The checked plan; one without chunk sizes gets them, filling the token budget in the order given.
+    """Check a plan and return it; a plan without chunk sizes gets them, up to the token budget, in the order given.
 
-    Context requests for which nothing is left of a budget are dropped from a plan without chunk sizes.
+    A plan without chunk sizes loses the context requests that exceed a budget.
 
     Raises:
         SchedulerError: not a plan; a request twice, not active, in flight or in the wrong phase; a chunk
@@ -359,7 +361,7 @@ def _check_membership(plan: SchedulerOutput, active: Sequence[LlmRequest], infli
 
 
 def _check_phases(plan: SchedulerOutput) -> None:
-    # Names bound once: this runs for every request of every step.
+    # Bind the names once: this code runs for every request of every step.
     pending, prefilling, decoding = Phase.PENDING, Phase.PREFILLING, Phase.DECODING
     misplaced = [r for r in plan.generation_requests if r.phase is not decoding]
     if misplaced:
@@ -416,19 +418,19 @@ def _names(requests: Sequence[LlmRequest] | Set[LlmRequest]) -> str:
 
 
 class BatchingType(Enum):
-    """What the batch manager calls modelType."""
+    """The batch manager's modelType."""
 
-    # A batch runs in lockstep until all of it is complete: see LockstepScheduler. Nothing is padded, and who has ended
-    # is answered at once: an empty generation slot is one that nobody may join yet, and costs nothing.
+    # A batch runs in lockstep until all requests are complete: see LockstepScheduler. There is no padding, and a
+    # complete request is answered at once. Its slot stays empty until the batch ends, at no cost.
     V1 = "V1"
-    INFLIGHT_BATCHING = "InflightBatching"  # joins and leaves at every step; prefill and decode run apart
+    INFLIGHT_BATCHING = "InflightBatching"  # joins and leaves at every step; separate forwards for prefill and decode
     INFLIGHT_FUSED_BATCHING = "InflightFusedBatching"  # the same, prefill and decode in one forward
 
 
 def forwards(batching_type: BatchingType, plan: SchedulerOutput) -> list[SchedulerOutput]:
-    """The plan's forward passes, in order: one, or contexts and decodes apart where they are not fused.
+    """Return the plan's forwards in order: one, or contexts and decodes separately where they are not fused.
 
-    Paused and never fitting requests stay with the first pass; a plan without work is still one pass.
+    Paused and never fitting requests stay with the first forward. A plan without work is still one forward.
     """
     if batching_type is BatchingType.INFLIGHT_FUSED_BATCHING:
         return [plan]

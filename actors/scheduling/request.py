@@ -1,4 +1,4 @@
-"""What a scheduler sees: requests with their lifecycle, and the KV memory, in blocks of each pool."""
+"""A scheduler's view of requests with their lifecycle, and of the KV memory, in blocks of each pool."""
 
 import math
 from collections.abc import Iterable, Iterator, Set
@@ -8,10 +8,10 @@ from typing import Protocol, Union
 
 
 class Phase(Enum):
-    """Where a request stands; `LlmRequest.move` is the only way from one to the next."""
+    """The phase of a request; only `LlmRequest.move` changes it."""
 
     PENDING = "pending"  # waits for admission, holds no KV blocks
-    PREFILLING = "prefilling"  # admitted, part of its context is still to be computed
+    PREFILLING = "prefilling"  # admitted, with a part of its context not computed yet
     DECODING = "decoding"  # one token a step
     FINISHED = "finished"
 
@@ -52,17 +52,17 @@ class LlmRequest:
     Args:
         request_id: internal identity, never reused within a process.
         num_prompt_tokens: length of the prompt, at least 1.
-        max_new_tokens: how many tokens may be generated; 0 for a prompt that is only evaluated.
-        arrival: monotonic counter of the order in which requests came.
+        max_new_tokens: the most tokens to generate; 0 for a prompt that is only evaluated.
+        arrival: monotonic counter of arrivals.
         priority: the lower value is served first; ties go by arrival.
-        turn: goes before priority: the lower value is served first. Ageing makes one number of both.
-        num_computed: positions whose KV is held (llama.cpp's n_past); while PENDING, those that it will
-            share as soon as it is admitted.
+        turn: precedes priority: the lower value is served first. Ageing combines both into one number.
+        num_computed: positions with KV (llama.cpp's n_past); while PENDING, the positions that it will share when it
+            is admitted.
         num_generated: tokens sampled so far; the last of them has no KV until the next step.
         num_cached: of num_computed, the tokens that were shared and not prefilled.
-        num_pauses: how often its KV was taken away.
-        account: who is charged for it, so that a client with many requests gives way first; "" where all are alike.
-        width: sequences that it decodes side by side, as many tokens a step: the beams of a beam search.
+        num_pauses: the number of times that it lost its KV.
+        account: the account to charge, so that a client with many requests is paused first; "" where all are alike.
+        width: sequences that it decodes in parallel, as many tokens per step: the beams of a beam search.
     """
 
     request_id: int
@@ -81,25 +81,25 @@ class LlmRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the text generated so far."""
+        """The tokens of the prompt and of the text generated so far."""
         return self.num_prompt_tokens + self.num_generated
 
     @property
     def context_remaining(self) -> int:
-        """Tokens whose KV is still to be computed: the rest of the context, or 1 while decoding.
+        """The tokens without KV: the rest of the context, or 1 while decoding.
 
-        A paused request holds no KV, so what it had generated counts as context again.
+        A paused request holds no KV, so its generated tokens count as context again.
         """
         return self.num_prompt_tokens + self.num_generated - self.num_computed
 
     @property
     def max_positions(self) -> int:
-        """Positions held at full length: the last token that may be generated never needs its KV."""
+        """The positions at full length: the last token to generate never needs its KV."""
         return self.num_prompt_tokens + max(self.max_new_tokens, 1) - 1
 
     @property
     def waiting_key(self) -> tuple[float, int, int]:
-        """Sort key of the waiting list."""
+        """The sort key of the waiting list."""
         return self.turn, self.priority, self.arrival
 
     @property
@@ -114,17 +114,17 @@ class LlmRequest:
         return LlmRequestState.CONTEXT_INIT
 
     def move(self, phase: Phase) -> None:
-        """Enters `phase`.
+        """Enter `phase`.
 
         Raises:
-            IllegalTransition: `phase` does not follow the current one; nothing was changed.
+            IllegalTransition: `phase` does not follow the current phase; nothing was changed.
         """
         if phase not in TRANSITIONS[self.phase]:
             raise IllegalTransition(self.request_id, self.phase, phase)
         self.phase = phase
 
     def pause(self) -> None:
-        """Back to PENDING without KV; the caller releases the blocks and puts it in the waiting list.
+        """Return to PENDING without KV; the caller releases the blocks and puts the request into the waiting list.
 
         Raises:
             IllegalTransition: the request is neither prefilling nor decoding; nothing was changed.
@@ -141,7 +141,7 @@ RequestList = list[LlmRequest]
 def split_by_phase(
     requests: Iterable[LlmRequest], inflight_request_ids: Set[int] = frozenset()
 ) -> tuple[RequestList, RequestList, RequestList]:
-    """The decoding, prefilling and pending requests that are not in flight, each in the order given."""
+    """Return the decoding, prefilling and pending requests that are not in flight, each in the order given."""
     decoding: RequestList = []
     prefilling: RequestList = []
     pending: RequestList = []
@@ -153,14 +153,14 @@ def split_by_phase(
     return decoding, prefilling, pending
 
 
-Count = Union["Blocks", int]  # a plain number means so many in every pool
+Count = Union["Blocks", int]  # a plain number is the count in every pool
 
 
 class Blocks:
-    """A count for each pool; most models have one pool, those whose layers differ in their windows have more.
+    """A count for each pool; most models have one pool, and models with several attention windows have more.
 
-    `<=` and `>=` hold if they hold in every pool, `<` and `>` if they hold in any. So `needed <= available` says that
-    it fits, and `needed > available` that it does not. A share of it, `0.2 * blocks`, is rounded up.
+    `<=` and `>=` hold if they hold in every pool, `<` and `>` if they hold in any. So `needed <= available` means that
+    it fits, and `needed > available` that it does not. A share of the counts, `0.2 * blocks`, is rounded up.
     """
 
     __slots__ = ("counts",)
@@ -209,7 +209,7 @@ class Blocks:
         return f"Blocks({', '.join(map(str, self.counts))})"
 
     def at_most(self, other: "Blocks") -> "Blocks":
-        """The smaller count of each pool."""
+        """Return the smaller count of each pool."""
         return Blocks(map(min, self.counts, other.counts))
 
     def _of(self, other: Count) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ class Blocks:
 
 
 def total(needs: Iterable[Blocks], nothing: Blocks) -> Blocks:
-    """The sum; most needs of a step are `nothing`, that very object, and cost no addition."""
+    """Return the sum; most needs of a step are the object `nothing` itself, and cost no addition."""
     summed = nothing
     for need in needs:
         if need is not nothing:
@@ -226,51 +226,51 @@ def total(needs: Iterable[Blocks], nothing: Blocks) -> Blocks:
 
 
 class KVResources(Protocol):
-    """The `kv_cache_manager` argument of schedulers; asking changes nothing.
+    """The `kv_cache_manager` argument of schedulers; its methods change nothing.
 
-    Schedulers add up needs and compare the sum with what is there. They need not be exact: the Batcher carries out
+    Schedulers add up needs and compare the sum with the available blocks. The sums need not be exact: the Batcher runs
     as much of a plan as fits, by the allocator's own arithmetic.
     """
 
     @property
     def block_size(self) -> int:
-        """Positions in a block."""
+        """The positions in a block."""
         ...
 
     @property
     def num_blocks(self) -> Blocks:
-        """All blocks."""
+        """The blocks of each pool."""
         ...
 
     @property
     def free_blocks(self) -> Blocks:
-        """Blocks that can be handed out now, those included that keep a finished prefix or an idle held prompt."""
+        """The blocks that are available now, including those of cached prefixes and of idle held prompts."""
         ...
 
     @property
     def no_blocks(self) -> Blocks:
-        """None of any pool."""
+        """Zero blocks in each pool."""
         ...
 
     def get_max_resource_count(self) -> Blocks:
-        """Blocks that requests may hold in all: what is not pinned by a configured prompt."""
+        """Return the blocks that requests may hold in all: all blocks that no configured prompt pins."""
         ...
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> Blocks:
-        """The most blocks the request holds on its way to `max_positions`, those held now included.
+        """Return the most blocks that the request holds on its way to `max_positions`, including its current ones.
 
-        What it shares with a configured prompt is not counted. More than `get_max_resource_count()` only if it does
-        not fit even alone.
+        Blocks shared with a configured prompt are not counted. The result exceeds `get_max_resource_count()` only if
+        the request does not fit even alone.
         """
         ...
 
     def blocks_held(self, request: LlmRequest) -> Blocks:
-        """Blocks that become free if this request alone is released."""
+        """Return the blocks that become free if this request alone is released."""
         ...
 
     def blocks_for_step(self, request: LlmRequest, num_tokens: int) -> Blocks:
-        """The most blocks that leave `free_blocks` until `num_tokens` more tokens of the request are computed.
+        """Return the most blocks that leave `free_blocks` until `num_tokens` more tokens of the request are computed.
 
-        For a pending request that includes the free blocks that keep a prefix it will reuse.
+        For a pending request this includes the free blocks of a cached prefix that it will reuse.
         """
         ...

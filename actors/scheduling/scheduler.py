@@ -1,4 +1,4 @@
-"""The schedulers, side by side: two policies on KV memory, and three orders in which a step is filled."""
+"""The schedulers, side by side: two policies on KV memory, and three orders of filling a step."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -44,23 +44,23 @@ __all__ = [
 
 
 class RequestScheduler(ABC):
-    """Decides a step in one go; subclass it where two halves are unnecessary."""
+    """Plans a whole step; subclass it to replace both halves at once."""
 
     def open(self, kv_cache_manager: KVResources) -> None:  # noqa: B027  # most need nothing of it
-        """Told of the KV cache before the first plan over it, where the scheduler was given as an object.
+        """Take the KV cache before the first plan; called for a scheduler that is given as an object.
 
-        A named class has the same as an argument of its constructor.
+        A named class gets the KV cache as an argument of its constructor.
         """
 
     @abstractmethod
     def schedule_request(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> SchedulerOutput | PlainPlan:
-        """The plan of the next step.
+        """Return the plan of the next step.
 
         Args:
-            active_requests: running ones, longest admitted first, then waiting ones in turn.
-            inflight_request_ids: those that another step is computing now; not to be planned or paused.
+            active_requests: running requests, longest admitted first, then waiting requests in turn.
+            inflight_request_ids: requests that another step is computing now; they must not be planned or paused.
 
         Returns:
             A SchedulerOutput, or the lists (context_requests, generation_requests, paused_requests).
@@ -68,11 +68,11 @@ class RequestScheduler(ABC):
 
 
 class CapacityScheduler(ABC):
-    """Decides for which requests there is memory."""
+    """Chooses the requests that get memory."""
 
     @abstractmethod
     def schedule_request(self, active_requests: RequestList) -> CapacityOutput | tuple[RequestList, RequestList]:
-        """The requests that memory is reserved for, and those to pause.
+        """Return the requests to reserve memory for, and the requests to pause.
 
         Returns:
             A CapacityOutput, or the lists (fitting_requests, paused_requests).
@@ -80,13 +80,13 @@ class CapacityScheduler(ABC):
 
 
 class MicroBatchScheduler(ABC):
-    """Decides which of the fitting requests take part in a step, and with how many tokens."""
+    """Chooses the fitting requests that take part in a step, and the tokens of each."""
 
     @abstractmethod
     def schedule(
         self, fitting_requests: RequestList, inflight_request_ids: Set[int]
     ) -> MicroBatchOutput | tuple[RequestList, RequestList]:
-        """The requests of the step; those left out skip the forward pass.
+        """Return the requests of the step; the other requests skip the forward.
 
         Returns:
             A MicroBatchOutput, or the lists (context_requests, generation_requests).
@@ -94,7 +94,7 @@ class MicroBatchScheduler(ABC):
 
 
 class SimpleScheduler(RequestScheduler):
-    """First a CapacityScheduler, then a MicroBatchScheduler over what fits."""
+    """Asks a CapacityScheduler first, and then a MicroBatchScheduler about the fitting requests."""
 
     def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ class SimpleScheduler(RequestScheduler):
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Set[int]) -> SchedulerOutput:
         """See RequestScheduler.
 
-        Blocks that a step in flight still writes cannot be released. When the capacity scheduler wants such a
-        request paused or refused, nothing else is planned: the next plan does it, once the step has ended.
+        Blocks that a step in flight still writes cannot be released. If the capacity scheduler pauses or refuses such a
+        request, the plan runs no other request. The next plan pauses or refuses it, once the step has ended.
         """
         capacity = CapacityOutput.of(self.capacity_scheduler.schedule_request(active_requests))
         paused = _grounded(capacity.paused_requests, inflight_request_ids)
@@ -120,9 +120,9 @@ def _grounded(requests: RequestList, inflight_request_ids: Set[int]) -> RequestL
     return [request for request in requests if request.request_id not in inflight_request_ids]
 
 
-# transformers' continuous batching holds new prompts back below this share of free blocks.
+# Below this share of free blocks, transformers' continuous batching admits no new prompts.
 DEFAULT_MARGIN = 0.2
-# A request that is paused again and again is evaluated again and again, and its caller waits for all of it.
+# Each pause evaluates a request again and delays its caller, so the number of its pauses is bounded.
 DEFAULT_MAX_PAUSES = 2
 
 
@@ -134,24 +134,24 @@ class SchedulerPolicy(Enum):
 
 
 class PauseOrder(Enum):
-    """Whom MAX_UTILIZATION pauses when the pool is full."""
+    """The order in which MAX_UTILIZATION pauses requests when the pool is full."""
 
-    NEWEST = "newest"  # the last admitted; the one that has run longest is never paused
+    NEWEST = "newest"  # the last admitted; the longest running one is never paused
     OLDEST = "oldest"  # transformers' soft reset: the oldest, or the newest if a reset already blocks new requests
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):
-    """Admits a request only if the blocks it needs at full length are there: nothing is ever paused.
+    """Admits a request only with enough blocks for its full length, so that no request is ever paused.
 
-    Running requests are reserved first; the first waiting one that does not fit ends the round, so that
-    nobody overtakes it. One that would not fit into the whole pool is reported as never fitting.
+    Running requests are reserved first. The first waiting request that does not fit ends the round, so that no later
+    request overtakes it. A request that exceeds the whole pool is reported as never fitting.
 
     Args:
         max_num_requests: most requests running at once.
         kv_cache_manager: see KVResources.
     """
 
-    # Only requests with no_schedule_until_state <= state < no_schedule_after_state are scheduled.
+    # The scheduler plans only requests with no_schedule_until_state <= state < no_schedule_after_state.
     no_schedule_until_state = LlmRequestState.CONTEXT_INIT
     no_schedule_after_state = LlmRequestState.GENERATION_COMPLETE
 
@@ -194,16 +194,16 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 class MaxUtilizationScheduler(CapacityScheduler):
     """Admits a request as soon as its context fits; pauses running ones when the pool is full.
 
-    What a running request still has to compute of its context counts as taken, so a prefill that has begun
-    always finds its blocks. Below the margin of free blocks new requests wait while running ones go on; the
-    margin never holds back the only request there is.
+    The uncomputed context of running requests counts as taken, so a prefill that has begun always finds its blocks.
+    Below the margin of free blocks, new requests wait while running ones continue. The margin never holds back the only
+    request.
 
     Args:
         max_num_requests: most requests running at once.
         kv_cache_manager: see KVResources.
         margin: share of the pool, 0 <= margin < 1; 0 turns it off.
-        pause_order: see PauseOrder. In either order requests of the account with most of them go first.
-        max_pauses: a request that was paused so often is paused again only if its account has no other to pause.
+        pause_order: see PauseOrder. In either order, requests of the account with most running requests go first.
+        max_pauses: after this many pauses a request is paused only if its account has no other request to pause.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
     def _make_room(
         self, active_requests: RequestList, running: RequestList, needs: list[Blocks], left: Blocks
     ) -> CapacityOutput:
-        """Pauses running requests, all but one at most, until the others fit; admits nobody."""
+        """Pause running requests, all but one at most, until the others fit; admit no request."""
         waiting = islice(active_requests, len(running), None)
         reset_blocks = any(request.num_pauses for request in waiting)
         paused: RequestList = []
@@ -244,19 +244,19 @@ class MaxUtilizationScheduler(CapacityScheduler):
             request = running.pop(victim)
             left += needs.pop(victim) + self.kv_cache_manager.blocks_held(request)
             paused.append(request)
-        # Blocks that only paused requests shared come free beyond what was counted: else ask again next time.
+        # Blocks shared by paused requests only become free in addition; the next plan counts them.
         return CapacityOutput(running if left >= 0 else [], paused)
 
     def _victim(self, running: RequestList, reset_blocks: bool) -> int:
-        # Each request is reset once at most as the oldest: a steady stream of new ones must not starve it.
+        # Each request is reset as the oldest at most once, so that a steady stream of new requests does not starve it.
         if self.pause_order is PauseOrder.OLDEST and not reset_blocks and not running[0].num_pauses:
             return 0
-        # The first is never among them: whatever happens, the one that has run longest gets to its end.
+        # The first request is never paused, so the longest running one always completes.
         # guard: the first is never paused
         newest_first = range(len(running) - 1, 0, -1)
         num_running = Counter(one.account for one in running)
         most = max(num_running[running[index].account] for index in newest_first)
-        # A newcomer does not pay for the blocks of a client that has several requests running.
+        # A new client's request is not paused for a client with several running requests.
         # guard: pauses of the client with most
         of_most = tuple(index for index in newest_first if num_running[running[index].account] == most)
         # guard: pauses of one request
@@ -276,7 +276,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
                 never_fitting.append(request)
                 continue
             needed = kv.blocks_for_step(request, request.context_remaining)
-            # Alone it has all there is: what held prompts keep is given back for it.
+            # A request that runs alone gets the whole pool: held prompts give back their blocks for it.
             if fitting and needed > left:
                 break
             fitting.append(request)
@@ -290,7 +290,7 @@ def _running(active_requests: RequestList) -> RequestList:
 
 
 class FIFOScheduler(MicroBatchScheduler):
-    """Pushes what runs through before it pulls in what waits; decodes never stall behind a prefill.
+    """Completes running requests before it starts waiting ones; decodes never stall behind a prefill.
 
     Args:
         limits: the budgets of a step.
@@ -301,7 +301,7 @@ class FIFOScheduler(MicroBatchScheduler):
         self.limits = limits
 
     def schedule(self, fitting_requests: RequestList, inflight_request_ids: Set[int]) -> MicroBatchOutput:
-        """See MicroBatchScheduler; a later class gets something only once the earlier ones got all."""
+        """See MicroBatchScheduler; a later class gets budget only after the earlier classes got all they need."""
         decoding, prefilling, pending = split_by_phase(fitting_requests, inflight_request_ids)
         step = StepPlan(self.limits)
         if step.add_decodes(decoding) and step.add_contexts(prefilling):
@@ -310,9 +310,9 @@ class FIFOScheduler(MicroBatchScheduler):
 
 
 class PrefillFirstScheduler(MicroBatchScheduler):
-    """Completes contexts that were split before decodes resume.
+    """Completes split contexts before decodes resume.
 
-    Waiting requests come last, so a steady stream of prompts cannot keep the decodes out.
+    Waiting requests come last, so a steady stream of prompts cannot starve the decodes.
 
     Args:
         limits: the budgets of a step.
@@ -323,7 +323,7 @@ class PrefillFirstScheduler(MicroBatchScheduler):
         self.limits = limits
 
     def schedule(self, fitting_requests: RequestList, inflight_request_ids: Set[int]) -> MicroBatchOutput:
-        """See MicroBatchScheduler; a later class gets something only once the earlier ones got all."""
+        """See MicroBatchScheduler; a later class gets budget only after the earlier classes got all they need."""
         decoding, prefilling, pending = split_by_phase(fitting_requests, inflight_request_ids)
         step = StepPlan(self.limits)
         if step.add_contexts(prefilling) and step.add_decodes(decoding):
@@ -332,10 +332,10 @@ class PrefillFirstScheduler(MicroBatchScheduler):
 
 
 class LockstepScheduler(RequestScheduler):
-    """Forms a group of what fits, prefills all of it, then decodes all of it together.
+    """Forms a group of fitting requests, prefills the whole group, then decodes it in lockstep.
 
     Args:
-        capacity_scheduler: chooses the group; it must not pause, as the group waits for each member.
+        capacity_scheduler: chooses the group; it must not pause, since the group waits for each member.
         micro_batch_scheduler: spreads the group's contexts over steps; its budgets must hold the whole group.
     """
 
@@ -343,7 +343,7 @@ class LockstepScheduler(RequestScheduler):
         super().__init__()
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
-        self._group: frozenset[int] = frozenset()  # ids, some of them complete by now
+        self._group: frozenset[int] = frozenset()  # ids; some requests may be complete
 
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Set[int]) -> SchedulerOutput:
         """See RequestScheduler.

@@ -1,4 +1,4 @@
-"""Builds the scheduler that a configuration names."""
+"""Builds the scheduler that the options name."""
 
 import inspect
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ STEP_ORDERS: dict[str, type[FIFOScheduler] | type[PrefillFirstScheduler]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """What a scheduler is built from.
+    """The options of a scheduler.
 
     Args:
         max_num_requests: most requests running at once.
@@ -43,7 +43,7 @@ class SchedulerOptions:
             max_pauses: as in BatcherOptions.
 
     Raises:
-        SchedulerError: a value out of range, or one that nothing would read; the message names it.
+        SchedulerError: a value is out of range, or no scheduler reads it; the message names it.
     """
 
     scheduler: str | RequestScheduler = "fifo"
@@ -79,16 +79,16 @@ class SchedulerOptions:
 
     @property
     def never_pauses(self) -> bool:
-        """Whether a request begins only when there is room for all of it."""
+        """True if a request starts only when all of it fits."""
         return self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT or self.batching_type is BatchingType.V1
 
     @property
     def decodes_first(self) -> bool:
-        """Whether decodes go on while prompts are evaluated: then a step's time is a gap between tokens."""
+        """True if decodes continue while prompts are evaluated, so that a step's time is a gap between tokens."""
         return self.batching_type is not BatchingType.V1 and self.scheduler != "prefill_first"
 
     def limits(self, block_size: int) -> StepLimits:
-        """The budgets of a step over blocks of `block_size` positions."""
+        """Return the budgets of a step over blocks of `block_size` positions."""
         return StepLimits(
             max_batch_tokens=self.max_batch_tokens,
             block_size=block_size,
@@ -100,21 +100,21 @@ class SchedulerOptions:
 def build_scheduler(
     options: SchedulerOptions, kv_cache_manager: KVResources, limits: StepLimits | None = None
 ) -> RequestScheduler:
-    """The scheduler that `options` describe.
+    """Return the scheduler that `options` describe.
 
-    A named class is called as the documents call it: a CapacityScheduler and a RequestScheduler with
-    (max_num_requests, kv_cache_manager), a MicroBatchScheduler with the StepLimits. A CapacityScheduler
-    takes the policy's place, a MicroBatchScheduler FIFO's, a RequestScheduler the place of both. Two names with a comma
-    between them are the two halves, in any order. An object is told of the KV cache by its `open`.
+    A CapacityScheduler or a RequestScheduler class is called with (max_num_requests, kv_cache_manager). A
+    MicroBatchScheduler class is called with the StepLimits. A CapacityScheduler replaces the policy, a
+    MicroBatchScheduler replaces FIFO, and a RequestScheduler replaces both. Two names with a comma between them are the
+    two halves, in any order. An object gets the KV cache by its `open`.
 
     Args:
         options: name the scheduler.
-        kv_cache_manager: what it may ask of the memory.
-        limits: the budgets of its steps, in which the time for prompts changes; None: those of the options.
+        kv_cache_manager: the scheduler's view of the memory.
+        limits: the budgets of its steps, with a changing time for prompts; None for the options' budgets.
 
     Raises:
-        SchedulerError: a name leads nowhere, or to something that is no scheduler, its constructor takes other
-            arguments, or two names are not one of each half.
+        SchedulerError: a name leads to no scheduler class, a constructor takes other arguments, or two names are not
+            one of each half.
     """
     if isinstance(options.scheduler, RequestScheduler):
         options.scheduler.open(kv_cache_manager)
@@ -137,16 +137,16 @@ def build_scheduler(
 
 
 def check_scheduler(names: str) -> None:
-    """Whether a name, or two, lead to a scheduler, before there is a KV cache to build it over.
+    """Check that one name or two lead to a scheduler, before there is a KV cache.
 
     Raises:
-        SchedulerError: one leads nowhere, or to something that is no scheduler, or two are not one of each half.
+        SchedulerError: a name leads to no scheduler class, or two names are not one of each half.
     """
     _named(names)
 
 
 def _named(names: str) -> list[type[RequestScheduler] | type[CapacityScheduler] | type[MicroBatchScheduler]]:
-    """The classes that are named."""
+    """Return the named classes."""
     found = [STEP_ORDERS.get(name) or _load(name) for name in (part.strip() for part in names.split(","))]
     halves = [half for half in (CapacityScheduler, MicroBatchScheduler) for one in found if issubclass(one, half)]
     if len(found) > 1 and sorted(half.__name__ for half in halves) != ["CapacityScheduler", "MicroBatchScheduler"]:
@@ -179,7 +179,7 @@ def _load(name: str) -> type[RequestScheduler] | type[CapacityScheduler] | type[
         raise SchedulerError(f'scheduler {name!r}: neither one of {known} nor "module:Class"')
     try:
         module = import_module(module_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything
         raise SchedulerError(f"scheduler {name!r}: module {module_name!r} cannot be imported: {error}") from error
     named = getattr(module, class_name, None)
     if named is None:
