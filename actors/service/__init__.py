@@ -1,1 +1,1 @@
-"""A whole service: which processes it has, what runs in each. The only folder that knows all the others."""
+"""A whole service: its processes, and the parts in each process. Only this folder knows all the others."""

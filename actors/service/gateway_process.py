@@ -1,7 +1,7 @@
-"""The gateways of a service, and the process that has nothing else: every address, and the link to the engine process.
+"""The gateways of a service at their addresses, with the link to the engine process, and the process that runs them.
 
-It remembers the accepted requests, so clients notice an engine's death by the ends of their requests at most, never by
-a connection's. Imports no torch.
+This process keeps the accepted requests. So when an engine dies, clients at most see their requests end, and never
+lose a connection. This file imports no torch.
 """
 
 import ctypes
@@ -60,32 +60,32 @@ from genbatch.proto.messages import DrainRequest
 if TYPE_CHECKING:  # needs an extra
     from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 
-# Seconds in which answers that were just given leave for their clients, before the listeners are stopped.
+# Seconds for the last answers to leave before the listeners are stopped.
 LAST_WORDS_S = 0.2
-# Seconds that gateways wait to be joined to their engines before they listen, where the engines run already.
+# Seconds that gateways of running engines wait for a link before they listen.
 JOIN_S = 5.0
-# Seconds between looks whether the last client of a service that was taken over has gone.
+# Seconds between checks whether the last client of a service that was taken over has left.
 LOOK_S = 0.05
 
 
-# A gateway is what strangers reach, so no number of its restarts ends the service. Beyond these it is restarted once
-# a second.
+# Strangers can reach a gateway, so no number of its restarts ends the service. Above this rate it is restarted once a
+# second.
 OF_GATEWAYS = Intensity(max_restarts=3, max_seconds=5.0, pause_s=1.0)
 
 
 class Listeners:
-    """One gateway for each address; `child` is for a supervisor.
+    """One gateway for each address; `child` is the spec for a supervisor.
 
     Args:
-        batcher: who generates; a ref that survives restarts.
-        options: where to listen.
-        telemetry: is told of the gateways' restarts.
+        batcher: the Batcher's ref, which survives restarts.
+        options: the addresses.
+        telemetry: receives the gateways' restarts.
         of_fleet: see Dispatcher.
-        sockets: where the gateways listen; None opens sockets for these gateways alone.
-        joined: what the gateways wait for, `JOIN_S` at most, before they listen.
+        sockets: the gateways' listening sockets; None opens sockets for these gateways alone.
+        joined: events that the gateways await before they listen, for `JOIN_S` at most.
 
     Raises:
-        AddressError, KeyFileError: as `check_listeners`.
+        AddressError, KeyFileError: see `check_listeners`.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Listeners:
         self._metrics: HTTPGateway | None = None
 
     def child(self) -> ChildSpec:
-        """All gateways; one that crashed is started anew alone."""
+        """Return a spec of all gateways; a crashed gateway is restarted alone."""
         return ChildSpec("gateways", lambda: self._run)
 
     async def _run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs each gateway under a supervisor of its own: while one is started anew, another can be, too."""
+        """Run each gateway under a supervisor of its own, so that several can be restarted at the same time."""
         with trio.move_on_after(JOIN_S):
             for event in self._joined:
                 await event.wait()
@@ -136,9 +136,9 @@ class Listeners:
                     self._sockets.close()
 
     async def retire(self, timeout_s: float) -> None:
-        """Leave new connections to the service that has taken over, and serve the clients that are connected.
+        """Leave new connections to the service that has taken over, and serve the connected clients.
 
-        Returns when they have gone, or after `timeout_s` seconds.
+        The method returns when these clients have left, or after `timeout_s` seconds.
         """
         self._is_retiring = True
         for gateway in self._running:
@@ -153,7 +153,7 @@ class Listeners:
         return [gateway for gateway in gateways if gateway is not None]
 
     def gateways(self) -> list[ChildSpec]:
-        """One for each address."""
+        """Return one spec for each address."""
         children = []
         if self._options.bind is not None:
             children.append(ChildSpec("zeromq", self._new_zeromq))
@@ -167,10 +167,10 @@ class Listeners:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where clients can connect, once the children have started."""
+        """The addresses for clients, once the children have started."""
         found = [gateway.address for gateway in self._running if gateway is not self._metrics]
         if self._metrics is not None:
-            found.append(f"{self._metrics.address}/metrics")  # else the list would have two doors that look alike
+            found.append(f"{self._metrics.address}/metrics")  # so that the two HTTP doors look different
         return tuple(found)
 
     def _new_zeromq(self) -> Task:
@@ -209,7 +209,7 @@ class Listeners:
         return self._unless_retiring(self._metrics.run)
 
     def _unless_retiring(self, run: Task) -> Task:
-        """A gateway that crashes while it retires is not started anew: another service has its sockets."""
+        """Do not restart a gateway that crashes while it retires, since another service has its sockets."""
         return _rest if self._is_retiring else run
 
     def _dispatcher(self) -> Dispatcher:
@@ -222,7 +222,7 @@ async def _rest(*, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 
 
 async def retire(listeners: Listeners, batcher: Callee, timeout_s: float) -> None:
-    """Serve the clients that are connected, for `timeout_s` seconds at most; then end what is open, and return."""
+    """Serve the connected clients for `timeout_s` seconds at most; then end the open requests and return."""
     deadline = trio.current_time() + timeout_s
     await listeners.retire(timeout_s)
     left_s = max(0.0, deadline - trio.current_time())
@@ -231,10 +231,10 @@ async def retire(listeners: Listeners, batcher: Callee, timeout_s: float) -> Non
 
 
 def check_listeners(options: ServiceOptions) -> Security:
-    """Reads what keeps strangers out, and tells a mistake before a model is loaded.
+    """Read the key, token and certificate files, so that mistakes show before a model is loaded.
 
     Raises:
-        AddressError: strangers could come in at an address, or it is not an address.
+        AddressError: an address is invalid, or strangers could reach it.
         KeyFileError: a file is missing, faulty or exposed.
         OptionError: an extra is missing.
     """
@@ -262,19 +262,19 @@ def check_listeners(options: ServiceOptions) -> Security:
 def check_start(
     engine: EngineOptions, batcher: BatcherOptions, options: ServiceOptions, sockets: ListeningSockets | None = None
 ) -> None:
-    """Looks at what the options name: the model's files, the template's, the scheduler, keys, and each address.
+    """Check what the options name: the model's files, the template's, the scheduler, keys, and each address.
 
     Args:
-        sockets: doors that are open already need no free address.
+        sockets: open sockets, for doors whose address need not be free.
 
     Raises:
         ModelError: there is no such file, or no model in it; an id of Hugging Face may still turn out to be none.
-        OptionError: a file that an option names is not there, or an extra is not installed.
-        SchedulerError: the scheduler's name leads nowhere.
+        OptionError: a file that an option names is missing, or an extra is not installed.
+        SchedulerError: the scheduler's name leads to no scheduler.
         AddressError: an address is not valid, is open to strangers, is taken, or is given twice.
         KeyFileError: a file of keys is missing, faulty or exposed.
     """
-    check_listeners(options)  # first: a service that strangers could reach is told so, whatever else is wrong
+    check_listeners(options)  # first: exposure to strangers is the most important error
     check_source(engine.model_path)
     if engine.chat_template and not written_path(engine.chat_template).is_file():
         raise OptionError("chat_template", f"there is no file {engine.chat_template}")
@@ -292,7 +292,7 @@ def check_start(
 
 
 def _check_record(path: Path) -> None:
-    """Raises OptionError where no file can be made; the recorder itself opens it once the model is there."""
+    """Raise OptionError if the file cannot be created; the recorder opens the file after the model is loaded."""
     if not path.parent.is_dir():
         raise OptionError("record", f"there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -300,7 +300,7 @@ def _check_record(path: Path) -> None:
 
 
 def door_addresses(options: ServiceOptions) -> dict[Door, str]:
-    """Where the service will listen, as tcp://HOST:PORT, ipc://PATH or unix://PATH."""
+    """Return the listening addresses as tcp://HOST:PORT, ipc://PATH or unix://PATH."""
     found: dict[Door, str] = {}
     if options.bind is not None:
         found["zeromq"] = options.bind
@@ -313,23 +313,23 @@ def door_addresses(options: ServiceOptions) -> dict[Door, str]:
     return found
 
 
-# Callers wait in the mailbox only while a message is being handled; requests that were accepted have another bound.
+# Callers wait in the mailbox only while a message is handled; accepted requests have another bound.
 MAILBOX_SIZE = 4096
 
 
 class LinkedGateways:
-    """A supervisor's tree; rest_for_one: a link that crashed takes its gateways along.
+    """The supervisor tree of links and gateways; rest_for_one: a crashed link restarts its gateways, too.
 
     Args:
-        batcher: whose limits the links know, too.
-        options: where to listen.
-        on_hung: called with the reason and the place of its link; see RemoteBatcher.
-        models: the names of several models, each with a link of its own; none where there is one.
+        batcher: the Batcher's options, with limits that the links apply, too.
+        options: the addresses.
+        on_hung: called with the reason and the index of its link; see RemoteBatcher.
+        models: the names of several models, each with a link of its own; empty for one model.
         of_fleet: see Dispatcher.
         sockets: see Listeners.
 
     Raises:
-        AddressError, KeyFileError: it must not listen there.
+        AddressError, KeyFileError: a gateway must not listen at its address.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class LinkedGateways:
         self.links: list[ActorRef] = [registry.ref(_link_name(place)) for place in places]
         self.batcher: Callee = self.links[0] if not models else ServedModels(dict(zip(models, self.links, strict=True)))
         self.sides = [EngineConnections(link) for link in self.links]
-        # Where another process has opened the sockets, its engines run already, and clients may have connected.
+        # If another process has opened the sockets, its engines already run, and clients may already have connected.
         joined = [side.joined for side in self.sides] if sockets is not None else []
         self.listeners = Listeners(
             self.batcher, options, self.telemetry, of_fleet=of_fleet, sockets=sockets, joined=joined
@@ -370,7 +370,7 @@ class LinkedGateways:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where clients can connect, once the supervisor has started."""
+        """The addresses for clients, once the supervisor has started."""
         return self.listeners.addresses
 
     async def retire(self, timeout_s: float) -> None:
@@ -382,38 +382,41 @@ def _link_name(place: int) -> str:
     return "link" if place == 0 else f"link_{place}"
 
 
-# From so many bytes on a block of memory is the kernel's again as soon as it is freed.
+# Memory blocks of at least this size return to the kernel as soon as they are freed.
 LARGE_BLOCK_BYTES = 2**18
 _M_MMAP_THRESHOLD = -3  # glibc's
 
 
 def return_large_blocks() -> None:
-    """Else glibc keeps what large messages were in: it takes the first that is freed for a sign that more will come,
-    and from then on puts them among small blocks, which outlive them. Other libraries have no such call."""
+    """Make glibc return freed large blocks to the kernel; other libraries have no such call.
+
+    By default glibc expects more large messages after it frees the first one. It then places them among small blocks
+    that live longer, and cannot return their memory.
+    """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
         adjust(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def main() -> None:
-    """Runs until the parent says so, or is gone."""
+    """Run until the parent sends Stop, or ends."""
     return_large_blocks()
     allow_files(AMPLE_FILES)
     run_child(lambda channel: GatewayProcess(channel).serve())
 
 
 class GatewayProcess:
-    """What the process does for its parent."""
+    """The gateway process's work for its parent."""
 
     def __init__(self, channel: ControlChannel[Any]) -> None:
         self._channel = channel
         self._gateways: LinkedGateways
         self._made = trio.Event()
         self._nursery: trio.Nursery
-        self._sockets: ListeningSockets | None = None  # the parent's, where it has them
+        self._sockets: ListeningSockets | None = None  # the parent's sockets, if it has any
 
     async def serve(self) -> None:
-        """Returns when the parent says so, or is gone, or after a drain, or when the gateways do not start."""
+        """Serve until the parent sends Stop or ends, until a drain is complete, or until the gateways fail to start."""
         async with background() as self._nursery:
             self._nursery.start_soon(keep_returning_freed_memory)
             while True:
@@ -432,7 +435,7 @@ class GatewayProcess:
                         return
 
     async def _open(self, start: StartGateway) -> None:
-        """Starts the gateways, while they may already be joined to engines, or tells why they do not start."""
+        """Start the gateways and report the outcome; links to engines may be made meanwhile."""
         try:
             await self._start(start)
         except StartFailed as failed:
@@ -471,5 +474,5 @@ class GatewayProcess:
         self._nursery.start_soon(self._tell, Hung(reason, engine))
 
     async def _tell(self, message: object) -> None:
-        with suppress(OSError):  # the parent is gone, which ends this process, too
+        with suppress(OSError):  # the parent has ended, which ends this process, too
             await self._channel.send(message)

@@ -1,4 +1,4 @@
-"""ServiceOptions: where a service listens and how its processes live, with their defaults in one place."""
+"""ServiceOptions: the addresses of a service and the options of its processes, with their defaults in one place."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ EngineKind = Literal["process", "thread"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """What a service takes beyond EngineOptions and BatcherOptions.
+    """The options of a service, besides EngineOptions and BatcherOptions.
 
     Args:
         bind: a ZeroMQ address to listen at, ipc://PATH or tcp://127.0.0.1:PORT. If not given, `genbatch serve` makes a
@@ -75,8 +75,10 @@ class ServiceOptions:
     otel: bool = False
 
     def __post_init__(self) -> None:
-        """Raises:
-        OptionError: a value is out of range; the error names the option.
+        """Check the values.
+
+        Raises:
+            OptionError: a value is out of range; the error names the option.
         """
         if self.engine not in get_args(EngineKind):
             raise OptionError("engine", f"{self.engine!r} is neither process nor thread")

@@ -1,4 +1,4 @@
-"""The supervisor of `genbatch serve`: an engine process and a gateway process, joined, each started anew when it dies.
+"""The supervisor of `genbatch serve`: it runs an engine process and a gateway process, and restarts each when it dies.
 
     async with open_processes(engine_options, batcher_options, options) as processes:
         print(processes.addresses)
@@ -6,10 +6,10 @@
 
     supervisor process
       |-- EngineRunner  -- engine process  --+
-      |                                      | a socketpair that the Joint makes, anew whenever either is new
+      |                                      | a socketpair, which the Joint makes again when either process is new
       |-- GatewayRunner -- gateway process --+
 
-This process does nothing else, and imports no torch: what crashes, crashes elsewhere.
+The supervisor process does nothing else and imports no torch, so that crashes happen in the other processes.
 """
 
 import logging
@@ -57,17 +57,17 @@ from genbatch.proto.messages import Models
 
 
 class Side(Protocol):
-    """A process, or a part of this one, that can be given its end of a link."""
+    """A process, or a part of this process, that takes one end of a link."""
 
     async def send(self, message: Join, hand_over: socket.socket) -> None:
-        """Gives it the socket, or closes that; OSError if the side is gone, which its own end will tell."""
+        """Hand over the socket, or close it; raise OSError if the side has ended, which its own channel also shows."""
 
 
 class Joint:
-    """Knows the two sides that live.
+    """Joins the current engine and the current gateway with a link.
 
     Args:
-        place: which of several engines it is for.
+        place: the index of the engine among several.
     """
 
     def __init__(self, place: int = 0) -> None:
@@ -78,32 +78,32 @@ class Joint:
         self._number = 0
 
     async def engine_is_ready(self, side: Side, models: Models) -> None:
-        """An engine has started."""
+        """Take an engine that has started."""
         self._engine, self._models = side, models
         await self._join()
 
     async def gateway_is_ready(self, side: Side) -> None:
-        """A gateway has started."""
+        """Take a gateway that has started."""
         self._gateway = side
         await self._join()
 
     def serving_changed(self, side: Side, models: Models) -> None:
-        """What an engine serves has changed, for gateways that are joined to it later."""
+        """Note changed models of an engine, for the next gateways."""
         if self._engine is side:
             self._models = models
 
     def engine_is_gone(self, side: Side) -> None:
-        """It is not joined any more; fine if another has taken its place."""
+        """Forget an engine that has ended, unless another engine has replaced it."""
         if self._engine is side:
             self._engine = None
 
     def gateway_is_gone(self, side: Side) -> None:
-        """The same of a gateway."""
+        """Forget a gateway that has ended, unless another gateway has replaced it."""
         if self._gateway is side:
             self._gateway = None
 
     async def unjoined(self, number: int) -> None:
-        """The engine says that the link with this number is closed."""
+        """Make a new link after the engine closed the link with this number."""
         if number == self._number:
             await self._join()
 
@@ -117,25 +117,25 @@ class Joint:
             for side in (self._engine, self._gateway):
                 with suppress(OSError):
                     await side.send(join, ends.pop())
-        finally:  # a service that is being stopped may be cancelled here
+        finally:  # a stopping service may be cancelled here
             for end in ends:
                 end.close()
 
 
 logger = logging.getLogger(__name__)
 
-# Seconds that it has to free its memory in when it is told to stop.
+# Seconds for a stopping engine to free its memory.
 ENGINE_STOP_S = 5.0
 
 
-# Seconds after an engine's start before a spare one is prepared: that must not delay the first requests.
+# Seconds from an engine's start to the start of a spare one, which must not delay the first requests.
 SPARE_DELAY_S = 5.0
 
 
 class SpareEngine:
-    """Keeps a process that has imported an engine's libraries and has no model.
+    """Keeps a spare process that has imported an engine's libraries and has no model.
 
-    An engine that starts takes the spare process. Most of a start is these imports: 3.4 of 4.1 s of processor time with
+    A starting engine takes the spare process. These imports are most of a start: 3.4 of 4.1 s of processor time with
     the packaged model.
     """
 
@@ -145,11 +145,11 @@ class SpareEngine:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the spare one."""
+        """The process id of the spare process; None if there is none."""
         return None if self._child is None else self._child.pid
 
     def take(self) -> ChildProcess:
-        """A process for an engine: the spare one, or a new one where there is none."""
+        """Return a process for an engine: the spare process, or a new one without a spare."""
         child, self._child = self._child, None
         self._taken.set()
         if child is not None and child.is_running:
@@ -159,14 +159,14 @@ class SpareEngine:
         return new_engine()
 
     async def run(self) -> None:
-        """Prepares one process after another, until cancelled."""
+        """Prepare one spare process after another, until cancelled."""
         try:
             while True:
                 self._taken = trio.Event()
                 await trio.sleep(SPARE_DELAY_S)
                 if not self._taken.is_set():
                     self._child = child = new_engine()
-                    with suppress(OSError):  # it has ended, which shows when it is taken
+                    with suppress(OSError):  # `take` notices a process that has ended
                         await child.channel.send(PrepareEngine())
                     await self._taken.wait()
         finally:
@@ -176,7 +176,7 @@ class SpareEngine:
 
 
 def new_engine() -> ChildProcess:
-    """A process that waits to be told what to load."""
+    """Start a process that waits for StartEngine."""
     return ChildProcess("engine", "genbatch.actors.engine.engine_process")
 
 
@@ -184,8 +184,8 @@ class EngineRunner:
     """Runs engine processes, one after another.
 
     Args:
-        start: what each is told.
-        joint: is told of each.
+        start: the start message for each process.
+        joint: joins each process to the gateway.
         progress: called as progress(stage, done, total) while one loads.
         new_process: makes the process of an engine.
     """
@@ -197,7 +197,7 @@ class EngineRunner:
         progress: Callable[[str, int, int], None],
         new_process: Callable[[], ChildProcess] = new_engine,
     ) -> None:
-        self.ready: EngineReady | None = None  # what the last one said
+        self.ready: EngineReady | None = None  # the last engine's message
         self._start = start
         self._joint = joint
         self._progress = progress
@@ -207,22 +207,22 @@ class EngineRunner:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the engine that runs or loads."""
+        """The process id of the engine that runs or loads; None if there is none."""
         return None if self._child is None else self._child.pid
 
     def kill(self, reason: str) -> None:
-        """Ends an engine that does not get on; one that still loads is not the one that is meant."""
+        """Kill a hanging engine; an engine that still loads is not the hanging one."""
         if self._child is not None and self._is_up:
             logger.error("killing the engine process %d: %s", self._child.pid, reason)
             self._joint.engine_is_gone(self._child.channel)
             self._child.kill()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Starts a process and lives as long; `started` when the Batcher runs.
+        """Start a process and run until it ends; `started` is called when the Batcher runs.
 
         Raises:
-            ModelError, OptionError, SchedulerError: it did not start, and this is why.
-            ProcessFailed: it did not start.
+            ModelError, OptionError, SchedulerError: the reason why it did not start.
+            ProcessFailed: it did not start, for another reason.
             ProcessDied: it ended.
         """
         child = self._child = self._new_process()
@@ -266,7 +266,7 @@ class EngineRunner:
         raise ProcessFailed(f"the engine process ended with code {code} before it was ready")
 
 
-# Seconds that its last messages have to leave in when it is told to stop.
+# Seconds for a stopping gateway's last messages to leave.
 GATEWAY_STOP_S = 2.0
 
 
@@ -274,10 +274,11 @@ class GatewayRunner:
     """Runs gateway processes, one after another, until one was drained.
 
     Args:
-        start: what each is told.
-        joints: are told of each; one an engine.
-        kill_engine: called with the reason and the engine's place when a gateway says that it is hung.
-        sockets: where each listens, so that no connection is refused between two of them; None lets each open its own.
+        start: the start message for each process.
+        joints: join each process to the engines; one joint per engine.
+        kill_engine: called with the reason and the engine's index when a gateway reports that it hangs.
+        sockets: the listening sockets of all processes, so that no connection is refused between two of them. None lets
+            each process open its own.
     """
 
     def __init__(
@@ -298,11 +299,11 @@ class GatewayRunner:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the gateway that runs."""
+        """The process id of the running gateway; None if there is none."""
         return None if self._child is None else self._child.pid
 
     async def drain(self, timeout_s: float, *, retires: bool = False) -> None:
-        """Has the gateway refuse what is new, end what is open, and end; returns when it has.
+        """Make the gateway refuse new requests, end its open ones, and stop; return after that.
 
         Args:
             retires: see DrainAndStop.
@@ -314,12 +315,12 @@ class GatewayRunner:
             await self._stopped.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Starts a process and lives as long; `started` when it listens.
+        """Start a process and run until it ends; `started` is called when the gateway listens.
 
         Raises:
-            AddressError, KeyFileError: it cannot listen, and this is why.
-            ProcessFailed: it did not start.
-            ProcessDied: it ended without having been told to.
+            AddressError, KeyFileError: the reason why it cannot listen.
+            ProcessFailed: it did not start, for another reason.
+            ProcessDied: it ended without a request to stop.
         """
         if self._sockets is not None:
             await self._sockets.open_all()
@@ -350,7 +351,7 @@ class GatewayRunner:
                 await child.end(grace_s)
 
     async def _start_child(self, child: ChildProcess) -> None:
-        """Has it joined to the engines that run before it listens."""
+        """Start the process; join it to the running engines before it listens."""
         for door, listening in self._sockets or ():
             await child.channel.send(Listening(door), listening.dup())
         await child.channel.send(self._start)
@@ -368,18 +369,18 @@ class GatewayRunner:
         raise ProcessFailed(f"the gateway process ended with code {code} before it was ready")
 
 
-# Seconds; more than a runner takes to see its process end.
+# Seconds; longer than a runner takes to see its process end.
 SHUTDOWN_S = 10.0
-# Seconds before a gateway is restarted that has died more often than engines may.
+# Seconds before the restart of a gateway above the allowed rate of restarts.
 PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceProcesses:
-    """A service whose parts are processes of their own.
+    """A service with its parts in processes of their own.
 
     Args:
-        engines: one a model, in the order in which they were named.
+        engines: one per model, in the order of their names.
     """
 
     engines: tuple[EngineRunner, ...]
@@ -388,16 +389,16 @@ class ServiceProcesses:
 
     @property
     def engine(self) -> EngineRunner:
-        """The first model's."""
+        """The first model's engine."""
         return self.engines[0]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where clients can connect."""
+        """The addresses for clients."""
         return self.gateway.addresses
 
     async def describe(self) -> tuple[Models, dict[str, Any]]:
-        """What is served, and the stats at the engine's start; of several models by their names."""
+        """Return the served models, and the stats at the engine's start; for several models by name."""
         ready = [engine.ready for engine in self.engines if engine.ready is not None]
         assert len(ready) == len(self.engines), "an engine has not started"
         models = Models(models=tuple([card for one in ready for card in one.models.models]))
@@ -406,11 +407,11 @@ class ServiceProcesses:
         return models, {BY_MODEL: {one.models.models[0].id: one.stats for one in ready}}
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
+        """Refuse new requests, end the open ones within `timeout_s` seconds, and return."""
         await self.gateway.drain(timeout_s)
 
     async def retire(self, timeout_s: float) -> None:
-        """Serves the clients that are connected until they have gone, for `timeout_s` seconds at most, and returns."""
+        """Serve the connected clients until they leave, for `timeout_s` seconds at most, and return."""
         await self.gateway.drain(timeout_s, retires=True)
 
 
@@ -424,18 +425,18 @@ async def open_processes(
     of_fleet: bool = False,
     sockets: ListeningSockets | None = None,
 ) -> AsyncIterator[ServiceProcesses]:
-    """Starts all and keeps them running for as long as the body runs.
+    """Start all processes and keep them running for as long as the body runs.
 
     Args:
-        engine_options: of several models one each, with the names that clients see; they are loaded one after another,
-            so that each sees what those before have left of the memory.
-        of_fleet: whether it is a replica, which the gateways of a fleet ask; see Dispatcher.
+        engine_options: the options of each of several models, with the names for clients. The models are loaded one
+            after another, so that each measures the memory that the earlier ones left.
+        of_fleet: whether this service is a replica, called by the gateways of a fleet; see Dispatcher.
         progress: called as progress(stage, done, total) while the model loads.
         sockets: see GatewayRunner.
 
     Raises:
         AddressError, KeyFileError, ModelError, OptionError, SchedulerError: before any request is taken.
-        RestartLimit: an engine died too often. A gateway cannot: strangers reach it, and may be why it dies.
+        RestartLimit: an engine died too often. A gateway has no limit: strangers reach it, and may cause its crashes.
     """
     wanted = [engine_options] if isinstance(engine_options, EngineOptions) else list(engine_options)
     for one in wanted:
@@ -487,10 +488,10 @@ async def kept_running(
     restart: Restart = "permanent",
     pause_s: float | None = None,
 ) -> AsyncIterator[None]:
-    """Runs one child under a supervisor of its own: while it starts, which may take long, others can be restarted.
+    """Run one child under a supervisor of its own, so that its slow start does not delay other restarts.
 
     Args:
-        pause_s: what the supervisor does when the options' limit is reached; see Intensity.
+        pause_s: the supervisor's pause at the options' restart limit; see Intensity.
     """
     most = Intensity(max_restarts=options.max_restarts, max_seconds=options.restart_window_s, pause_s=pause_s)
     supervisor = Supervisor(

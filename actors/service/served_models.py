@@ -1,10 +1,10 @@
 """ServedModels: several models behind one address, each with an engine of its own.
 
     models = ServedModels({"smollm2": link, "minilm": other})
-    await models.call(Generate(request))       # goes to the one that request.model names; to the first if it names none
+    await models.call(Generate(request))       # goes to the engine of request.model; to the first engine without a name
 
-Stands where a Batcher would. Which engine answers is decided here and nowhere else; what a name means within an engine,
-such as an adapter's, is that engine's affair.
+It takes the place of a Batcher. Only this file chooses the engine of a name. The engine itself resolves names such as
+an adapter's.
 """
 
 from collections import Counter
@@ -34,18 +34,18 @@ from genbatch.proto.messages import (
 )
 from genbatch.proto.methods import Lane, lane_of
 
-# From the best to the worst; a service is as well as the worst of its engines.
+# From best to worst; a service has the status of its worst engine.
 _STATUSES: tuple[HealthStatus, ...] = ("ready", "draining", "stuck", "down")
 _DOWN = Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
 BY_MODEL = "by_model"
-"""Where the stats of several models have each one's own."""
+"""The key of the stats of each model, in the stats of several models."""
 
 
 class ServedModels:
     """See the module's docstring.
 
     Args:
-        engines: who answers for each model, by the model's name; the first is asked where nobody is named.
+        engines: the engine of each model, by the model's name; the first engine serves requests without a name.
     """
 
     def __init__(self, engines: Mapping[str, Callee]) -> None:
@@ -53,7 +53,7 @@ class ServedModels:
         self._engines = dict(engines)
 
     async def call(self, request: object, *, timeout: float | None = 5.0, control: bool = False) -> Any:
-        """Answers as a Batcher's ref does.
+        """Answer a call as a Batcher's ref does.
 
         Raises:
             ModelNotFound: a request names a model that is not served.
@@ -84,7 +84,7 @@ class ServedModels:
                 raise TypeError(f"several models have no call {type(request).__name__}")
 
     async def _named(self, name: str | None) -> Callee:
-        """Who answers for a name: a model's, or one of those that a model's engine lists beside its own."""
+        """Return the engine for a name: a model's name, or another name that a model's engine lists."""
         if name is None:
             return next(iter(self._engines.values()))
         if name in self._engines:
@@ -93,7 +93,7 @@ class ServedModels:
         for model, engine in self._engines.items():
             try:
                 names = [card.id for card in await _cards_of(engine)]
-            except (Unavailable, ActorDown, CallTimeout):  # it has not been up yet, or its link starts anew
+            except (Unavailable, ActorDown, CallTimeout):  # it has not started yet, or its link restarts
                 names = [model]
             if name in names:
                 return engine
@@ -101,7 +101,7 @@ class ServedModels:
         raise ModelNotFound(f"the model {name[:128]!r} is not served here; there is {', '.join(listed)}", field="model")
 
     async def _cards(self) -> tuple[ModelCard, ...]:
-        """All of them, or none: a list in which one lacks would be taken for the whole."""
+        """Return all cards, or raise: clients would take an incomplete list for the whole."""
         return tuple([card for engine in self._engines.values() for card in await _cards_of(engine)])
 
     async def _health(self) -> Health:
@@ -122,12 +122,12 @@ class ServedModels:
         return health
 
     async def _stats(self) -> dict[str, Any]:
-        """Each model's, and what can be added up of all of them."""
+        """Return the stats of each model, and the sums of their counts."""
         found: dict[str, dict[str, Any]] = {}
 
         async def ask(model: str, engine: Callee) -> None:
             found[model] = {"engine": "down", "model": model}
-            for _ in range(2):  # an engine that dies over the first is known to be down at the second
+            for _ in range(2):  # the second call knows if the engine died during the first
                 with suppress(Unavailable, ActorDown, CallTimeout):
                     found[model] = await engine.call(StatsRequest(), control=True)
                     return
@@ -157,7 +157,7 @@ async def _cards_of(engine: Callee) -> tuple[ModelCard, ...]:
 
 
 def _counts(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """What counts something, of all models together: times and shares are each model's own."""
+    """Return the sums of the counts over all models; times and shares stay per model."""
     total: Counter[str] = Counter()
     for stats in found:
         total.update({name: value for name, value in stats.items() if type(value) is int and name != "kv_block_size"})

@@ -1,12 +1,12 @@
-"""The supervision tree: the Batcher, and behind it a gateway for every address it is reachable at.
+"""The supervision tree: the Batcher, and after it a gateway for every address of the service.
 
     options = ServiceOptions(bind="ipc://...")
     async with open_service(EngineOptions(model_path="smollm2"), BatcherOptions(), options) as service:
         await service.batcher.call(StatsRequest())
 
-rest_for_one: a Batcher that crashed is started anew over the model in memory, and the gateways after it; a gateway
-that crashed is started anew alone. With an engine process a RemoteBatcher has the Batcher's place, and what crashes
-over there is started anew over there.
+rest_for_one: a crashed Batcher restarts over the model in memory, and then the gateways restart. A crashed gateway
+restarts alone. With an engine process, a RemoteBatcher takes the Batcher's place, and a crash in the engine process is
+restarted there.
 """
 
 from collections.abc import AsyncIterator
@@ -34,9 +34,9 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model_source import Progress
 from genbatch.proto.messages import DrainRequest, Models, ModelsRequest, StatsRequest
 
-# The step in flight ends first; a long prefill chunk of a large model on a CPU takes seconds.
+# The step in flight ends first. A long prefill chunk of a large model takes seconds on a CPU.
 BATCHER_SHUTDOWN_S = 30.0
-# Callers wait in the mailbox only while a message is being handled; the queue proper has its own bound.
+# Callers wait in the mailbox only while a message is handled; the request queue has its own bound.
 MAILBOX_SIZE = 4096
 
 
@@ -57,20 +57,20 @@ class Service:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the gateways are reachable."""
+        """The addresses of the gateways."""
         return self.listeners.addresses
 
     async def describe(self) -> tuple[Models, dict[str, Any]]:
-        """What is served, and the stats."""
+        """Return the served models and the stats."""
         return await self.batcher.call(ModelsRequest()), await self.batcher.call(StatsRequest())
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
+        """Refuse new requests, end the open ones within `timeout_s` seconds, and return."""
         await self.batcher.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
         await trio.sleep(LAST_WORDS_S)
 
     async def retire(self, timeout_s: float) -> None:
-        """Serves the clients that are connected until they have gone, for `timeout_s` seconds at most, and returns."""
+        """Serve the connected clients until they leave, for `timeout_s` seconds at most, and return."""
         await retire(self.listeners, self.batcher, timeout_s)
 
 
@@ -83,10 +83,10 @@ async def open_service(
     progress: Progress | None = None,
     sockets: ListeningSockets | None = None,
 ) -> AsyncIterator[Service]:
-    """Loads the model and runs the tree for as long as the body runs.
+    """Load the model and run the tree for as long as the body runs.
 
     Args:
-        options: where it listens, and how its processes live.
+        options: the addresses and the options of the processes.
         progress: called on another thread as progress(stage, done, total).
         sockets: see Listeners.
 
@@ -110,7 +110,7 @@ async def _open_thread(
     progress: Progress | None,
     sockets: ListeningSockets | None,
 ) -> AsyncIterator[Service]:
-    # Loading cannot be interrupted; who gives up waiting need not wait for its end.
+    # Loading cannot be interrupted; a cancelled caller does not wait for its end.
     engine = await trio.to_thread.run_sync(load_engine, engine_options, progress, abandon_on_cancel=True)
     telemetry, registry = Telemetry(), Registry()
     batcher = registry.ref("batcher")
@@ -130,7 +130,7 @@ async def _open_thread(
         try:
             await nursery.start(supervisor.run)
         except StartFailed as error:
-            # An option that only showed to be wrong here is still the caller's own mistake.
+            # An option that is found wrong only here is still the caller's mistake, so the original error is raised.
             raise (error.__cause__ or error) from None
         yield Service(batcher, telemetry, listeners, engine)
 

@@ -1,4 +1,4 @@
-"""Take-over: a service that starts gets the addresses of one that runs, which then serves its last clients and ends.
+"""Take-over: a starting service gets the addresses of a running one, which then serves its last clients and ends.
 
     async with find_predecessor(addresses) as predecessor:          # the service that starts
         sockets = ListeningSockets(addresses, predecessor.sockets)
@@ -10,15 +10,15 @@
     await succession.leaving.wait()
 
     later service                          earlier service
-                       <- EarlierService   at once: which addresses it has
+                       <- EarlierService   at once: its addresses
     AskForSockets      ->
                        <- Listening        for each socket, which comes with it
                        <- Offered          from now on both may accept connections
     Leave              ->                  once the later one listens
                        <- Leaving          the earlier one accepts no more
 
-If the later service ends before it says Leave, nothing has happened. They meet at a Unix socket in a directory of this
-user alone, and each looks whether the other's process is this user's.
+If the later service ends before it sends Leave, the earlier service continues as before. They meet at a Unix socket in
+a directory of this user alone, and each checks that the other's process belongs to this user.
 """
 
 import logging
@@ -40,37 +40,37 @@ from genbatch.actors.security.key_files import AddressError
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which the other service must answer.
+# The timeout for the other service's answers, in seconds.
 ANSWER_S = 10.0
 _FILES = "serve-*.sock"
 _UCRED: Final = struct.Struct("=3i")  # Linux's: process, user, group
 
 
 class EarlierService(msgspec.Struct, frozen=True, tag="running"):
-    """What an earlier service is: its process, and the address of each door."""
+    """The earlier service's process, and the address of each of its doors."""
 
     pid: int
     addresses: dict[str, str]
 
 
 class AskForSockets(msgspec.Struct, frozen=True, tag="ask"):
-    """Give me copies of your sockets."""
+    """Ask for copies of the sockets."""
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """All of them have been sent."""
+    """All sockets have been sent."""
 
 
 class Busy(msgspec.Struct, frozen=True, tag="busy"):
-    """Another service is taking over."""
+    """Another service is taking over already."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """I listen: accept no more."""
+    """The later service listens, so the earlier one must accept no more."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """I accept no more from now on."""
+    """The earlier service accepts no more from now on."""
 
 
 ToEarlier = AskForSockets | Leave
@@ -81,16 +81,16 @@ class Succession:
     """Offers this service's sockets to a later service.
 
     Args:
-        sockets: where this one listens.
+        sockets: this service's listening sockets.
     """
 
     def __init__(self, sockets: ListeningSockets) -> None:
-        self.leaving = trio.Event()  # a later service has taken over
+        self.leaving = trio.Event()  # set once a later service has taken over
         self._sockets = sockets
         self._successor: ControlChannel[Any] | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Waits for later services until cancelled. Where no socket can be made, it says so and waits for nobody."""
+        """Wait for later services until cancelled; without a socket file, log a warning and return."""
         path = runtime_directory() / f"serve-{os.getpid()}.sock"
         try:
             prepare_socket_file(str(path), path, must_be_private=True)
@@ -143,12 +143,12 @@ class Succession:
 
 
 class Predecessor:
-    """A service that this one takes the place of.
+    """A running service that this service replaces.
 
     Args:
-        pid: its process.
-        sockets: copies of its sockets at the addresses that this service wants, too.
-        channel: leads to it.
+        pid: its process id.
+        sockets: copies of its sockets at the addresses that both services have.
+        channel: the channel to it.
     """
 
     def __init__(self, pid: int, sockets: Mapping[Door, list[socket.socket]], channel: ControlChannel[Any]) -> None:
@@ -157,7 +157,7 @@ class Predecessor:
         self._channel = channel
 
     async def leave(self) -> None:
-        """Has it accept no more connections; fine if it has ended by itself."""
+        """Tell it to accept no more connections; it may already have ended by itself."""
         with suppress(OSError), trio.move_on_after(ANSWER_S):
             await self._channel.send(Leave())
             await self._channel.receive()
@@ -165,10 +165,10 @@ class Predecessor:
 
 @asynccontextmanager
 async def find_predecessor(addresses: Mapping[Door, str]) -> AsyncIterator[Predecessor | None]:
-    """The running service that has one of these addresses; None where there is none. It goes on until `leave`.
+    """Yield the running service that has one of these addresses, or None. It keeps running until `leave`.
 
     Raises:
-        AddressError: it has the address for another protocol, or another service takes its place just now.
+        AddressError: it has the address for another protocol, or another service is replacing it.
     """
     directory = runtime_directory()
     if not directory.is_dir():
@@ -190,7 +190,7 @@ async def find_predecessor(addresses: Mapping[Door, str]) -> AsyncIterator[Prede
 
 
 def _connect(path: Path) -> ControlChannel[Any] | None:
-    """A channel to the service at this file; None where nobody listens, or another user does."""
+    """Return a channel to the service at this file; None if no service of this user listens there."""
     end = socket.socket(socket.AF_UNIX)
     try:
         end.connect(str(path))
@@ -204,7 +204,7 @@ def _connect(path: Path) -> ControlChannel[Any] | None:
 
 
 async def _ask(channel: ControlChannel[Any], addresses: Mapping[Door, str]) -> Predecessor | None:
-    """The service at the channel's other end, if it has one of the addresses."""
+    """Return the service at the other end of the channel, if it shares an address; else None."""
     with suppress(OSError, ChannelError), trio.move_on_after(ANSWER_S):
         running = await channel.receive()
         if not isinstance(running, EarlierService):
@@ -233,7 +233,7 @@ async def _ask(channel: ControlChannel[Any], addresses: Mapping[Door, str]) -> P
 
 
 def _shared_doors(running: EarlierService, addresses: Mapping[Door, str]) -> dict[str, str]:
-    """The doors that both have at the same address.
+    """Return the doors that both services have at the same address.
 
     Raises:
         AddressError: the running service has an address for another protocol.
@@ -249,7 +249,7 @@ def _shared_doors(running: EarlierService, addresses: Mapping[Door, str]) -> dic
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end; where the system does not tell, the directory's permissions do."""
+    """Return the user of the process at the other end; without SO_PEERCRED the directory's permissions must suffice."""
     if not hasattr(socket, "SO_PEERCRED"):
         return os.getuid()
     _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
