@@ -1,1 +1,1 @@
-"""The flight recorder: what a Batcher was told, in a file from which it is played again."""
+"""The flight recorder: a Batcher's inputs in a file, from which they can be replayed."""

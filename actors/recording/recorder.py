@@ -1,4 +1,4 @@
-"""FlightRecorder: writes what the Batcher is told, and what it plans, to a file."""
+"""FlightRecorder: writes the Batcher's inputs and plans to a file."""
 
 import logging
 from collections.abc import Sequence as ListOf
@@ -41,7 +41,7 @@ from genbatch.nif.sampling.sampler import SampleFault
 def tick_of(
     plan: SchedulerOutput, groups: ListOf[ListOf[Planned]], sitting_out: list[int], budget: PromptBudget | None
 ) -> TickRecord:
-    """The plan by the numbers of its requests, which are the same in every replay."""
+    """Return a plan in terms of its requests' numbers, which are the same in every replay."""
     return TickRecord(
         groups=[
             [
@@ -69,10 +69,10 @@ MIB = 2**20
 
 
 def open_flight(options: BatcherOptions) -> Flight:
-    """The recorder that the options ask for.
+    """Return the recorder that the options ask for.
 
     Raises:
-        OptionError: the file cannot be made, or the scheduler is an object, which a record cannot name.
+        OptionError: the file cannot be created, or the scheduler is an object, which a record cannot name.
     """
     if options.record is None:
         return unrecorded(options)
@@ -87,9 +87,9 @@ def open_flight(options: BatcherOptions) -> Flight:
 
 
 class FlightRecorder(Flight):
-    """One recording. Time stands still while a message is handled: what decides is what the record says.
+    """One recording. The clock stands still while a message is handled, so that a replay decides by the same times.
 
-    A disk that fails, or the file's limit, ends the recording and nothing else.
+    A failing disk or the file's limit ends the recording and nothing else.
     """
 
     def __init__(self, writer: RecordWriter, options: BatcherOptions) -> None:
@@ -190,7 +190,7 @@ class FlightRecorder(Flight):
             return
         try:
             has_room = self._writer.write(record)
-            if flush:  # a process that is killed during the step leaves all that led to it
+            if flush:  # a process killed during the step leaves a complete record
                 self._writer.flush()
         except OSError as error:
             log.warning("recording has ended: %s", error)
@@ -234,7 +234,7 @@ def _draw(planned: Planned, evaluated: Evaluated) -> Draw | None:
 
 
 def _kind(error: BaseException) -> str:
-    """What the Batcher tells apart."""
+    """Return the kind of a fault; the Batcher handles each kind differently."""
     if isinstance(error, OutOfBlocks):
         return "out of blocks"
     if is_out_of_memory(error):

@@ -1,6 +1,6 @@
-"""What a flight record is made of: a Header, then for each message one record, followed by the ticks it caused.
+"""The contents of a flight record: a Header, then one record per message, each followed by the ticks that it caused.
 
-Times are seconds on the event loop's clock. A request's number counts the accepted ones from 1. In the file stand a
+Times are seconds on the event loop's clock. A request's number counts the accepted requests from 1. The file has a
 first line, then frames of length, CRC-32 and a record in msgpack.
 """
 
@@ -40,17 +40,17 @@ class RecordedOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_pauses: int
     cpu_offload_space: float
     max_held_prompts: int
-    # Records of before have the deadline that counted in each request.
+    # Older records have the effective deadline in each request.
     default_deadline_s: float = 0.0
     max_answer_s: float = 0.0
 
     def options(self, system_prompts: Sequence[str], **others: Any) -> BatcherOptions:
-        """As they were; `others` are changed."""
+        """Return the recorded options, with the changes in `others`."""
         return BatcherOptions(**{**msgspec.structs.asdict(self), "system_prompts": system_prompts, **others})
 
 
 class RecordedContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the context: sizes, windows and sinks one a layer group, others as in Context and Model."""
+    """The shape of the context: sizes, windows and sinks per layer group, other fields as in Context and Model."""
 
     num_blocks: list[int]
     windows: list[int | None]
@@ -68,7 +68,7 @@ class RecordedContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """What the Batcher was; `system_prompts` are the tokens of those it held from the start, at `time`."""
+    """The Batcher's state at the start; `system_prompts` are the tokens of the prompts that it held at `time`."""
 
     format: int
     genbatch: str
@@ -81,9 +81,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
-    """A request was accepted; `wanted` is without its prompt.
+    """A request was accepted; `wanted` is the request without its prompt.
 
-    `adapter` is the digest of the one it names.
+    `adapter` is the digest of the request's adapter.
     """
 
     time: float
@@ -97,7 +97,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
 
 
 class EncodedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
-    """A prompt was tokenized, or refused by the tokenizer; `prefix` is what its first message makes."""
+    """A prompt was tokenized, or refused by the tokenizer; `prefix` has the tokens of its first message."""
 
     time: float
     request: int
@@ -107,16 +107,16 @@ class EncodedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
-    """A caller is gone."""
+    """A caller has left."""
 
     time: float
     request: int
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What an entry of a step drew: a token and how it ended its sequence, or a fault.
+    """The draw of a step's entry: a token and the end of its sequence, or a fault.
 
-    `end` is "" where it did not, and RAISED where the caller's function raised; `top` is there for beams.
+    `end` is "" while the sequence continues, and RAISED if the caller's function raised; `top` is set for beams.
     """
 
     token: int = 0
@@ -128,7 +128,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class SteppedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
-    """A forward has ended: with a draw or none for each entry, or with a fault of a kind of `faults`."""
+    """A forward has ended: with a draw or None for each entry, or with the kind of its fault."""
 
     time: float
     draws: list[Draw | None] = []
@@ -137,26 +137,26 @@ class SteppedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
 
 
 class DrainingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
-    """New requests are refused from here on."""
+    """New requests are refused from now on."""
 
     time: float
     timeout_s: float
 
 
 class DrainOverRecord(msgspec.Struct, frozen=True, kw_only=True, tag="drain_over"):
-    """What was open was cancelled."""
+    """The open requests were cancelled."""
 
     time: float
 
 
 class Prompted(msgspec.Struct, frozen=True, kw_only=True, tag="prompted"):
-    """A reason for a tick: the window for accumulation is over, or a constraint's mask is ready."""
+    """A reason for a tick: the accumulation window has ended, or a constraint's mask is ready."""
 
     time: float
 
 
 class RecordedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """An entry of a forward. Request 0 is a held prompt, whose `choice` tells it from others."""
+    """An entry of a forward. Request 0 is a held prompt, and its `choice` identifies the prompt."""
 
     request: int
     choice: int
@@ -166,9 +166,9 @@ class RecordedEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TickRecord(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
-    """A plan: its forwards, who was paused, who was refused for good as (request, choice), who was left out (ids).
+    """A plan: its forwards, the paused and the refused units as (request, choice), and the ids that sat out.
 
-    `prompt_budget` are the fields of PromptBudget, where the step had one.
+    `prompt_budget` has the fields of PromptBudget, if the step had a budget.
     """
 
     groups: list[list[RecordedEntry]]
@@ -179,7 +179,7 @@ class TickRecord(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Nothing more is recorded."""
+    """The recording has ended."""
 
     time: float
     reason: str
@@ -198,18 +198,18 @@ MAX_RECORD = 2**28
 
 
 class RecordError(Exception):
-    """A file is no flight record, or cannot be played."""
+    """A file is not a flight record, or cannot be played."""
 
 
 class RecordWriter:
-    """Appends records to a new file that its owner alone may read; never to one that is there.
+    """Appends records to a new file that only its owner may read; an existing file is never changed.
 
     Args:
-        path: taken as it is, or with ".1", ".2", … where such a file is there already.
-        max_bytes: after which nothing is written.
+        path: the file; ".1", ".2", … is added if it exists already.
+        max_bytes: the limit of the file.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
@@ -218,7 +218,7 @@ class RecordWriter:
         self._encoder = msgspec.msgpack.Encoder()
 
     def write(self, record: Record) -> bool:
-        """Buffers one record; returns whether there was room for it."""
+        """Buffer one record; return False without room for it."""
         data = self._encoder.encode(record)
         self._left -= _FRAME.size + len(data)
         if self._left < 0:
@@ -227,11 +227,11 @@ class RecordWriter:
         return True
 
     def flush(self) -> None:
-        """Hands the buffer to the system, so that it outlives the process."""
+        """Pass the buffer to the kernel, so that the records outlive the process."""
         self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
         self._file.close()
 
 
@@ -247,13 +247,13 @@ def _create(path: str) -> tuple[str, BinaryIO]:
 
 
 class RecordReader:
-    """The records of a file, up to its end or its first damage; `fault` then says where and what.
+    """The records of a file, up to its end or its first damage; `fault` then describes the damage.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Raises:
-        RecordError: it is no flight record.
+        RecordError: the file is not a flight record.
     """
 
     def __init__(self, path: Path) -> None:

@@ -3,15 +3,15 @@
     report = replay(Path("incident.flight"), follow=print_record)
     report.difference                       # None if all ticks are the same
 
-The scheduler, the KV cache, the slots and all that decides are real. Time is simulated; what came from outside, the
-draws of the model included, is the record's:
+The scheduler, the KV cache, the slots and all other deciding parts are real. Time is simulated. Inputs from outside,
+including the model's draws, come from the record:
 
-    PlanCheck        in the place of the recorder: time and masks are the record's, and each tick is compared with it
-    ReplayedThread   in the place of the Worker: runs on the event loop what the record says, when it says so
-    ReplayedContext  a context without a model: the real KV cache, over blocks that hold nothing
-    ReplayedBatcher  the real Batcher, but for text, time, admission, and what the model draws
+    PlanCheck        replaces the recorder: it supplies recorded times and masks, and compares each tick
+    ReplayedThread   replaces the Worker: it runs recorded results on the event loop, at the recorded times
+    ReplayedContext  a context without a model: the real KV cache, over blocks without content
+    ReplayedBatcher  the real Batcher, except for text, time, admission, and the model's draws
 
-`timeline` makes lines for a person of a record.
+`Timeline` turns a record into readable lines.
 """
 
 from collections import deque
@@ -72,14 +72,14 @@ from genbatch.proto.messages import DrainRequest, FinishReason, GenerateRequest,
 
 
 class PlanCheck(Flight):
-    """Ends with the first difference: what follows it would be compared with what never happened.
+    """Compares ticks up to the first difference, since later ticks would have another history.
 
     Args:
         began_at: the time of the record's header.
     """
 
     def __init__(self, began_at: float) -> None:
-        self.num_ticks = 0  # compared and found the same
+        self.num_ticks = 0  # equal ticks so far
         self.difference: tuple[TickRecord | None, TickRecord | None] | None = None  # recorded, planned
         self._now = began_at
         self._ticks: deque[TickRecord] = deque()
@@ -87,13 +87,13 @@ class PlanCheck(Flight):
         self._budget: PromptBudget | None = None
 
     def expect(self, time: float, ticks: list[TickRecord], *, is_last: bool) -> None:
-        """What is recorded of the next message: its time, and its ticks; the last message's may be cut off."""
+        """Take the next message's recorded time and ticks; the ticks of the last message may be cut off."""
         self._now = time
         self._ticks.extend(ticks)
         self._may_lack_ticks = is_last
 
     def settle(self) -> None:
-        """The message has been handled: all its ticks must have come."""
+        """Note a difference if the handled message left recorded ticks over."""
         if self._ticks and self.difference is None:
             self.difference = self._ticks[0], None
 
@@ -104,7 +104,7 @@ class PlanCheck(Flight):
         return frozenset(self._ticks[0].sitting_out) if self._ticks else ids
 
     def prompt_budget(self, budget: PromptBudget | None) -> PromptBudget | None:
-        """The recorded one: a replay's steps take no time, of which nothing can be learned."""
+        """Return the recorded budget: a replay's steps take no time, so their cost cannot be measured."""
         recorded = self._ticks[0].prompt_budget if self._ticks else None
         self._budget = None if recorded is None else PromptBudget(*recorded)
         return self._budget
@@ -121,7 +121,7 @@ class PlanCheck(Flight):
 
 
 class ReplayedThread:
-    """Steps wait until their end is played; everything else is done at once."""
+    """Keeps a submitted step until the record ends it; runs all other jobs at once."""
 
     def __init__(self) -> None:
         self._step: tuple[tuple[Any, ...], Callable[[outcome.Outcome[Any]], object]] | None = None
@@ -131,13 +131,13 @@ class ReplayedThread:
         return job(*args)
 
     def submit(self, job: Callable[..., Any], *args: object, on_done: Callable[[Any], object]) -> None:
-        """Takes a step; its forward is not the one to be run."""
+        """Take a step; its forward will not run."""
         self._step = args, on_done
 
     def end_step(self, evaluate: Callable[..., Any]) -> None:
-        """Ends the step under way with what `evaluate` gives for its arguments; nothing if there is none."""
+        """End the current step with the result of `evaluate` for its arguments; do nothing without a step."""
         if self._step is None:
-            return  # a replay that differs: its ticks will tell
+            return  # the replay differs, which its ticks will show
         (args, on_done), self._step = self._step, None
         on_done(outcome.capture(evaluate, *args))
 
@@ -146,13 +146,13 @@ class ReplayedThread:
 
 
 class ReplayedContext(Context):
-    """Has the recorded shape; a forward only books its blocks, and fails as `fault` says."""
+    """Has the recorded shape; a forward only books its blocks, and raises the given fault."""
 
     def __init__(self, header: Header) -> None:
         shape = header.context
         self._runner = HollowRunner(header)
         super().__init__(
-            # The few fields of it that are read without a forward.
+            # HollowModel has the few fields that are read without a forward.
             cast(Model, HollowModel(header)),
             self._runner,
             num_blocks=shape.num_blocks,
@@ -165,10 +165,10 @@ class ReplayedContext(Context):
         self.n_ctx = shape.n_ctx
 
     def replay(self, entries: ListOf[Entry], fault: BaseException | None) -> None:
-        """One forward over the entries.
+        """Run one forward over the entries.
 
         Raises:
-            BaseException: the fault; as in any forward that fails, nothing was changed.
+            BaseException: the fault; as with any failed forward, nothing was changed.
             OutOfBlocks: the pool cannot hold the new positions.
         """
         self._runner.fault = fault
@@ -219,12 +219,12 @@ class HollowRunner:
 
 
 class HollowModel:
-    """What a Batcher reads of a Model between two forwards."""
+    """The fields of a Model that a Batcher reads between two forwards."""
 
     def __init__(self, header: Header) -> None:
         self.name = header.model
         self.generates = True
-        self.sampling: dict[str, float] = {}  # requests were recorded with what they drew
+        self.sampling: dict[str, float] = {}  # recorded requests contain their effective values
         self.device = HollowRunner.device
         self.vocab_size = header.context.vocab_size
         self.eos_token_ids = frozenset(header.context.eos_token_ids)
@@ -233,14 +233,14 @@ class HollowModel:
 
 
 class HollowTokenizer:
-    """No text goes in or out."""
+    """A tokenizer without text."""
 
     def __init__(self) -> None:
         self.backend = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
 
 
 class RecordedDraw(Sampled):
-    """A token, and what came of it."""
+    """A recorded token, and the end that followed it."""
 
     __slots__ = ("end",)
 
@@ -250,25 +250,25 @@ class RecordedDraw(Sampled):
 
 
 class ReplayedArrivals(Arrivals):
-    """Lets in what was let in."""
+    """Admits every recorded request."""
 
     def _admit(self, client: str, account: str, width: int, limits: TimeLimits, *, embeds: bool) -> None:
-        """Admission looks at how long requests took, which a replay does not know."""
+        """Admit any request: admission depends on service times, which a replay does not have."""
 
     def _encode(self, request: Request) -> Request | None:
-        """Its tokens come later."""
+        """Wait for the recorded tokens."""
         self._num_away += request.width
         return None
 
 
 class ReplayedBatcher(Batcher):
-    """Feed it messages one at a time.
+    """A Batcher that takes recorded messages one at a time.
 
     Args:
-        header: of the record.
-        options: those of the record, or others to see what they would have changed.
-        check: compares.
-        open_worker: what stands for its threads.
+        header: the record's header.
+        options: the recorded options, or changed ones to see their effect.
+        check: compares the ticks.
+        open_worker: makes the replacements of its threads.
     """
 
     arrivals_type = ReplayedArrivals
@@ -283,11 +283,11 @@ class ReplayedBatcher(Batcher):
         self._header = header
 
     def send_after(self, delay_s: float, message: object) -> Timer:
-        """What timers sent is in the record, at the time and in the place where it was handled."""
+        """Return a timer that never fires: the record has the timers' messages at the times when they were handled."""
         return Timer(self._mailbox, message, trio.current_time() + delay_s)
 
     def find(self, number: int) -> Request | None:
-        """An open request."""
+        """Return the open request with this number; None for none."""
         return next((request for request in self.requests if request.number == number), None)
 
     def _open_intake(self) -> Intake:
@@ -295,7 +295,7 @@ class ReplayedBatcher(Batcher):
 
 
 class ReplayedIntake(Intake):
-    """Knows the recorded tokens instead of a tokenizer."""
+    """Uses recorded tokens instead of a tokenizer."""
 
     def __init__(self, header: Header, context: Context, options: BatcherOptions) -> None:
         super().__init__(context.model, options, context.max_positions)
@@ -303,14 +303,14 @@ class ReplayedIntake(Intake):
         self._known: dict[str, LoraAdapter] = {}
 
     def check(self, message: Generate) -> None:
-        """It was found to be fine."""
+        """Accept the request, since it was valid when it was recorded."""
 
     def adapter(self, name: str | None) -> LoraAdapter | None:
-        """One with this digest, of which nothing else is read."""
+        """Return an adapter with this digest; no other field of it is read."""
         return self._known.setdefault(name, LoraAdapter("", Path(), name, 0, {})) if name else None
 
     def system_prompt(self, content: str) -> list[int]:
-        """By its place in the options."""
+        """Return the recorded tokens of a system prompt; `content` is its index in the options."""
         return self._system_prompts[int(content)]
 
     def sequences(self, request: GenerationRequest, max_tokens: int) -> list[Generation]:
@@ -321,7 +321,7 @@ class ReplayedIntake(Intake):
 
 
 class ReplayedOutput(Output):
-    """Has no text, and ends when the recorded one did."""
+    """Has no text, and ends where the recorded output ended."""
 
     __slots__ = ("raises",)
 
@@ -334,18 +334,18 @@ class ReplayedOutput(Output):
 
     def push(self, drawn: Sampled) -> str:
         self.token_ids.append(drawn.token_id)
-        end = getattr(drawn, "end", "")  # a beam's tokens come together, when it has ended
+        end = getattr(drawn, "end", "")  # a beam's tokens come together at its end
         self.raises = end == RAISED
         self.finish_reason = cast(FinishReason, end) if end and not self.raises else None
         return ""
 
 
 def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generate:
-    """The call that was recorded, without what concerns text and draws.
+    """Return the recorded call, without its fields for text and draws.
 
     Args:
         arrived: the record.
-        raises: tells of a choice whether the caller's function raised at its last token.
+        raises: returns whether the caller's function raised at a choice's last token.
     """
 
     def on_token(token: Token) -> None:
@@ -373,7 +373,7 @@ def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generat
 
 
 def encoded(message: EncodedRecord) -> "outcome.Outcome[Prompt]":
-    """What the tokenizer gave."""
+    """Return the tokenizer's recorded result."""
     if message.refusal is not None:
         return outcome.Error(ValueError(message.refusal))
     return outcome.Value(Prompt(message.tokens, message.prefix))
@@ -381,16 +381,16 @@ def encoded(message: EncodedRecord) -> "outcome.Outcome[Prompt]":
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a replay found.
+    """The result of a replay.
 
     Args:
-        header: of the record.
-        num_ticks: ticks that are the same, up to the difference.
+        header: the record's header.
+        num_ticks: the equal ticks, up to the difference.
         num_messages: messages played.
-        end: why the record ended, as it says; None if it does not, because its writer was killed.
-        fault: where the file is cut off or damaged.
-        message: the message whose handling differs.
-        difference: the first tick that differs as (recorded, planned), one of them None where there was none.
+        end: the recorded reason for its end; None for a killed writer.
+        fault: a description of the damage or the cut-off end.
+        message: the message that was handled differently.
+        difference: the first different tick as (recorded, planned); None in place of a missing tick.
     """
 
     header: Header
@@ -406,16 +406,16 @@ Follow = Callable[[Header, Record], object]
 
 
 def replay(path: Path, *, changes: Mapping[str, Any] | None = None, follow: Follow | None = None) -> Report:
-    """Plays a record to its end, or to the first difference.
+    """Play a record to its end, or to the first difference.
 
     Args:
-        path: of the file.
-        changes: options of the Batcher to be others than they were.
-        follow: gets each message before it is played, and then its ticks.
+        path: the file.
+        changes: changed options of the Batcher.
+        follow: called with each message before it is played, and then with its ticks.
 
     Raises:
-        RecordError: the file is no record, or one that cannot be played.
-        OptionError, SchedulerError: the options cannot be.
+        RecordError: the file is not a record, or cannot be played.
+        OptionError, SchedulerError: the changed options are invalid.
     """
     reader = RecordReader(path)
     found = iter(reader)
@@ -442,7 +442,7 @@ class Player:
         self._callers: dict[int, trio.CancelScope] = {}
 
     async def run(self, messages: Iterator[tuple[MessageRecord, list[TickRecord], bool]]) -> None:
-        """Plays the messages with their ticks; the flag is for the last one that is there."""
+        """Play the messages with their ticks; the flag marks the last message."""
         header = self.report.header
         self._move_clock(header.time)
         places = [str(index) for index in range(len(header.system_prompts))]
@@ -456,7 +456,7 @@ class Player:
                     if self.report.difference is not None:
                         break
                 self._nursery.cancel_scope.cancel()
-        except* EngineFault:  # as it was recorded: what follows is the Batcher's end
+        except* EngineFault:  # as recorded: the Batcher ends here
             for message, _, _ in messages:
                 self.report.end = message.reason if isinstance(message, records.Ended) else None
         self._settle(None)
@@ -517,7 +517,7 @@ class Player:
     def _evaluate(
         self, message: records.SteppedRecord, batch: list[Planned], copies: list[Callable[[], None]]
     ) -> list[Evaluated]:
-        """In the place of the model's forward."""
+        """Take the place of the model's forward."""
         run_copies(copies)
         context = self._batcher.ctx
         assert isinstance(context, ReplayedContext)
@@ -531,12 +531,12 @@ class Player:
 
 
 async def _drain(ref: ActorRef, timeout_s: float) -> None:
-    with suppress(ActorDown):  # the record ends before the drain did
+    with suppress(ActorDown):  # the record ends before the drain
         await ref.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
 
 
 def _messages(found: Iterator[Record]) -> Iterator[tuple[MessageRecord, list[TickRecord], bool]]:
-    """Each message with the ticks that follow it, and whether it is the last."""
+    """Yield each message with the ticks that follow it, and whether it is the last."""
     message: MessageRecord | None = None
     ticks: list[TickRecord] = []
     for record in found:
@@ -573,13 +573,13 @@ def _drawn(draw: Draw | None) -> RecordedDraw | SampleFault | None:
 
 
 class Timeline:
-    """Numbers the ticks, and tells times from the record's beginning."""
+    """Numbers the ticks, and shows times relative to the record's beginning."""
 
     def __init__(self) -> None:
         self._num_ticks = 0
 
     def line(self, header: Header, record: Record) -> str:
-        """One line without its end."""
+        """Return one line without a newline."""
         if isinstance(record, TickRecord):
             self._num_ticks += 1
             return f"{'':12}tick {self._num_ticks}: {self.plan(record)}"
@@ -587,7 +587,7 @@ class Timeline:
 
     @staticmethod
     def plan(tick: TickRecord | None) -> str:
-        """Forwards as REQUEST.CHOICE@SLOT[FIRST:LAST], the positions that it evaluates; "held" is a held prompt."""
+        """Return the forwards as REQUEST.CHOICE@SLOT[FIRST:LAST] of positions; "held" is a held prompt."""
         if tick is None:
             return "no tick"
         said = [" ".join(_part(part) for part in group) for group in tick.groups]

@@ -1,1 +1,1 @@
-"""What keeps strangers out: keys, tokens, certificates, and where a service may listen without them."""
+"""Access control: keys, tokens, certificates, and the addresses where a service may listen without them."""

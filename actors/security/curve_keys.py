@@ -1,4 +1,4 @@
-"""CURVE keys in files: a service's own and the list of those it lets in; a client's own and its service's.
+"""CURVE keys in files: a service's own keys with its list of clients, and a client's own keys with its service's key.
 
     service = ServerKeys(Path("keys"))
     client = ClientKeys.load("alice.key_secret")
@@ -8,10 +8,10 @@ Files are zmq.auth's certificates. A folder of keys holds
     server.key         the service's public key, for clients
     server.key_secret  its secret half
     authorised/        the list: NAME.key, a client's public key
-    clients/           clients' own files, made here to be carried to them: NAME.key_secret
+    clients/           clients' own files, to be copied to the clients: NAME.key_secret
     tokens             hashes of tokens
 
-KeyStore: makes, lists and takes back the keys and tokens of a service; what `genbatch keys` works with.
+KeyStore makes, lists and revokes the keys and tokens of a service, for `genbatch keys`.
 """
 
 import re
@@ -39,21 +39,21 @@ from genbatch.actors.security.key_files import (
 )
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
-# Beside a client's own keys in its file, so that this one file is all it needs.
+# The service's key is stored in a client's own file, so that the client needs only this file.
 SERVER_KEY = "server-key"
-Z85_LENGTH = 40  # of the 32 bytes of a key
+Z85_LENGTH = 40  # for the 32 bytes of a key
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """Both halves, in Z85."""
+    """Both halves of a key, in Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
 
 class ServerKeys:
-    """A service's keys, and its clients', who may come and go while it runs.
+    """A service's keys, and its clients' keys, which may be added and removed while it runs.
 
     Args:
         directory: a folder that `genbatch keys new` made.
@@ -68,20 +68,20 @@ class ServerKeys:
         self._authorised.read()
 
     def client_name(self, public_key: str) -> str | None:
-        """Under which name a client's key, in Z85, is on the list; None if it is not.
+        """Return the name of a client's key, in Z85, on the list; None if the key is not on the list.
 
-        While the list cannot be read nobody is on it; a faulty file is left out.
+        An unreadable list counts as empty, and faulty files are ignored.
         """
         return self._authorised.watch().get(public_key)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a client needs.
+    """A client's keys.
 
     Args:
-        server: the service's public key, in Z85: nobody else can answer in its place.
-        pair: the client's own.
+        server: the service's public key, in Z85: no other service can answer in its place.
+        pair: the client's own keys.
     """
 
     server: bytes
@@ -89,11 +89,11 @@ class ClientKeys:
 
     @classmethod
     def load(cls, client_key: str, server_key: str | None = None) -> Self:
-        """Reads a client's keys.
+        """Read a client's keys.
 
         Args:
-            client_key: its file with both halves.
-            server_key: the service's public key, in Z85 or a file; None: the client's file has it too.
+            client_key: the client's file with both halves.
+            server_key: the service's public key, in Z85 or a file; None if the client's file has it, too.
 
         Raises:
             KeyFileError: a file is missing, faulty, or exposed to others, or names no service.
@@ -104,7 +104,7 @@ class ClientKeys:
         return cls(server.encode(), pair)
 
     def options(self) -> list[tuple[int, bytes]]:
-        """The ZeroMQ options, with their values, that make a socket's later connections use the keys."""
+        """Return the ZeroMQ options, with their values, with which a socket's later connections use the keys."""
         return [
             (zmq.CURVE_SERVERKEY, self.server),
             (zmq.CURVE_PUBLICKEY, self.pair.public),
@@ -113,10 +113,10 @@ class ClientKeys:
 
 
 def read_public_key(source: str) -> str:
-    """The public key, in Z85, that `source` is, or that the file of this name has.
+    """Return the public key, in Z85, that `source` itself is, or that the file `source` contains.
 
     Raises:
-        KeyFileError: there is none.
+        KeyFileError: there is no such key.
     """
     if len(source) == Z85_LENGTH and "/" not in source and _is_key(source.encode()):
         return source
@@ -129,10 +129,10 @@ def read_public_key(source: str) -> str:
 
 
 def read_authorised(directory: Path) -> dict[str, str]:
-    """The names of the clients on a list, by public key in Z85.
+    """Return the names of the clients on a list, by public key in Z85.
 
     Raises:
-        KeyFileError: a file of it is faulty, or has another's key.
+        KeyFileError: a file is faulty, or repeats another file's key.
     """
     return _watch(directory).read()
 
@@ -189,21 +189,21 @@ def _read_server_key(path: Path) -> str:
 def _is_key(text: bytes) -> bool:
     try:
         return len(text) == Z85_LENGTH and len(z85.decode(text)) == 32
-    except (ValueError, KeyError, OverflowError):  # characters that are not Z85's, or a number beyond 32 bits
+    except (ValueError, KeyError, OverflowError):  # characters outside Z85, or a number beyond 32 bits
         return False
 
 
-# What may stand in a file's name and in a line of the token file.
+# The characters allowed in a file's name and in a line of the token file.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who is let in, in either way.
+    """A tenant with access by key, by token, or both.
 
     Args:
-        name: in whose name requests are made.
-        public_key: of the CURVE key on the list, in Z85.
+        name: the tenant of the requests.
+        public_key: the tenant's CURVE key on the list, in Z85.
         has_token: whether there is a token for it.
     """
 
@@ -213,7 +213,7 @@ class Tenant:
 
 
 class KeyStore:
-    """A folder of keys; see genbatch.actors.security.curve_keys for what is in it."""
+    """A folder of keys; the docstring of genbatch.actors.security.curve_keys lists its contents."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -223,10 +223,10 @@ class KeyStore:
         self._clients = directory / "clients"
 
     def new_server(self) -> Path:
-        """Makes the service's keys; returns the public one's file.
+        """Make the service's keys; return the public key's file.
 
         Raises:
-            KeyFileError: there are some, or the folder cannot be written.
+            KeyFileError: there are keys already, or the folder cannot be written.
         """
         for directory in (self.directory, self._authorised, self._clients):
             make_private_directory(directory)
@@ -234,24 +234,24 @@ class KeyStore:
         return self.server_key
 
     def new_client(self, name: str) -> Path:
-        """Makes a client's keys and puts them on the list; returns the file that the client needs.
+        """Make a client's keys and add the client to the list; return the client's file.
 
         Raises:
-            KeyFileError: the name is taken or none, or there are no keys of the service.
+            KeyFileError: the name is taken or invalid, or the service has no keys.
         """
         self._check_name(name)
         server = read_public_key(str(self.server_key))
         return self._make(name, self._authorised, self._clients, {SERVER_KEY: server})
 
     def authorise(self, name: str, public_key: str) -> None:
-        """Puts a key on the list that was made elsewhere.
+        """Add a key that was made elsewhere to the list.
 
         Args:
-            name: in whose name its requests are made.
-            public_key: in Z85, or its file.
+            name: the tenant of its requests.
+            public_key: the key in Z85, or its file.
 
         Raises:
-            KeyFileError: the name is taken or none, the key is on the list or none.
+            KeyFileError: the name is taken or invalid, or the key is on the list already or invalid.
         """
         self._check_name(name)
         key = read_public_key(public_key)
@@ -261,10 +261,10 @@ class KeyStore:
         write_new(self._authorised / f"{name}{PUBLIC_SUFFIX}", f'metadata\ncurve\n    public-key = "{key}"\n')
 
     def new_token(self, name: str) -> str:
-        """Makes a token for a name; it is not kept, only its hash.
+        """Make a token for a name; only the token's hash is stored.
 
         Raises:
-            KeyFileError: the name has a token already, or is not a name.
+            KeyFileError: the name has a token already, or is invalid.
         """
         self._check_name(name)
         hashes = self._token_hashes()
@@ -276,10 +276,10 @@ class KeyStore:
         return token
 
     def revoke(self, name: str) -> None:
-        """Takes a name's key and token off; a running service forgets them at once.
+        """Remove a name's key and token; a running service refuses them at once.
 
         Raises:
-            KeyFileError: it has neither.
+            KeyFileError: the name has neither.
         """
         self._check_name(name)
         hashes = self._token_hashes()
@@ -292,7 +292,7 @@ class KeyStore:
             self._write_tokens(hashes)
 
     def tenants(self) -> list[Tenant]:
-        """Who is let in, by name.
+        """Return the tenants with access, by name.
 
         Raises:
             KeyFileError: the folder has a faulty file, or is not a key store.
@@ -310,7 +310,7 @@ class KeyStore:
         replace(self.tokens, "".join(f"{name} {token_hash}\n" for name, token_hash in sorted(hashes.items())))
 
     def _make(self, name: str, public: Path, secret: Path, metadata: dict[str, str]) -> Path:
-        """Makes both halves where nobody can look, then shows them under their names; returns the secret one's file."""
+        """Make both halves in a private folder, then link them under their names; return the secret key's file."""
         targets = (public / f"{name}{PUBLIC_SUFFIX}", secret / f"{name}{SECRET_SUFFIX}")
         for target in targets:
             if target.exists():
@@ -319,7 +319,7 @@ class KeyStore:
             with tempfile.TemporaryDirectory(dir=self.directory) as hidden:  # mode 0700
                 for made, target in zip(zmq.auth.create_certificates(hidden, name, metadata), targets, strict=True):
                     Path(made).chmod(PRIVATE_FILE)
-                    target.hardlink_to(made)  # fails where a file is
+                    target.hardlink_to(made)  # fails if the file exists
         except OSError as error:
             raise KeyFileError(self.directory, str(error)) from None
         return targets[1]

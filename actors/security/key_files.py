@@ -1,11 +1,10 @@
-"""The files that keep strangers out: private keys that nobody else may read, lists that are read again when they
-change, tokens, and certificates.
+"""The files of access control: private keys that only their owner may read, watched lists, tokens, and certificates.
 
     check_private(path)                                  # KeyFileError: others could read it
-    tokens = TokenFile(Path("tokens"))                   # notices tomorrow's changes
-    name = tokens.tenant(token)                          # None: nobody has it
+    tokens = TokenFile(Path("tokens"))                   # reads the file again after changes
+    name = tokens.tenant(token)                          # None for an unknown token
 
-The errors say why a service does not start to listen: its address, or its keys.
+The errors name the reason why a service does not start to listen: its address, or its keys.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from typing import Generic, TypeVar
 
 from genbatch.actors.runtime.errors import ActorError
 
-# The options that keep strangers out, and how to get what they want.
+# The options of access control, and how to make their values.
 _HOW = {
     "keys": "--keys DIR, made by `genbatch keys new DIR`",
     "tokens": "--tokens FILE, made by `genbatch keys token NAME`",
@@ -33,7 +32,7 @@ _HOW = {
 
 
 class AddressError(ActorError):
-    """The service cannot or must not listen at the address; the message names it and the reason."""
+    """The service cannot or must not listen at the address; the message names the address and the reason."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"cannot listen at {address}: {reason}")
@@ -42,11 +41,11 @@ class AddressError(ActorError):
 
 
 class InsecureBind(AddressError):
-    """Other machines could reach the address, and something that would keep strangers out is missing.
+    """Other machines could reach the address, and the options that would keep strangers out are missing.
 
     Args:
-        option: the option that has the address.
-        address: what it has.
+        option: the option with the address.
+        address: the option's value.
         lacking: the options that are missing: of keys, tokens, tls_cert and tls_key.
     """
 
@@ -75,8 +74,10 @@ PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 
 
 def check_private(path: Path) -> None:
-    """Raises:
-    KeyFileError: the file is missing, or others than its owner may read or write it.
+    """Check that only its owner can open a file.
+
+    Raises:
+        KeyFileError: the file is missing, or others than its owner may read or write it.
     """
     try:
         status = path.stat()
@@ -87,10 +88,10 @@ def check_private(path: Path) -> None:
 
 
 def make_private_directory(path: Path) -> None:
-    """Makes the directory, for its owner alone, unless it is there.
+    """Make a directory for its owner alone, unless it exists.
 
     Raises:
-        KeyFileError: it cannot be made, or is no directory.
+        KeyFileError: it cannot be made, or is not a directory.
     """
     try:
         path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
@@ -99,10 +100,10 @@ def make_private_directory(path: Path) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that only its owner can open, and that was not there.
+    """Write a new file that only its owner can open.
 
     Raises:
-        KeyFileError: it was, or cannot be written.
+        KeyFileError: the file exists already, or cannot be written.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
@@ -115,10 +116,10 @@ def write_new(path: Path, text: str) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Puts a file, that only its owner can open, in the place of another at one stroke.
+    """Replace a file atomically by one that only its owner can open.
 
     Raises:
-        KeyFileError: it cannot be written.
+        KeyFileError: the file cannot be written.
     """
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
@@ -130,19 +131,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SETTLED_NS = 1_000_000_000
-# Device, inode, modification time in nanoseconds, size: replacing a file changes the inode, writing to it the others.
+# Device, inode, modification time in nanoseconds, size. Replacing a file changes the inode; writing changes the others.
 _Stamp = tuple[int, int, int, int]
-# What a file says apart from its first fault, and that.
+# The valid content of a file, and its first fault.
 Parsed = tuple[T, KeyFileError | None]
 
 
 class WatchedFile(Generic[T]):
-    """A parsed file; a look at an unchanged one costs one system call.
+    """A parsed file; checking an unchanged file costs one system call.
 
     Args:
-        path: a file, or a directory whose entries are added and removed, not written in place.
-        parse: reads it.
-        nothing: what a file says that cannot be read, or that others than its owner may write.
+        path: a file, or a directory with entries that are added and removed, not written in place.
+        parse: reads the file.
+        nothing: the content of a file that cannot be read, or that others than its owner may write.
     """
 
     def __init__(self, path: Path, parse: Callable[[Path], Parsed[T]], nothing: T) -> None:
@@ -153,7 +154,7 @@ class WatchedFile(Generic[T]):
         self._parsed: Parsed[T] = (nothing, None)
 
     def read(self) -> T:
-        """What it says now.
+        """Return the current content.
 
         Raises:
             KeyFileError: it cannot be read, it is faulty, or others than its owner may write it.
@@ -164,7 +165,7 @@ class WatchedFile(Generic[T]):
         return said
 
     def watch(self) -> T:
-        """What it says now apart from its faults, which are logged once: one bad entry locks nobody else out."""
+        """Return the current content without its faulty entries, which are logged once and lock out no one else."""
         before = str(self._parsed[1])
         said, fault = self._look()
         if fault is not None and str(fault) != before:
@@ -181,7 +182,8 @@ class WatchedFile(Generic[T]):
         stamp = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         if stamp != self._stamp:
             self._parsed = self._read(status)
-            # What changed just now may change again without a later time: a file system's clock ticks in milliseconds.
+            # A file system's clock ticks in milliseconds, so a recent change may be followed by another with the same
+            # time.
             is_settled = time.time_ns() - status.st_mtime_ns > SETTLED_NS
             self._stamp = stamp if is_settled else None
         return self._parsed
@@ -195,15 +197,15 @@ class WatchedFile(Generic[T]):
             return self._nothing, KeyFileError(self.path, str(error))
 
 
-PREFIX = "genbatch_"  # lets secret scanners find one that was committed
+PREFIX = "genbatch_"  # lets secret scanners find a committed token
 TOKEN_BYTES = 32
-# A header or a message with more is no token; it is not hashed.
+# A longer header or message is not a token, and is not hashed.
 MAX_TOKEN_LENGTH = 512
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}) ([0-9a-f]{64})")
 
 
 class TokenFile:
-    """The tokens of a file, which is read again whenever it has changed.
+    """The tokens of a file, which is read again after each change.
 
     Args:
         path: the file.
@@ -218,10 +220,11 @@ class TokenFile:
         self._file.read()
 
     def tenant(self, token: str) -> str | None:
-        """The name that goes with `token`; None if there is none.
+        """Return the name of a token; None for an unknown token.
 
-        Takes the same time for every token: all hashes are compared, each in constant time. While the file cannot be
-        read nobody is known; a faulty line is left out.
+        The method takes the same time for every token: it compares all hashes, each in constant time. An unreadable
+            file
+        counts as empty, and faulty lines are ignored.
         """
         if len(token) > MAX_TOKEN_LENGTH:
             return None
@@ -235,26 +238,26 @@ class TokenFile:
 
 
 def new_token() -> str:
-    """A token that nobody has."""
+    """Return a new random token."""
     return PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
 
 
 def hash_token(token: str) -> str:
-    """What a token file holds of it."""
+    """Return the hash of a token, as the token file stores it."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def bearer_token(authorization: str | None) -> str | None:
-    """The token of an HTTP `Authorization: Bearer …` header; None where there is none."""
+    """Return the token of an HTTP `Authorization: Bearer …` header; None without one."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
 def read_tokens(path: Path) -> dict[str, str]:
-    """The hash of each name's token, by name.
+    """Return the hash of each name's token, by name.
 
     Raises:
-        KeyFileError: as TokenFile.
+        KeyFileError: see TokenFile.
     """
     return _watch(path).read()
 
@@ -277,10 +280,10 @@ def _parse(path: Path) -> Parsed[dict[str, str]]:
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """A service's TLS: 1.2 or later.
+    """Return a service's TLS context, for version 1.2 or later.
 
     Args:
-        certificate: PEM, the service's own first, then those that vouch for it.
+        certificate: PEM, the service's own certificate first, then its issuers' certificates.
         key: its private key, PEM, not encrypted.
 
     Raises:
@@ -297,7 +300,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def client_context(ca: Path | None = None) -> ssl.SSLContext:
-    """A client's TLS: the service must show a certificate for the host name that was asked for.
+    """Return a client's TLS context: the service must show a certificate for the requested host name.
 
     Args:
         ca: PEM certificates to trust instead of the system's, such as the service's own self-signed one.
@@ -314,5 +317,5 @@ def client_context(ca: Path | None = None) -> ssl.SSLContext:
 
 
 def _refuse_passwords() -> str:
-    """In the place of OpenSSL's question on the terminal, which would hold the service up."""
+    """Raise instead of OpenSSL's password prompt on the terminal, which would block the service."""
     raise ValueError("the key is encrypted")

@@ -1,5 +1,6 @@
-"""Security: what keeps strangers out of a service, read once at its start and shared by its gateways; and the one place
-that decides who may be reached from where: this machine always, others only with what keeps strangers out.
+"""Security: a service's access control, read once at its start and shared by its gateways, and the rule for addresses.
+
+Only this file decides which machines may reach an address. This machine always may; others only with keys or tokens.
 
     security = open_security(keys=..., tokens=...)
     check_bind("bind", "tcp://0.0.0.0:5555", "0.0.0.0", lacking=security.lacking_for_zeromq)  # raises InsecureBind
@@ -17,21 +18,21 @@ from genbatch.actors.security.key_files import InsecureBind, TokenFile, server_c
 if TYPE_CHECKING:  # imports zmq, which a command that only prints its help does without
     from genbatch.actors.security.curve_keys import ServerKeys
 
-# In whose name the owner of a token calls; None for a token that nobody has.
+# Returns the tenant of a token; None for an unknown token.
 Authenticate = Callable[[str], str | None]
 
 
 def check_bind(option: str, address: str, host: str, *, lacking: Sequence[str]) -> None:
-    """Refuses to let other machines in without what keeps strangers out.
+    """Refuse an address that other machines can reach without access control.
 
     Args:
-        option: the option that has the address, such as "bind".
-        address: what it has, for the message.
-        host: the host in it; "*" and "" are all interfaces.
-        lacking: of what this protocol needs on a network, the options that were not given; see Security.
+        option: the option with the address, such as "bind".
+        address: the option's value, for the message.
+        host: the host in the address; "*" and "" are all interfaces.
+        lacking: the missing options that this protocol needs on a network; see Security.
 
     Raises:
-        InsecureBind: others could reach the host, and something is lacking.
+        InsecureBind: other machines could reach the host, and an option is missing.
     """
     # guard: bind policy
     if lacking and not is_loopback(host):
@@ -39,9 +40,9 @@ def check_bind(option: str, address: str, host: str, *, lacking: Sequence[str]) 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach the host.
+    """Return whether only this machine can reach the host.
 
-    Names other than localhost are not looked up: they may mean another address the next time.
+    Names other than localhost are not looked up, since their addresses may change.
     """
     host = host.removeprefix("[").removesuffix("]")
     try:
@@ -52,15 +53,15 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """What there is of it.
+    """The access control of a service.
 
     Args:
-        keys: ZeroMQ connections are encrypted by CURVE, and only clients with a key on the list get one.
+        keys: ZeroMQ connections are encrypted by CURVE, and only clients with a key on the list can connect.
         tokens: msgpack-RPC and HTTP clients must show a token of the file.
         tls: msgpack-RPC and HTTP over TCP are encrypted.
-        http_insecure: HTTP may be on a network as it is: its operator says that something else keeps strangers out.
-        allowed_hosts: names by which HTTP requests may call the service; where there are some, and on a loopback
-            interface, no others.
+        http_insecure: HTTP may be on a network without tokens and TLS: its operator keeps strangers out by other means.
+        allowed_hosts: names by which HTTP requests may call the service. With any name here, and on a loopback
+            interface, other names are refused.
         allowed_origins: web pages of other origins that may use it over HTTP, such as "https://chat.example".
     """
 
@@ -73,25 +74,25 @@ class Security:
 
     @property
     def lacking_for_zeromq(self) -> list[str]:
-        """The options that a ZeroMQ address on a network wants and that were not given."""
+        """The missing options that a ZeroMQ address on a network needs."""
         return [] if self.keys else ["keys"]
 
     @property
     def lacking_for_tokens(self) -> list[str]:
-        """The options that an msgpack-RPC or HTTP address on a network wants and that were not given."""
+        """The missing options that an msgpack-RPC or HTTP address on a network needs."""
         lacking = [] if self.tokens else ["tokens"]
         return lacking if self.tls else [*lacking, "tls_cert", "tls_key"]
 
     @property
     def lacking_for_http(self) -> list[str]:
-        """The same of an HTTP address, of which the operator may say that it needs nothing."""
+        """The missing options that an HTTP address on a network needs; none with `http_insecure`."""
         return [] if self.http_insecure else self.lacking_for_tokens
 
 
 def open_security(
     *, keys: str | None = None, tokens: str | None = None, tls_cert: str | None = None, tls_key: str | None = None
 ) -> Security:
-    """Reads the files that the options name; what was not given is not there.
+    """Read the files that the options name; an option that is not given leaves its field empty.
 
     Raises:
         KeyFileError: a file is missing, faulty, or exposed to others.

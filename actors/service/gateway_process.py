@@ -265,7 +265,7 @@ def check_start(
     """Check what the options name: the model's files, the template's, the scheduler, keys, and each address.
 
     Args:
-        sockets: open sockets, for doors whose address need not be free.
+        sockets: sockets that are open already; the addresses of their doors need not be free.
 
     Raises:
         ModelError: there is no such file, or no model in it; an id of Hugging Face may still turn out to be none.
