@@ -5,12 +5,12 @@
     logits = ctx.prefill(tokens, seq_id=0, n_past=0)
     ctx.decode_batch([(0, int(logits.argmax()), len(tokens))])
 
-`prefill` and `decode_batch` are for whoever steps a context by hand. The Batcher mixes prefill chunks and decodes in
-one forward, and so calls `step_and_read` and `decode_run`, which share all that counts with them: one check, one
-reservation of blocks, one forward, one choice of tokens.
+`prefill` and `decode_batch` are for callers that step a context by hand. The Batcher mixes prefill chunks and decodes
+in one forward, so the Batcher calls `step_and_read` and `decode_run`. All four methods share the same check, the same
+reservation of blocks, the same forward and the same choice of tokens.
 
-Synchronous. The tensors are touched by `eval` and what calls it, always on one thread; the sequence operations
-(`seq_cp`, `seq_rm`, `attach_prefix`) move block ids only and may be called between two steps.
+A Context is synchronous. Only `eval` and its callers touch the tensors, always on one thread. The sequence operations
+(`seq_cp`, `seq_rm`, `attach_prefix`) move block ids only, and may be called between two steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,28 +56,28 @@ GREEDY = SamplingParams(seed=0)
 
 
 class _Rehearsed(Exception):
-    """A step was evaluated for nobody: what it has written is given back."""
+    """A rehearsal has ended: `_forward` rolls the step back."""
 
 
-_N_CTX = 8192  # positions, where nobody says
+_N_CTX = 8192  # positions, if neither n_ctx nor num_blocks is set
 
 
 class Context:
     """A model's KV pool and the sequences that live in it.
 
     Args:
-        model: what was loaded; its tokenizer gives the text that `decode_batch` returns.
+        model: the loaded model; its tokenizer gives the text that `decode_batch` returns.
         runner: executes the forward pass and owns the KV tensors.
         n_ctx: positions in the pool, all sequences together.
-            None: what `num_blocks` hold, or 8192.
+            None: the positions that `num_blocks` hold, or 8192.
         num_blocks: the blocks of every layer group; groups with a window need fewer than n_ctx asks for.
         n_parallel: sequences that callers use; their ids are 0 .. n_parallel - 1.
-        n_held: further sequences, with the ids after those, for prompts held to be shared.
+        n_held: further sequences for held prompts, which other sequences share; their ids follow the callers' ids.
         block_size: positions a KV block holds.
         n_batch: most tokens `prefill` evaluates in one forward.
-        max_per_sequence: most positions one sequence may take; None leaves it to the pool.
+        max_per_sequence: most positions one sequence may take; None means that only the pool limits a sequence.
         allow_block_sharing: whether finished blocks may be reused by content (the prefix cache).
-        adapters: those of the model that are loaded; they outlive the context.
+        adapters: the model's loaded adapters; they outlive the context.
 
     Raises:
         OptionError: an option is out of range.
@@ -132,7 +132,7 @@ class Context:
 
     @property
     def max_positions(self) -> int:
-        """Most positions one sequence may hold, prompt and output together."""
+        """Return the most positions that one sequence may hold, prompt and output together."""
         bounds = [self.n_ctx, self.model.max_position]
         if self.kv.max_per_sequence is not None:
             bounds.append(self.kv.max_per_sequence)
@@ -140,16 +140,16 @@ class Context:
 
     @property
     def can_verify(self) -> bool:
-        """Whether the runs of this context can check drafts, and draw with them what they draw without."""
+        """Whether decode runs can verify drafts and still draw the same tokens as without drafts."""
         return isinstance(self.runner, InvariantRunner) and self._launcher is None
 
     # Adapters
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
-        """Packs an adapter that is about to be added; may be called during a step, on any thread.
+        """Pack an adapter before `add_adapter`. Any thread may call this, also during a step.
 
         Raises:
-            AdapterError: the runner computes none, or has no memory for it.
+            AdapterError: the runner computes no adapters, or has no memory for this adapter.
         """
         if not isinstance(self.runner, AdaptingRunner):
             raise AdapterError(adapter.name, f"the runner {self.runner.name} computes no adapters")
@@ -159,7 +159,7 @@ class Context:
             raise AdapterError(adapter.name, f"there is no memory for its {adapter.nbytes} bytes") from error
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Makes a prepared adapter one of the model's, for entries that name it.
+        """Add a prepared adapter to the model, so that entries can name the adapter.
 
         Raises:
             AdapterError: as `Adapters.check`.
@@ -172,7 +172,7 @@ class Context:
         self._adapter_handles |= {adapter.handle}
 
     def drop_adapter(self, adapter: LoraAdapter) -> None:
-        """Forgets an adapter and gives its memory back; nothing that was computed with it is continued from now on."""
+        """Unload an adapter and free its memory. No entry may name the adapter from now on."""
         self.adapters.remove(adapter.name)
         self._adapter_handles -= {adapter.handle}
         self._unprepare(adapter)
@@ -180,7 +180,7 @@ class Context:
     # Evaluating
 
     def eval(self, batch: Sequence[Entry]) -> list[torch.Tensor]:
-        """Runs one forward over all entries, decodes and prefill chunks mixed.
+        """Run one forward over all entries, decodes and prefill chunks mixed.
 
         Returns:
             Per entry its logits, [rows, vocab_size] float32, with 0, 1 or len(tokens) rows as `entry.logits` says.
@@ -195,12 +195,12 @@ class Context:
     def step(
         self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None], *, with_logits: bool = True
     ) -> tuple[list[torch.Tensor], list[Sampled | SampleFault | None]]:
-        """Evaluates a batch and draws the next token of every entry that has a sampler.
+        """Evaluate a batch and draw the next token of every entry that has a sampler.
 
-        Samplers are read, not changed: whoever accepts a token tells its sampler.
+        Samplers are read, not changed: the caller that accepts a token must update the sampler.
 
         Args:
-            with_logits: whether the logits are wanted, too; without them greedy draws cost less.
+            with_logits: whether to return the logits, too; greedy draws cost less without them.
 
         Returns:
             Per entry its logits as `eval` returns them (none at all without `with_logits`), and its draw (None
@@ -216,9 +216,9 @@ class Context:
         *,
         with_logits: bool = True,
     ) -> T:
-        """What `read` makes of what `step` returns. If it raises, nothing was evaluated.
+        """Run a step and return `read(logits, draws)`. If `read` raises, the step is rolled back.
 
-        An entry that wants hidden states has them in the place of its logits.
+        An entry that asks for hidden states gets the states in the place of its logits.
         """
         chosen = [i for i, state in enumerate(samplers) if state is not None]
         states = [state for state in samplers if state is not None]
@@ -250,13 +250,13 @@ class Context:
     def decode_run(
         self, batch: Sequence[Entry], samplers: Sequence[SamplerState], *, max_steps: int
     ) -> DecodeRun | OverlappedRun:
-        """Step after step over the same sequences, whose draws become the next step's tokens.
+        """Open a run of decode steps over the same sequences. Each step's draws are the next step's tokens.
 
-        The steps overlap where the runner can launch them and the samplers let it (`can_overlap`).
+        The steps overlap if the runner can launch them and the samplers allow it (`can_overlap`).
 
         Args:
             batch: an entry of one token for each sequence.
-            max_steps: most steps that will be made.
+            max_steps: most steps that the caller will run.
         """
         self._check(batch)
         if self._launcher is not None and can_overlap(samplers):
@@ -264,10 +264,10 @@ class Context:
         return DecodeRun(self.kv, self.runner.device, batch, samplers, self._forward, max_steps)
 
     def rehearse(self, num_tokens: int) -> None:
-        """Evaluates a prompt of so many tokens and a greedy draw, and forgets both; sequence 0 is empty.
+        """Evaluate a prompt of `num_tokens` tokens and a greedy draw, then roll both back; sequence 0 must be empty.
 
-        The first forward builds what is built once: threads, buffers, the weights' pages. Later ones say what a step
-        costs.
+        The first forward starts threads, allocates buffers and reads the weights' pages. Later forwards show the cost
+        of a step.
         """
 
         def forget(*_: object) -> None:
@@ -278,14 +278,14 @@ class Context:
             self.step_and_read([entry], [SamplerState(GREEDY, ())], forget, with_logits=False)
 
     def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> torch.Tensor:
-        """Evaluates a prompt in chunks of `n_batch` tokens.
+        """Evaluate a prompt in chunks of `n_batch` tokens.
 
         Returns:
             The logits of the last token, [vocab_size] float32.
 
         Raises:
             BatchError: no tokens, or they do not continue the sequence.
-            OutOfBlocks: the pool cannot hold the prompt; the chunks before stay evaluated.
+            OutOfBlocks: the pool cannot hold the prompt; the earlier chunks stay evaluated.
         """
         if not tokens:
             raise BatchError("prefill needs at least one token")
@@ -296,14 +296,14 @@ class Context:
         return logits[-1]
 
     def decode_batch(self, entries: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, str]]:
-        """One forward over one token of each of several sequences, and each sequence's next token, drawn greedily.
+        """Run one forward over one token of each sequence, and draw each sequence's next token greedily.
 
         Args:
             entries: (seq_id, token_id, position) triples, one a sequence.
 
         Returns:
-            (seq_id, next_token_id, token_text) triples; the text is what became final with this token, so that
-            the texts of a sequence joined are its output and a code point is never split.
+            (seq_id, next_token_id, token_text) triples. The text is the part of the output that became final with
+            this token, so the joined texts of a sequence are its output and no code point is split.
 
         Raises:
             BatchError: as `eval`; or a sequence's logits held no number that could be drawn from.
@@ -323,7 +323,7 @@ class Context:
     # Sequences
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
-        """Makes positions [p0, p1) of `src` belong to `dst` too, without copying or evaluating them.
+        """Share positions [p0, p1) of `src` with `dst`, without copying or evaluating them.
 
         Whole blocks are shared; a partly covered last block is shared until one of the two writes to it.
 
@@ -337,31 +337,31 @@ class Context:
         self.kv.seq_cp(src, dst, p0, p1)
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
-        """Forgets positions [p0, p1) of a sequence, its tail or all of it; its blocks return to the pool.
+        """Remove positions [p0, p1) of a sequence, its tail or all of it; the blocks return to the pool.
 
         Raises:
             BatchError: the range would leave a hole: later positions were computed from it.
         """
         self.kv.seq_rm(seq_id, p0, p1)
         if self.kv.length(seq_id) == 0:
-            # A slot's next user must not inherit the last one's half of a code point.
+            # The next sequence in this slot must not inherit half of a code point.
             # guard: a slot forgets
             self._texts.pop(seq_id, None)
 
     def attach_prefix(self, seq_id: int, tokens: Sequence[int], key: bytes = b"") -> int:
-        """Shares what finished sequences left of this prompt's beginning; returns how many positions.
+        """Attach the cached blocks of this prompt's prefix to the sequence; returns the prefix hit in positions.
 
         Args:
-            tokens: the whole prompt; its last token is always left to be evaluated.
-            key: keeps owners apart: only blocks written under the same key match.
+            tokens: the whole prompt; its last token never counts as a hit, as its logits must be computed.
+            key: separates owners: only blocks written under the same key match.
         """
         return self.kv.attach_prefix(seq_id, tokens, key)
 
     def seq_save(self, seq_id: int, adapter: LoraAdapter | None = None) -> bytes:
-        """The sequence's tokens and KV, for `seq_load` of a context over the same model.
+        """Return the sequence's tokens and KV as bytes, for `seq_load` of a context over the same model.
 
         Args:
-            adapter: what it was evaluated with.
+            adapter: the adapter that the sequence was evaluated with.
 
         Raises:
             BatchError: the sequence is empty.
@@ -375,12 +375,12 @@ class Context:
         return pack(tokens, contents, self._identity(adapter))
 
     def seq_load(self, seq_id: int, data: bytes, key: bytes | None = None, adapter: LoraAdapter | None = None) -> int:
-        """Fills an empty sequence with what `seq_save` gave; returns how many positions it holds.
+        """Fill an empty sequence with the bytes of `seq_save`; returns the number of positions.
 
         Args:
-            key: under which whatever continues the sequence is cached, where the data is trusted to be what it says;
-                without it nothing that rests on it reaches another sequence through the prefix cache.
-            adapter: what it was evaluated with.
+            key: the prefix cache's key for the sequence and its continuation, for trusted data.
+                None keeps the sequence and its continuation out of the prefix cache, for data that nobody vouches for.
+            adapter: the adapter that the sequence was evaluated with.
 
         Raises:
             BatchError: the sequence is not empty, or the data is damaged or of another model.
@@ -403,7 +403,7 @@ class Context:
         return len(tokens)
 
     def close(self) -> None:
-        """Releases the KV pool."""
+        """Release the KV pool."""
         self.runner.close()
 
     # Helpers
@@ -444,7 +444,7 @@ class Context:
         with_logits: bool,
         kept: Kept[T] | None = None,
     ) -> T:
-        """One forward; see `decode_run.Forward`."""
+        """Run one forward; see `runs.Forward`."""
         reservation = self.kv.reserve(steps)
         try:
             for group, pairs in enumerate(reservation.copies):
@@ -460,7 +460,7 @@ class Context:
             else:
                 result = read(self.runner.forward(laid_out), None)
         except BaseException:
-            # A step that failed must leave no trace, wherever it did: the same entries may be evaluated again.
+            # A failed step must change nothing, because the caller may evaluate the same entries again.
             # guard: a step that failed is undone
             reservation.rollback()
             raise

@@ -1,4 +1,4 @@
-"""Engine: a loaded model and how contexts over it are made; what survives a restart of the Batcher."""
+"""Engine: holds a loaded model and opens contexts over it. An Engine survives a restart of the Batcher."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -47,20 +47,20 @@ class Engine:
             max_lora_rank=options.max_lora_rank,
             max_memory_percent=options.max_memory_percent,
         )
-        # While a service runs, torch's cache stays as it is: steps are under way.
+        # Do not empty torch's cache here: a running service may be in the middle of a step.
         self.adapters = Adapters(model, limits, refusal, partial(self._free_memory, collect=False))
 
     def rename(self, name: str) -> None:
-        """Calls the model something else from now on; before the first context."""
+        """Rename the model. Call this before opening the first context."""
         self.model = replace(self.model, name=name)
         self.adapters.base = name
 
     def open_context(self, *, n_parallel: int, n_held: int, n_batch: int) -> Context:
-        """A context with no sequences.
+        """Open a context without sequences.
 
         Args:
-            n_parallel: sequences of callers.
-            n_held: sequences for held prompts.
+            n_parallel: number of sequences for callers.
+            n_held: number of sequences for held prompts.
             n_batch: most tokens of one forward.
 
         Raises:
@@ -116,20 +116,20 @@ class Engine:
         )
 
     def _free_memory(self, *, collect: bool = True) -> int | None:
-        """What the pool and a step may be taken from; ranks have a GPU each, or this host together."""
+        """Return the bytes that the pool and a step may use. Ranks have a GPU each, or share this host."""
         if self.model.device.type == "cuda":
             return self.options.tensor_parallel * gpu_memory(self.model.device, collect=collect).usable
         return free_host_memory()
 
     def _found_memory(self) -> str:
-        """Where the memory is, for an error."""
+        """Describe the device's memory for an error message."""
         return str(gpu_memory(self.model.device, collect=False)) if self.model.device.type == "cuda" else ""
 
     def _step_shape(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int) -> StepShape:
         config = self.model.config
         attending = [layer for layer in self.model.layers if layer.value_dim]  # short convolutions have no values
         hidden, num_sequences = config.hidden_size, n_parallel + n_held
-        # Of every token: whoever asks for log-probabilities of a prompt gets them a step at a time.
+        # A request for a prompt's log-probabilities needs the logits of every token of a step.
         logit_rows = max(num_sequences, n_batch)
         shape = StepShape(
             hidden_size=hidden,
@@ -146,7 +146,7 @@ class Engine:
             choice_bytes=choice_bytes(n_parallel, logit_rows, self.model.vocab_size),
         )
         if isinstance(runner, KnowsStep):
-            # Such a runner computes in float32, whatever the weights are.
+            # Such a runner computes in float32 for every dtype of the weights.
             return replace(shape, dtype_bytes=4, step_bytes=runner.step_bytes(n_batch, num_sequences))
         from genbatch.nif.runners.torch_runner import TorchRunner
 
@@ -156,7 +156,7 @@ class Engine:
 
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
-    """Loads the model that the options name; raises as `load_model` and `choose_runner` do."""
+    """Load the model that the options name; raises the errors of `load_model` and `choose_runner`."""
     template = read_template(options.chat_template)
     engine = _load_engine(options, progress)
     if options.served_model_name:
@@ -170,10 +170,10 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
 
 
 def load_adapters(engine: Engine, sources: Sequence[str]) -> None:
-    """Loads adapters given as NAME=DIR.
+    """Load adapters from sources of the form NAME=DIR.
 
     Raises:
-        OptionError: one cannot be served; the reason names it, its file, and the field or the tensor.
+        OptionError: an adapter cannot be served; the reason names the adapter, its file, and the field or the tensor.
     """
     for source in sources:
         name, _, directory = source.partition("=")
@@ -184,10 +184,10 @@ def load_adapters(engine: Engine, sources: Sequence[str]) -> None:
 
 
 def read_template(path: str) -> str | None:
-    """The text of a chat template's file, which is none for "".
+    """Read a chat template's file; the path "" gives None.
 
     Raises:
-        OptionError: it cannot be read, or is no template.
+        OptionError: the file cannot be read, or is no chat template.
     """
     if not path:
         return None
@@ -205,7 +205,7 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
             raise OptionError("pooling", "a model that tensor_parallel shares out gives no embeddings and no scores")
         from genbatch.nif.context.tensor_parallel import open_ranks
 
-        # Each rank keeps its share only, so the whole is never on a GPU.
+        # Each rank keeps only its share, so no GPU ever holds the whole model.
         load = partial(_load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
         shard, new_runner = open_ranks(options, load)
         return Engine(shard, options, lambda _: new_runner())
@@ -226,7 +226,7 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
                 reason = unavailable.reason
     packs = not on_cpu and options.runner in ("auto", "triton") and packs_weights(options)
     try:
-        # What is packed goes to the GPU layer by layer: the whole model need not fit there.
+        # Packed weights go to the GPU layer by layer, so the unpacked model need not fit there.
         n_gpu_layers = 0 if packs else options.n_gpu_layers
         model = _load_model(
             options.model_path,
@@ -247,7 +247,10 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
 
 
 def _described(options: EngineOptions, found: ModelSource, report: Progress) -> Model | None:
-    """The model without its weights, as it was described at an earlier start or is now; None: see `describe_model`."""
+    """Return the model without its weights, from an earlier start's description if one was kept.
+
+    Returns None if `describe_model` does.
+    """
     source, dtype = options.model_path, options.dtype
     check_dtype(dtype)
 
@@ -266,7 +269,7 @@ def _described(options: EngineOptions, found: ModelSource, report: Progress) -> 
 
 
 def _load_model(source: str, **settings: Any) -> Model:
-    """`load_model`, which needs transformers' modules: two seconds of imports that a native model does without."""
+    """Call `load_model`. It is imported here because it imports transformers for two seconds."""
     from genbatch.nif.models.model import load_model
 
     return load_model(source, **settings)
@@ -279,12 +282,14 @@ def _torch_runner(model: Model) -> Runner:
 
 
 def packs_weights(options: EngineOptions) -> bool:
-    """Whether a GPU is to have packed weights."""
+    """Whether the options ask for packed weights on a GPU."""
     return options.quantize not in ("auto", "none")
 
 
 def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
-    """What makes the runner of a new context, given how many sequences decode at most; weights are packed once, here.
+    """Return a function that makes a new context's runner from the most sequences that decode at once.
+
+    The weights are packed once, during this call.
 
     Raises:
         OptionError: the runner or the quantisation asked for cannot run this model here.
@@ -311,7 +316,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
         weights = ModelWeights(model, _quantize(options))
     except NativeUnavailable as unavailable:
         if model.weights is not None:
-            raise  # the caller loads them into a module and comes again
+            raise  # the caller loads the weights into a module and calls this function again
         if options.runner == "native":
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
         _refuse_quantize(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
@@ -321,7 +326,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
 
 
 def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
-    """What runs models that read hidden states: their own modules, since no other runner hands those out."""
+    """Return the runners for models that read hidden states: only these runners return the states."""
     gives = "embeddings" if model.pooling is None or model.pooling.embeds else "scores by a head of its own"
     reason = f"{model.name} gives {gives}, which torch computes"
     if options.runner not in ("auto", "torch"):
@@ -355,7 +360,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
     if quantize != "none" and not is_packed(model):
         model = pack_model(model, quantize, model.device)
     captures = why_not_lean(model) is None if options.use_cuda_graph is None else options.use_cuda_graph
-    # Of whole blocks, as the pool is.
+    # The pool has whole blocks only, so round n_ctx up.
     pinned = options.positions if options.num_blocks is None else None
     in_pool = model.max_position if pinned is None else -(-pinned // options.block_size) * options.block_size
     longest = min(model.max_position, in_pool)
@@ -369,7 +374,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
 
 
 def _quantize(options: EngineOptions) -> str:
-    """What the native runner makes of the option."""
+    """Resolve the option `quantize` for the native runner."""
     if options.quantize != "auto":
         return options.quantize
     return "int8" if options.dtype == "auto" else "none"

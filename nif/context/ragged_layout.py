@@ -1,4 +1,4 @@
-"""Lays the entries of a step end to end, as runners read them."""
+"""Lays out the entries of a step as a ragged batch for the runners."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from genbatch.nif.runner import Entry, Logits, RaggedBatch, num_states
 
 
 def lay_out(batch: Sequence[Entry], kv: KVCache, device: torch.device) -> RaggedBatch:
-    """The entries as a ragged batch; their blocks are reserved already."""
+    """Lay out the entries as a ragged batch. The caller has reserved their blocks."""
     size = len(batch)
     counts = np.fromiter([len(entry.tokens) for entry in batch], np.int64, size)
     n_past = np.fromiter([entry.n_past for entry in batch], np.int64, size)
@@ -45,14 +45,14 @@ def lay_out(batch: Sequence[Entry], kv: KVCache, device: torch.device) -> Ragged
 
 
 def adapters_of(batch: Sequence[Entry]) -> np.ndarray | None:
-    """Each entry's adapter, [B] int64; None where nobody has one."""
+    """Return each entry's adapter handle, [B] int64; None if no entry has an adapter."""
     if not any(entry.adapter for entry in batch):
         return None
     return np.fromiter([entry.adapter for entry in batch], np.int64, len(batch))
 
 
 def block_tables(kv: KVCache, group: int, seq_ids: Sequence[int], width: int) -> np.ndarray:
-    """The sequences' block tables as rows, [len(seq_ids), width] int32, 0 behind their ends."""
+    """Return the sequences' block tables as rows, [len(seq_ids), width] int32, padded with 0."""
     table = np.zeros((len(seq_ids), width), np.int32)
     for row, seq_id in enumerate(seq_ids):
         blocks = kv.block_table(group, seq_id)
@@ -64,24 +64,25 @@ class RunLayout(Protocol):
     """Lays out the steps of a run, one after another."""
 
     def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """The next step's batch; its blocks are reserved already. The one before may be changed by it.
+        """Return the next step's batch, after its blocks were reserved. The previous batch may change in place.
 
         Args:
-            tokens: each sequence's.
+            tokens: each sequence's input token.
         """
         ...
 
 
 def run_layout(kv: KVCache, device: torch.device, batch: Sequence[Entry], max_steps: int) -> RunLayout:
-    """The layout of a run of decode steps, which begins with these entries; else as `DecodeLayout`."""
-    # A window moves on by whole blocks, and a GPU's tensors are not this process's memory: laid out anew each step.
+    """Choose the layout for a run of decode steps that begins with these entries; see `DecodeLayout`."""
+    # Lay out each step anew for groups with a window, which drop whole blocks, and for a GPU, which the host cannot
+    # write in place.
     if device.type == "cpu" and all(group.window is None for group in kv.groups):
         return DecodeLayout(kv, batch, max_steps)
     return FreshLayout(kv, device, batch)
 
 
 class FreshLayout:
-    """Lays each step of a run out anew; arguments as `DecodeLayout`'s."""
+    """Lays out each step of a run anew; the arguments are those of `DecodeLayout`."""
 
     def __init__(self, kv: KVCache, device: torch.device, batch: Sequence[Entry]) -> None:
         self._kv = kv
@@ -90,7 +91,7 @@ class FreshLayout:
         self._done = 0  # steps
 
     def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """The next step's batch; its blocks are reserved already."""
+        """Lay out the next step's batch, after its blocks were reserved."""
         batch = [
             Entry(first.seq_id, (token,), first.n_past + self._done, adapter=first.adapter)
             for first, token in zip(self._batch, tokens, strict=True)
@@ -100,12 +101,12 @@ class FreshLayout:
 
 
 class DecodeLayout:
-    """The batch of a run of decode steps, kept from step to step and changed in place; on the CPU, without windows.
+    """Keeps one batch for a run of decode steps and changes it in place; only for a CPU and groups without a window.
 
     Args:
-        kv: whose block tables are laid out.
+        kv: holds the block tables.
         batch: the first step's entries, of one token each.
-        max_steps: most steps there will be.
+        max_steps: most steps of the run.
     """
 
     def __init__(self, kv: KVCache, batch: Sequence[Entry], max_steps: int) -> None:
@@ -134,7 +135,7 @@ class DecodeLayout:
         }
 
     def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """The next step's batch, over the arrays of the last one; its blocks are reserved already."""
+        """Update the batch for the next step, after its blocks were reserved."""
         self._tokens[:] = tokens
         self._positions += 1
         self._kv_lens += 1
@@ -156,7 +157,7 @@ class DecodeLayout:
             slots[:] = table[rows, column].astype(np.int64) * self._kv.block_size + offset
 
     def _enter_blocks(self) -> None:
-        """Follows the sequences whose next position is the first of a block."""
+        """Enter the new block of each sequence that has just reached a block's first position."""
         block_size = self._kv.block_size
         for row in np.flatnonzero(self._positions % block_size == 0).tolist():
             column = int(self._positions[row]) // block_size

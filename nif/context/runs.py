@@ -1,4 +1,4 @@
-"""Runs of decode steps that wait for nobody in between: one after another, and two micro-batches that take turns."""
+"""Runs of decode steps without a scheduler between the steps: `DecodeRun` is serial, `OverlappedRun` launches ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 T = TypeVar("T")
-Kept: TypeAlias = Callable[[T], Sequence[Sequence[int]]]  # of what `read` made: each entry's tokens that count
+Kept: TypeAlias = Callable[[T], Sequence[Sequence[int]]]  # maps `read`'s result to each entry's tokens to commit
 Steps = Sequence[tuple[int, Sequence[int], int]]  # seq_id, tokens, n_past
-# Rows of logits, the largest in each, and after these, where any are wanted, rows of hidden states.
+# Takes rows of logits, the largest of each row, and rows of hidden states if an entry asks for states.
 Read: TypeAlias = Callable[..., T]
 
 
 class Forward(Protocol):
-    """Evaluates entries whose layout is made once their blocks are there.
+    """Reserve blocks, make the layout, run the forward, and return `read`'s result.
 
-    Returns what `read` makes of the rows of logits, and of what is largest in each where the runner finds it by the
-    way. Only then do the positions count, all of them or those that are `kept`: if it raises, nothing was evaluated.
+    `read` gets the rows of logits, and each row's largest logit if the runner computes it. The positions are committed
+    after `read`: all of them, or those that `kept` returns. If `read` raises, nothing is committed.
     """
 
     def __call__(
@@ -42,17 +42,17 @@ class Forward(Protocol):
 
 
 class DecodeRun:
-    """Each step waits for the one before; `OverlappedRun` is used in the same way, and does not.
+    """Runs decode steps one after another. `OverlappedRun` has the same methods and launches one step ahead.
 
-    Nobody else may change these sequences while a run goes on.
+    No other code may change these sequences before `close`.
 
     Args:
         kv: holds the sequences.
-        device: where batches are wanted.
+        device: the device for the batch's tensors.
         batch: an entry of one token each.
-        states: how each sequence's next token is chosen; whoever accepts a token tells its state before the next step.
+        states: each sequence's sampler; the caller updates it with each accepted token before the next step.
         forward: see Forward.
-        max_steps: most steps there will be.
+        max_steps: most steps of this run.
     """
 
     verifies: ClassVar[Literal[True]] = True  # checks drafted tokens
@@ -84,10 +84,10 @@ class DecodeRun:
         return False
 
     def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault]:
-        """Evaluates every sequence's newest token and draws the next.
+        """Evaluate every sequence's newest token and draw the next.
 
         Args:
-            ahead: whether the step after this one may begin, too; here none ever does.
+            ahead: whether the next step may begin, too; a DecodeRun ignores it.
 
         Raises:
             BatchError, OutOfBlocks: as `Context.eval`; nothing was changed, and the run is over.
@@ -109,23 +109,23 @@ class DecodeRun:
         return drawn
 
     def has_room(self, drafts: Sequence[Sequence[int]]) -> bool:
-        """Whether the pool has the blocks for these drafts, too."""
+        """Whether the pool has enough blocks to verify these drafts."""
         paper = self._kv.draft()
         ends = [n + 1 + len(draft) for n, draft in zip(self._n_past, drafts, strict=True)]
         return all(paper.grow([seq_id], end) for seq_id, end in zip(self._seq_ids, ends, strict=True))
 
     def verify(self, drafts: Sequence[Sequence[int]]) -> list[list[Sampled | SampleFault]]:
-        """One step for what single ones would draw, as far as each sequence's draft says it beforehand.
+        """Verify drafted tokens in one step; the draws equal those of single steps.
 
-        Each draft is evaluated behind its sequence's newest token, and a token is drawn at each place. Those count that
-        follow tokens drafted rightly: what was evaluated for the others is forgotten.
+        Each draft is evaluated behind its sequence's newest token, and a token is drawn at each position. The draws up
+        to the first mismatch with the draft are kept. The KV of the rejected tokens is dropped.
 
         Args:
-            drafts: each sequence's next tokens as somebody guesses them, none for some. The pool `has_room` for them,
-                and no sampler of a sequence with a draft edits its logits.
+            drafts: each sequence's guessed next tokens; a draft may be empty. `has_room` must hold for the drafts, and
+                no sampler of a sequence with a draft may edit the logits.
 
         Returns:
-            What each sequence draws: its draft as far as that is right, and one more.
+            Each sequence's draws: the right part of its draft, and one more token.
 
         Raises:
             BatchError, OutOfBlocks: as `step`.
@@ -155,7 +155,7 @@ class DecodeRun:
         return drawn
 
     def close(self) -> None:
-        """Ends the run; to be called before anybody else changes the sequences."""
+        """End the run. Call this before other code changes the sequences."""
 
     def _lay_out(self) -> RaggedBatch:
         if self._layout is None:
@@ -168,12 +168,12 @@ class DecodeRun:
 
 
 def _input(draw: Sampled | SampleFault) -> int:
-    """The next step's token. A sequence without one ends with this step, and what is evaluated for it means nothing."""
+    """Return the next step's input token; 0 for a fault, as that sequence ends with this step."""
     return draw.token_id if isinstance(draw, Sampled) else 0
 
 
 def _that_count(draft: Sequence[int], draws: list[Sampled | SampleFault]) -> list[Sampled | SampleFault]:
-    """The draws up to the first that is not what was drafted: the ones after it follow a wrong token."""
+    """Return the draws up to the first that differs from the draft: later draws follow a wrong token."""
     for place, token in enumerate(draft):
         draw = draws[place]
         # guard: draws after a wrong draft do not count
@@ -182,32 +182,34 @@ def _that_count(draft: Sequence[int], draws: list[Sampled | SampleFault]) -> lis
     return draws
 
 
-_UNKNOWN = 0  # stands for a token that the device has drawn or will
+_UNKNOWN = 0  # a placeholder: the device fills in the token that it draws
 
 
 def can_overlap(states: Sequence[SamplerState]) -> bool:
-    """Whether these draws need nothing of the host that it learns only from the step before."""
-    # Penalties and constraints follow the output, and log-probabilities are read beside the token.
+    """Whether the next step's draws can be set up before the host has read this step's tokens."""
+    # Penalties and constraints depend on the tokens so far, and log-probabilities need the logits on the host.
     return not any(state.edits or state.params.logprobs is not None for state in states)
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step under way, and its blocks."""
+    """A launched step and the reservation of its blocks."""
 
     launched: Launched
     reservation: Reservation
 
 
 class OverlappedRun:
-    """Used as `DecodeRun` is, but for its end: `close` before anybody else changes the sequences.
+    """Runs decode steps and launches each step before the previous one is read. It has DecodeRun's methods.
+
+    Call `close` before other code changes the sequences.
 
     Args:
         kv: holds the sequences.
         runner: launches the steps.
         batch: an entry of one token each.
-        states: how each sequence's next token is chosen; `can_overlap` of them is true.
-        max_steps: most steps there will be.
+        states: each sequence's sampler; `can_overlap(states)` must hold.
+        max_steps: most steps of this run.
     """
 
     verifies: ClassVar[Literal[False]] = False
@@ -238,10 +240,10 @@ class OverlappedRun:
         return self._ahead is not None
 
     def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault]:
-        """Evaluates every sequence's newest token and draws the next.
+        """Evaluate every sequence's newest token and draw the next.
 
         Args:
-            ahead: whether the step after this one may begin, too.
+            ahead: whether the next step may be launched, too.
 
         Raises:
             BatchError, OutOfBlocks: as `Context.eval`; nothing was changed, and the run is over.
@@ -251,21 +253,21 @@ class OverlappedRun:
             raise self._fault
         flight = self._ahead or self._launch(self._tokens, None)
         self._ahead = None
-        # The tokens that it evaluates have been read by now, and its blocks are filled before anything that is
-        # launched later can read them.
+        # Commit now: the host knows this step's input tokens, and the device fills the blocks before any later launch
+        # can read them.
         flight.reservation.commit([(token,) for token in self._tokens])
         if ahead and self._steps_left:
             try:
                 self._ahead = self._launch([_UNKNOWN] * len(self._tokens), flight.launched)
             except Exception as error:
-                self._fault = error  # the next step's to raise: this one's tokens come first
+                self._fault = error  # raised by the next call, as this step's tokens must be returned first
         drawn = _read(flight)
-        # A sequence without a token ends with this step; the device takes 0 for it, too.
+        # A sequence without a token ends with this step; the device also uses 0 for it.
         self._tokens = [0 if token is None else token for token in drawn]
         return [SampleFault(NOT_FINITE) if token is None else Sampled(token) for token in drawn]
 
     def close(self) -> None:
-        """Waits for the step under way and undoes it; only then do its blocks belong to anybody else.
+        """Wait for the step under way and roll it back, so that other sequences may take its blocks.
 
         Raises:
             DeviceFault: as `step`.

@@ -8,18 +8,17 @@
                  +<--------- all-reduce, twice a layer -->+
                  +<--------- gather of the logits --------+
 
-Rank 0 alone decides: it has the requests, the scheduler, the block tables and the sampler. The others are told the
-plan of each step, which holds the tokens drawn so far, so no rank can be of another opinion than rank 0. An
-all-reduce gives every rank the same sums, bit for bit. One rank's sums are added in another order than several ranks',
-so float32 answers are equal to those of one rank up to the first near tie.
+Rank 0 alone decides: it has the requests, the scheduler, the block tables and the sampler. Rank 0 sends the plan of
+each step to the other ranks. The plan holds the tokens drawn so far, so the ranks cannot diverge. An all-reduce gives
+every rank the same sums, bit for bit. Several ranks add in another order than one rank. So float32 answers equal those
+of one rank up to the first near tie.
 
-The model's own modules run, with sliced weights: rows of the query, key, value, gate, up and head projections, columns
-of the output and down projections, whose results are summed. The embedding is whole on every rank. Where there are
-fewer KV heads than ranks, each is repeated on the ranks whose query heads read it.
+The model's own modules run with sliced weights. The query, key, value, gate, up and head projections keep some rows.
+The output and down projections keep some columns, and an all-reduce sums their results. The embedding is whole on
+every rank. If there are fewer KV heads than ranks, each KV head is repeated on the ranks that read it.
 
-A rank that dies breaks the group for good: the step raises DeviceFault, whoever supervises ends rank 0, and every other
-rank ends when it hears no more from rank 0. One that hangs is a step that does not end, which the service's
-`stall_s` is for.
+A dead rank breaks the group for good: the step raises DeviceFault, and the supervisor ends rank 0. Every other rank
+ends when rank 0 is gone. A hung rank makes a step that does not end; the service's `stall_s` is the timeout for it.
 """
 
 import os
@@ -49,38 +48,38 @@ from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# A rank without work waits for as long as nobody asks anything; a hung one is found by the service's clock.
+# An idle rank waits without a timeout; the service's `stall_s` detects a hung rank.
 _WITHOUT_END = timedelta(days=3650)
 # int64 words of the first message of a command: a decode step of 32 sequences of some 500 tokens fits.
 _FIRST_WORDS = 4096
-_HEADER_WORDS = 4  # what, words of the payload, block size, unused
+_HEADER_WORDS = 4  # command, words of the payload, block size, unused
 
 _FORWARD, _ALLOCATE, _COPY_BLOCKS, _READ_BLOCKS, _WRITE_BLOCKS, _CLOSE = range(6)
 
 
 class Collective(Protocol):
-    """What the shards of a model need of one another."""
+    """The collective operations between the shards of a model."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Makes `tensor` the sum of all ranks' tensors, in place."""
+        """Sum all ranks' tensors into `tensor`, in place."""
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, all of one shape, by rank."""
+        """Return every rank's tensor in the order of ranks; all have one shape."""
 
 
 # Shards
 
 
 def shard_model(model: Model, collective: Collective, device: torch.device | None = None) -> Model:
-    """The rank's share of a model; the model's own weights are given up.
+    """Cut a model down to this rank's share. The model's own weights are released.
 
     Args:
-        model: of one of `FAMILIES`, whole.
-        collective: of all ranks, each of which shards the same model.
-        device: where the shard is to live; None: where the model does.
+        model: a whole model of one of `FAMILIES`.
+        collective: connects all ranks, which shard the same model.
+        device: the shard's device; None means the model's device.
 
     Raises:
         OptionError: the model cannot be divided among so many ranks.
@@ -112,15 +111,15 @@ def shard_model(model: Model, collective: Collective, device: torch.device | Non
 
 
 def share(count: int, rank: int, size: int) -> range:
-    """The rank's part of `count` things in a row; the first ranks have one more where it does not come out even."""
+    """Return the rank's part of range(count); the first ranks take one more if `count` does not divide evenly."""
     return range(_begin(count, rank, size), _begin(count, rank + 1, size))
 
 
 def head_ranges(heads: int, kv_heads: int, rank: int, size: int) -> tuple[range, range]:
-    """The rank's query heads and the KV heads that they read, all of them by equally many.
+    """Return the rank's query heads and the KV heads that they read. Each KV head is read by equally many.
 
     Raises:
-        OptionError: there are more ranks than this can be divided among.
+        OptionError: the heads cannot be divided among so many ranks.
     """
     per_kv_head = heads // kv_heads
     if size <= kv_heads:
@@ -147,7 +146,8 @@ def _rows(heads: range, head_size: int) -> range:
 
 
 def _keep_rows(linear: torch.nn.Linear, rows: range) -> None:
-    # A copy: a view would keep the whole alive. The head's weight may be the embedding's, which stays as it is.
+    # Copy, because a view would keep the whole weight in memory. The head may share the embedding's weight, and the
+    # embedding stays whole.
     linear.weight = _parameter(linear.weight[rows.start : rows.stop])
     if linear.bias is not None:
         linear.bias = _parameter(linear.bias[rows.start : rows.stop])
@@ -157,7 +157,7 @@ def _keep_rows(linear: torch.nn.Linear, rows: range) -> None:
 def _keep_columns(linear: torch.nn.Linear, columns: range, collective: Collective) -> None:
     linear.weight = _parameter(linear.weight[:, columns.start : columns.stop])
     if linear.bias is not None and collective.rank:
-        linear.bias = _parameter(torch.zeros_like(linear.bias))  # it is added once
+        linear.bias = _parameter(torch.zeros_like(linear.bias))  # only rank 0 adds the bias, before the sum
     linear.in_features = len(columns)
 
     def reduce(_: torch.nn.Module, __: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 class ShardRunner(TorchRunner):
-    """A rank's TorchRunner: its logits are those of the whole vocabulary."""
+    """A rank's TorchRunner that returns logits over the whole vocabulary."""
 
     name = "tensor parallel"
 
@@ -181,7 +181,7 @@ class ShardRunner(TorchRunner):
         self._collective = collective
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """As TorchRunner's, with every rank's part of the vocabulary side by side."""
+        """Run TorchRunner's forward and join every rank's part of the vocabulary."""
         own = super().forward(batch)  # [R, this rank's]
         counts = [len(share(self.vocab_size, rank, self._collective.size)) for rank in range(self._collective.size)]
         padded = own.new_zeros((len(own), counts[0]))
@@ -194,11 +194,13 @@ class ShardRunner(TorchRunner):
 
 
 class RankGroup:
-    """A rank's place among all, over torch.distributed: NCCL between GPUs, gloo else; plans always go over gloo.
+    """A rank's connection to all ranks over torch.distributed.
+
+    Tensors go over NCCL between GPUs and over gloo otherwise. Plans always go over gloo.
 
     Args:
-        device: where this rank computes.
-        store: where the ranks meet; None: where `torchrun` said, in the environment.
+        device: the device that this rank computes on.
+        store: the rendezvous of the ranks; None means torchrun's, from the environment.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
@@ -219,7 +221,7 @@ class RankGroup:
         return parts
 
     def tell(self, what: int, payload: torch.Tensor, argument: int = 0) -> None:
-        """Rank 0: sends a command with its words, a CPU tensor [n] int64."""
+        """Send a command and its payload, a CPU tensor [n] int64. Only rank 0 calls this."""
         first = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
         first[:3] = torch.tensor([what, len(payload), argument])
         room = _FIRST_WORDS - _HEADER_WORDS
@@ -230,7 +232,7 @@ class RankGroup:
             dist.broadcast(payload[room:].contiguous(), 0, group=self._control)
 
     def hear(self) -> tuple[int, torch.Tensor, int]:
-        """The others: the next command, once there is one."""
+        """Wait for the next command and return it. Only the other ranks call this."""
         first = torch.empty(_FIRST_WORDS, dtype=torch.int64)
         dist.broadcast(first, 0, group=self._control)
         what, count, argument = first[:3].tolist()
@@ -243,7 +245,7 @@ class RankGroup:
         return what, torch.cat([head, rest]), argument
 
     def bytes_to_zero(self, content: torch.Tensor | None, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Every rank's flat bytes, of the given sizes, at rank 0; the others give and get None."""
+        """Collect every rank's flat bytes at rank 0. Other ranks send `content` and get None."""
         if self.rank:
             assert content is not None
             dist.send(content, 0, group=self._control)
@@ -254,7 +256,7 @@ class RankGroup:
         return parts
 
     def bytes_from_zero(self, parts: Sequence[torch.Tensor] | None, size: int) -> torch.Tensor:
-        """The flat bytes that rank 0 has for this rank."""
+        """Scatter rank 0's `parts`; every rank gets its own flat bytes."""
         if not self.rank:
             assert parts is not None
             for rank in range(1, self.size):
@@ -266,14 +268,14 @@ class RankGroup:
 
 
 class TensorParallelRunner:
-    """Rank 0's runner: tells the others every step, and takes part. Implements `Runner`.
+    """Rank 0's runner: it sends every step to the other ranks and computes its own share. Implements `Runner`.
 
-    Steps are laid out on the CPU, as the plan travels from there; logits lie where rank 0 computes.
+    Steps are laid out on the CPU, because plans are sent from CPU memory. Logits lie on rank 0's device.
 
     Args:
-        runner: of rank 0's shard.
-        group: all ranks.
-        alive: raises when another rank is known to be gone.
+        runner: runs rank 0's shard.
+        group: connects all ranks.
+        alive: raises DeviceFault if another rank has ended.
     """
 
     name = "tensor parallel"
@@ -290,12 +292,12 @@ class TensorParallelRunner:
         self._block_size = 0
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
-        """Of all ranks together; see `Runner`."""
+        """Sum the bytes of all ranks; see `Runner`."""
         own = self._runner.bytes_per_block(group, block_size)
         return own // self._heads[0] * sum(self._heads)
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
-        """Makes every rank's pool."""
+        """Allocate every rank's pool."""
         self._block_size = block_size
         self._tell(_ALLOCATE, num_blocks, block_size)
         self._runner.allocate(num_blocks, block_size)
@@ -318,7 +320,7 @@ class TensorParallelRunner:
         self._runner.copy_blocks(group, pairs)
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """See `Runner`; the ranks' shares side by side."""
+        """See `Runner`; the result joins the ranks' shares side by side."""
         self._tell(_READ_BLOCKS, [group, *blocks])
         own = self._runner.read_blocks(group, blocks)
         sizes = [own.numel() // self._heads[0] * heads for heads in self._heads]
@@ -343,7 +345,7 @@ class TensorParallelRunner:
         self._runner.write_blocks(group, blocks, parts[0])
 
     def close(self) -> None:
-        """Every rank releases its pool."""
+        """Release every rank's pool."""
         try:
             self._tell(_CLOSE, ())
         finally:
@@ -359,10 +361,10 @@ class TensorParallelRunner:
 
 
 def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Does what rank 0 says, until the process ends.
+    """Run rank 0's commands until the process ends.
 
     Args:
-        on_step: is given each step's logits, which all ranks have.
+        on_step: called with each step's logits, which every rank has.
     """
     block_size = 0
     while True:
@@ -392,7 +394,7 @@ def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[torch.T
 
 
 def pack_batch(batch: RaggedBatch) -> torch.Tensor:
-    """All of a batch as one CPU tensor [n] int64; `unpack_batch` reads it."""
+    """Pack a batch into one CPU tensor [n] int64 for `unpack_batch`."""
     tensors = [*batch.slots, *batch.block_tables]
     plain = [batch.input_ids, batch.positions, batch.query_starts, batch.kv_lens, batch.logit_rows]
     sizes = [len(batch.slots), batch.max_query_len, batch.max_kv_len, *(len(tensor) for tensor in plain)]
@@ -402,7 +404,7 @@ def pack_batch(batch: RaggedBatch) -> torch.Tensor:
 
 
 def unpack_batch(words: torch.Tensor) -> RaggedBatch:
-    """The batch that `pack_batch` was given, on the CPU."""
+    """Unpack the tensor of `pack_batch` into a batch on the CPU."""
     num_groups, max_query_len, max_kv_len, tokens, _, starts, entries, rows = words[:8].tolist()
     widths = words[8 : 8 + num_groups].tolist()
     sizes = [tokens, tokens, starts, entries, rows, *[tokens] * num_groups, *(entries * width for width in widths)]
@@ -422,7 +424,7 @@ def unpack_batch(words: torch.Tensor) -> RaggedBatch:
 
 
 def to_device(batch: RaggedBatch, device: torch.device) -> RaggedBatch:
-    """The batch with its tensors on the device."""
+    """Move the batch's tensors to the device."""
     if device.type == "cpu":
         return batch
     names = ("input_ids", "positions", "query_starts", "kv_lens", "logit_rows")
@@ -438,13 +440,13 @@ def to_device(batch: RaggedBatch, device: torch.device) -> RaggedBatch:
 
 
 def open_ranks(options: EngineOptions, load: Callable[[], Model]) -> tuple[Model, Callable[[], TensorParallelRunner]]:
-    """Rank 0: starts the other ranks, unless torchrun has, loads the model, and meets them.
+    """Start the other ranks (unless torchrun has), load the model, and join the group as rank 0.
 
     Returns:
-        The model, whose weights are rank 0's share, and what makes the runner of a context.
+        The model with rank 0's share of the weights, and a function that makes a context's runner.
 
     Raises:
-        OptionError: the model cannot be divided so, or another rank did not start.
+        OptionError: the model cannot be divided among the ranks, or another rank did not start.
         ModelError: as `load_model`.
     """
     size = options.tensor_parallel
@@ -456,7 +458,7 @@ def open_ranks(options: EngineOptions, load: Callable[[], Model]) -> tuple[Model
     ):
         if asked:
             raise OptionError(option, "several ranks compute in torch, in the model's dtype and without graphs")
-    # Sums are the same on all ranks whatever the threads; too many of them only wait for one another.
+    # The number of threads does not change the sums; too many threads only wait for one another.
     torch.set_num_threads(threads_per_rank(options))
     others = None if is_torchrun() else OtherRanks(options)
     try:
@@ -472,18 +474,18 @@ def open_ranks(options: EngineOptions, load: Callable[[], Model]) -> tuple[Model
         if others is not None:
             others.end()
         raise
-    # Towards the rest of the engine the model has its whole shapes.
+    # The rest of the engine must see the shapes of the whole model.
     return replace(whole, device=device), lambda: TensorParallelRunner(ShardRunner(shard, group), whole, group, alive)
 
 
 def follow(
     options: EngineOptions, rank: int, store: Any = None, on_step: Callable[[torch.Tensor], None] | None = None
 ) -> None:
-    """Another rank: loads the model, keeps its share, and does what rank 0 says until rank 0 is gone.
+    """Load the model on another rank, keep this rank's share, and run rank 0's commands until rank 0 is gone.
 
     Raises:
         OptionError, ModelError: as `open_ranks`.
-        RuntimeError: rank 0, or another one, is gone.
+        RuntimeError: rank 0 or another rank is gone.
     """
     torch.set_num_threads(threads_per_rank(options))
     model = load_model(options.model_path, dtype=options.dtype, n_gpu_layers=0)
@@ -495,7 +497,7 @@ def follow(
 
 
 def compute_device(options: EngineOptions) -> torch.device:
-    """Where a rank computes: of the GPUs that it sees the first, else the CPU; torchrun's ranks see all of them."""
+    """Return a rank's device: the first visible GPU, or the CPU. A torchrun rank sees all GPUs and takes its own."""
     if options.n_gpu_layers == 0 or not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -503,17 +505,17 @@ def compute_device(options: EngineOptions) -> torch.device:
 
 
 def threads_per_rank(options: EngineOptions) -> int:
-    """Threads of a step in each rank on this machine."""
+    """Return the number of compute threads for each rank on this machine."""
     if options.n_threads:
         return options.n_threads
     return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", options.tensor_parallel)))
 
 
 class OtherRanks:
-    """The processes of all ranks but 0, on this machine. They end with this process, and with this object."""
+    """The processes of all ranks but 0 on this machine. The processes end with this process and with this object."""
 
     def __init__(self, options: EngineOptions) -> None:
-        # They meet in a file that only this user can read: no port to choose, and none that others could join.
+        # The ranks meet in a file that only this user can read: a port would have to be chosen, and others could join.
         self._directory = tempfile.TemporaryDirectory(prefix="genbatch-ranks-")
         self._size = options.tensor_parallel
         path = Path(self._directory.name) / "store"
@@ -524,10 +526,10 @@ class OtherRanks:
         self.end = weakref.finalize(self, _end_ranks, self.processes, self._directory)
 
     def wait_until_loaded(self) -> None:
-        """Returns once every rank has its model.
+        """Wait until every rank has loaded its model.
 
         Raises:
-            OptionError: one has ended instead.
+            OptionError: a rank has ended instead.
         """
         waiting = set(range(1, self._size))
         while waiting:
@@ -536,8 +538,10 @@ class OtherRanks:
             time.sleep(0.02)
 
     def check(self) -> None:
-        """Raises:
-        DeviceFault: a rank has ended.
+        """Check that every rank is running.
+
+        Raises:
+            DeviceFault: a rank has ended.
         """
         for rank, process in enumerate(self.processes, start=1):
             if process.poll() is not None:
@@ -565,7 +569,7 @@ def _start_rank(options: EngineOptions, rank: int, store: Path) -> "subprocess.P
         environment["CUDA_VISIBLE_DEVICES"] = devices[rank]
     command = "from genbatch.nif.context.tensor_parallel import main; main()"
     arguments = [sys.executable, "-c", command, msgspec.json.encode(options).decode(), str(rank), str(store)]
-    # Its standard input is a pipe that this process holds: its end is this process's end.
+    # The rank ends when its standard input closes, and the pipe closes when this process ends.
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, env=environment)
 
 
@@ -579,7 +583,7 @@ def _end_ranks(processes: "Sequence[subprocess.Popen[bytes]]", directory: "tempf
 
 
 def _nobody_to_ask() -> None:
-    """torchrun watches its ranks itself."""
+    """Do nothing: torchrun watches its ranks itself."""
 
 
 def _kv_heads(model: Model) -> int:
@@ -588,13 +592,13 @@ def _kv_heads(model: Model) -> int:
 
 
 def main() -> None:
-    """A rank that rank 0 started: `options rank store`."""
+    """Run a rank that rank 0 started, with the arguments `options rank store`."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
     try:
         follow(options, int(sys.argv[2]), _meeting_place(Path(sys.argv[3]), options.tensor_parallel))
     except (NativeError, RuntimeError) as error:
-        # RuntimeError is what torch.distributed raises when a peer is gone: the group is over.
+        # torch.distributed raises RuntimeError if a peer is gone: the group is over.
         print(f"rank {sys.argv[2]} ends: {error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
@@ -604,6 +608,6 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    while os.read(0, 1):  # past Python's own lock of its standard input
+    while os.read(0, 1):  # not sys.stdin, as a blocked read would hold its lock
         pass
     os._exit(1)
