@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the function transformers' modules call, and its plain-torch form."""
+"""Attention over the paged KV cache: the function that transformers' modules call, and its plain-torch form."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ATTENTION_NAME = "genbatch_paged"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer hands to attention for the T tokens of a step; the tensors may be strided views."""
+    """A layer's arguments to attention for the T tokens of a step; the tensors may be strided views."""
 
     layer: int
     query: torch.Tensor  # [T, H, D]
@@ -24,28 +24,28 @@ class AttentionCall:
     value: torch.Tensor  # [T, Hkv, Dv]
     scaling: float
     softcap: float | None  # scores become softcap * tanh(scores / softcap)
-    sinks: torch.Tensor | None  # [H], one more score a head that takes weight and gives no value
-    window: int | None  # what the module believes its window to be; the layer group decides
+    sinks: torch.Tensor | None  # [H], one more score per head; it takes softmax weight and adds no value
+    window: int | None  # the module's own setting; the layer group's window is used
 
 
 class AttentionStep(Protocol):
-    """One step's way through the layers: writes what they keep to the pool and reads it back."""
+    """Attention, convolutions and recurrences of one step: each writes to the pool and reads from it."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Returns the layer's attention output, [T, H, Dv]."""
+        """Return the layer's attention output, [T, H, Dv]."""
         ...
 
     def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns a short convolution of each entry's inputs, [T, channels]; arguments as `convolved`."""
+        """Return a short convolution of each entry's inputs, [T, channels]; the arguments are those of `convolved`."""
         ...
 
     def recur(self, layer: int, inputs: torch.Tensor, run: "StateScan") -> torch.Tensor:
-        """Returns a recurrent layer's output for each entry's inputs, [T, hidden]."""
+        """Return a recurrent layer's output for each entry's inputs, [T, hidden]."""
         ...
 
 
 def register_attention() -> None:
-    """Makes `ATTENTION_NAME` known to transformers; calling it again changes nothing."""
+    """Register `ATTENTION_NAME` with transformers; a second call changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
@@ -64,10 +64,10 @@ def paged_attention(
     genbatch_step: AttentionStep | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function registered with transformers; everything about the step comes in `genbatch_step`.
+    """Attend for transformers, which calls this registered function; `genbatch_step` holds the step.
 
     Raises:
-        ValueError: the layer wants something that attention over block tables does not do.
+        ValueError: the layer needs a feature that attention over block tables does not have.
     """
     layer = getattr(module, "layer_idx", None)
     if genbatch_step is None:
@@ -97,7 +97,7 @@ def paged_attention(
     return genbatch_step.attend(call).unsqueeze(0), None
 
 
-# Outputs [n, hidden] and the state after them, of inputs [n, hidden] and the state before, None at a text's beginning.
+# Maps inputs [n, hidden] and the state before them (None at a text's beginning) to outputs [n, hidden] and a state.
 StateScan: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -119,35 +119,35 @@ class _Span:
 
     start: int
     stop: int
-    blocks: torch.Tensor  # [n] int64, those that hold a key in reach, sinks' first
-    sinks: int  # keys at their beginning that are sinks before the window begins
-    skip: int  # keys before the window's first, in all these blocks
-    length: int  # keys within the windows
+    blocks: torch.Tensor  # [n] int64, the blocks with a reachable key, the sinks' blocks first
+    sinks: int  # sink keys at the blocks' beginning, before the window begins
+    skip: int  # keys in these blocks before the window's first key
+    length: int  # keys within the rows' windows
     mask: torch.Tensor | None  # [stop - start, sinks + length] bool, True attends; None: all rows attend to all keys
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlan:
-    """What the layers of one group share in a step."""
+    """The step's plan that all layers of one group share."""
 
-    blocks: torch.Tensor  # [T] int64, where each new token goes
-    offsets: torch.Tensor  # [T] int64, and at which position of that block
+    blocks: torch.Tensor  # [T] int64, the block of each new token
+    offsets: torch.Tensor  # [T] int64, each new token's position in its block
     spans: list[_Span]
     table: torch.Tensor  # [B, max_blocks] int32
     kv_lens: list[int]  # [B]
 
 
 class TorchStep:
-    """A step in plain torch: gathers each entry's own keys and attends with SDPA (fp32 accumulation).
+    """Runs a step in plain torch: it gathers each entry's keys and attends with SDPA (fp32 accumulation).
 
-    It is the oracle of the faster ones and runs on every device. An entry only ever sees keys named by its
-    own row of the block table, cut to its own length, so nothing of another sequence can reach it.
+    This step is the oracle of the faster steps and runs on every device. An entry reads only the keys in its own row
+    of the block table, up to its own length. So no key of another sequence can reach the entry.
 
     Args:
         batch: the step's ragged layout.
         groups: the model's layer groups, in the order of `batch.slots`.
-        pools: one a layer.
-        block_size: positions a block.
+        pools: one pool per layer.
+        block_size: positions per block.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class TorchStep:
             self._plans.update(dict.fromkeys(group.layers, plan))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Writes the layer's keys and values, then attends entry by entry; returns [T, H, Dv]."""
+        """Write the layer's keys and values, then attend entry by entry; returns [T, H, Dv]."""
         plan, pool = self._plans[call.layer], self._pools[call.layer]
         pool.keys[plan.blocks, :, plan.offsets] = call.key.to(pool.keys.dtype)
         pool.values[plan.blocks, :, plan.offsets] = call.value.to(pool.values.dtype)
@@ -175,16 +175,16 @@ class TorchStep:
         return torch.cat(rows).to(call.query.dtype)
 
     def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Writes the layer's inputs, then convolves entry by entry; returns [T, channels]."""
+        """Write the layer's inputs, then convolve entry by entry; returns [T, channels]."""
         plan, pool = self._plans[layer], self._pools[layer]
         pool.keys[plan.blocks, 0, plan.offsets] = inputs.to(pool.keys.dtype)
         parts = [convolved(_gather(pool.keys, span)[0], span.stop - span.start, taps, bias) for span in plan.spans]
         return torch.cat(parts).to(inputs.dtype)
 
     def recur(self, layer: int, inputs: torch.Tensor, run: StateScan) -> torch.Tensor:
-        """Writes the layer's inputs, then runs it entry by entry and block by block; returns [T, hidden].
+        """Write the layer's inputs, then run the layer entry by entry and block by block; returns [T, hidden].
 
-        A block is run from its beginning, its positions of earlier steps included; what they give is left out.
+        Each block runs from its beginning, so positions of earlier steps run again; their outputs are dropped.
         """
         plan, pool, size = self._plans[layer], self._pools[layer], self._block_size
         pool.keys[plan.blocks, 0, plan.offsets] = inputs.to(pool.keys.dtype)
@@ -205,7 +205,7 @@ def _span(start: int, stop: int, kv_len: int, table: torch.Tensor, group: LayerG
     n_past, window = kv_len - (stop - start), group.window
     lowest = 0 if window is None else max(0, n_past - window + 1)
     sinks = group.sink_tokens
-    if lowest <= sinks:  # nothing lies between the two
+    if lowest <= sinks:  # no gap lies between the sinks and the window
         lowest, sinks = 0, 0
     first_block, num_sink_blocks = lowest // block_size, -(-sinks // block_size)
     blocks = table[first_block : -(-kv_len // block_size)].long()
@@ -225,19 +225,19 @@ def _span(start: int, stop: int, kv_len: int, table: torch.Tensor, group: LayerG
 
 
 def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Tensor:
-    """Attention of one entry's rows over its own keys; returns [n, H, Dv]."""
+    """Attend one entry's rows to its own keys; returns [n, H, Dv]."""
     keys, values = _gather(pool.keys, span), _gather(pool.values, span)  # [Hkv, L, D], [Hkv, L, Dv]
     num_rows, num_heads, dim = span.stop - span.start, call.query.shape[1], call.query.shape[2]
     num_kv_heads = keys.shape[0]
     per_kv_head = num_heads // num_kv_heads
-    # The query heads that share a KV head lie along the query positions: keys are never repeated, and
-    # SDPA's bfloat16 path on CPU is several times faster so than with enable_gqa.
+    # Fold the query heads that share a KV head into the query positions. So keys are never repeated, and SDPA's
+    # bfloat16 path on CPU is several times faster than with enable_gqa.
     query = call.query[span.start : span.stop].to(keys.dtype)
     query = query.view(num_rows, num_kv_heads, per_kv_head, dim).permute(1, 2, 0, 3)
     query = query.reshape(num_kv_heads, per_kv_head * num_rows, dim)
     mask = None if span.mask is None else span.mask.repeat(per_kv_head, 1)
     if call.softcap is None and call.sinks is None:
-        # Four dimensions, since SDPA's fused kernels refuse three.
+        # Pass four dimensions, because SDPA's fused kernels refuse three.
         bias = None if mask is None else mask[None, None]
         out = scaled_dot_product_attention(query[None], keys[None], values[None], bias, scale=call.scaling)[0]
     else:
@@ -248,18 +248,18 @@ def _attend_span(call: AttentionCall, pool: LayerPool, span: _Span) -> torch.Ten
 
 
 def _gather(pool: torch.Tensor, span: _Span) -> torch.Tensor:
-    """The span's keys or values, [Hkv, sinks + L, D]."""
-    # Selected before transposing: index_select of a strided view would copy the whole pool first.
+    """Gather the span's keys or values, [Hkv, sinks + L, D]."""
+    # Select before transposing: index_select of a strided view would copy the whole pool first.
     gathered = pool.index_select(0, span.blocks).transpose(0, 1).flatten(1, 2)
     within = gathered[:, span.skip : span.skip + span.length]
     return torch.cat((gathered[:, : span.sinks], within), dim=1) if span.sinks else within
 
 
 def convolved(inputs: torch.Tensor, num_rows: int, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The last rows of a causal convolution of each channel by itself.
+    """Return the last rows of a causal depthwise convolution.
 
     Args:
-        inputs: [L, channels], from the first position that counts.
+        inputs: [L, channels], from the first position within the kernel's reach.
         num_rows: rows of the result.
         taps: [channels, 1, kernel].
         bias: [channels].
@@ -280,7 +280,7 @@ def _explicit_attention(
     mask: torch.Tensor | None,  # [G * n, L]
     sinks: torch.Tensor | None,  # [Hkv, G]
 ) -> torch.Tensor:
-    """Attention spelled out in float32, for what SDPA has no argument for; returns [Hkv, G * n, Dv]."""
+    """Compute attention step by step in float32, with softcap and sinks, which SDPA lacks; returns [Hkv, G * n, Dv]."""
     scores = query.float() @ keys.float().transpose(1, 2) * call.scaling
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)

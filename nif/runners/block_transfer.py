@@ -1,9 +1,9 @@
-"""BlockTransfer: whole blocks between the pool and the host, beside the steps.
+"""BlockTransfer: copies whole blocks between the pool and the host while steps run.
 
-A step waits only until the blocks that leave are gathered, since it may write over them, and until those that come back
-are in their places. The way to the host goes on while it runs.
+A step waits until outgoing blocks are gathered, because the step may overwrite these blocks. A step also waits until
+incoming blocks are in the pool. The copy to the host runs beside the step.
 
-SideStream is where the copies run, ordered against the kernels by events.
+The copies run on a SideStream, and events order the copies against the kernels.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import torch
 
 
 class SideStream:
-    """A CUDA stream beside the one that computes, which is the current one of the thread that makes this.
+    """A CUDA stream for copies, beside the compute stream: the current stream of the thread that makes this object.
 
-    On a CPU it is nothing: there everything is done when it is asked for.
+    On a CPU a SideStream does nothing, as every operation is done when it returns.
 
     Args:
         device: where the kernels run.
@@ -29,35 +29,35 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def open(self) -> AbstractContextManager[object]:
-        """What is queued within it is queued here."""
+        """Queue the operations of this `with` block on this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait_for_compute(self) -> None:
-        """What is queued here from now on begins after the kernels queued so far."""
+        """Make later operations of this stream wait for the kernels queued so far."""
         if self._stream is not None and self._compute is not None:
             self._stream.wait_stream(self._compute)
 
     def hold_up_compute(self) -> None:
-        """Kernels queued from now on begin after what is queued here so far."""
+        """Make later kernels wait for the operations queued on this stream so far."""
         if self._stream is not None and self._compute is not None:
             self._compute.wait_stream(self._stream)
 
     def finish(self) -> None:
-        """Lets the host wait until all that is queued, here and to be computed, is done."""
+        """Block the host until this stream and the compute stream are idle."""
         for stream in (self._stream, self._compute):
             if stream is not None:
                 stream.synchronize()
 
 
-# Bytes that are gathered at a time, so that swapping a long sequence takes no more of the device's memory than this.
+# Bytes gathered at a time: this limits the device memory that swapping a long sequence takes.
 _AT_ONCE = 256 * 2**20
 
 
 class BlockTransfer:
-    """Copies on a stream of their own, one after another.
+    """Copies blocks on a stream of its own, one copy after another.
 
     Args:
-        device: where the pool is.
+        device: the pool's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,9 +66,9 @@ class BlockTransfer:
         self._stream = SideStream(device)
 
     def read(self, storage: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as a host tensor [len(blocks), bytes of a block] uint8, pinned if from a GPU.
+        """Copy the blocks' content to a host tensor [len(blocks), bytes of a block] uint8, pinned if from a GPU.
 
-        It arrives later: `finish` waits for it, and `write` need not.
+        The content arrives later. `finish` waits for it; a `write` of the tensor is ordered behind the copy anyway.
 
         Args:
             storage: [num_blocks, elements of a block].
@@ -85,7 +85,7 @@ class BlockTransfer:
         return host
 
     def write(self, storage: torch.Tensor, blocks: Sequence[int], content: torch.Tensor) -> None:
-        """Puts back what `read` gave, possibly into other blocks."""
+        """Write a tensor that `read` returned into blocks, which may be other blocks than before."""
         with self._stream.open():
             for part in self._parts(storage, len(blocks)):
                 arrived = content[part].to(self._device, non_blocking=True)
@@ -96,11 +96,11 @@ class BlockTransfer:
         self._stream.hold_up_compute()
 
     def finish(self) -> None:
-        """Waits until everything is where it should be."""
+        """Wait until every copy is complete."""
         self._stream.finish()
 
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        # Pinned: from other memory the host might wait for what the stream waits for.
+        # Pin the memory: a copy from unpinned memory could block the host until the stream is ready.
         ids = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._on_gpu)
         return ids.to(self._device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Short convolutions over the paged cache: a window of their inputs is read from blocks, as attention reads keys."""
+"""Short convolutions over the paged cache: they read a window of inputs from blocks, as attention reads keys."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ _MODULES = ("Lfm2ShortConv",)
 
 
 def page_convolutions(hf: torch.nn.Module) -> None:
-    """Makes the short convolutions of a module read the pool; in a forward without a step they stay as they were."""
+    """Make a module's short convolutions read the pool. A forward without a step runs the original code."""
     for module in hf.modules():
         if type(module).__name__ in _MODULES:
             module.forward = partial(_convolve, module, module.forward)

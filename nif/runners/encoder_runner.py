@@ -1,10 +1,9 @@
-"""EncoderRunner: models that read a text in both directions, such as BERT, behind the same door as decoders.
+"""EncoderRunner: runs bidirectional models such as BERT behind the same interface as decoders.
 
-A decoder keeps keys and values of what it has read; an encoder can keep nothing of the kind, since every later token
-changes every earlier state. What it keeps of a text are the token ids themselves: they lie in the paged pool where a
-decoder's keys would. A chunk that is not the last one costs nothing but to be written down; with the last one the whole
-text goes through the model's own modules, beside others of about its length. So chunks, pauses, shared beginnings and
-turns work as they do for decoders, and know nothing of it.
+A decoder caches keys and values. An encoder cannot, because every later token changes every earlier state. So the
+EncoderRunner keeps token ids in the paged pool, in the place of keys. A chunk before the last only writes its token
+ids. With the last chunk the whole text runs through the model's own modules, in a batch with texts of similar length.
+So chunked prefill, preemption and prefix sharing work as for decoders, without special cases.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from genbatch.nif.runner import RaggedBatch
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
 
-# Tokens of one forward, padding included, unless a single text has more: bounds the memory that a step takes.
+# Most tokens of one forward, padding included, unless a single text has more. This bounds a step's memory.
 MAX_TOKENS = 4096
-# A text goes beside one that is shorter by this factor at most, and a few tokens: what is padded is computed in vain.
+# The longest text of a forward may exceed the shortest by this factor and a few tokens: padding is wasted work.
 MAX_PADDING = 1.25
 SPARE_TOKENS = 8
 
@@ -46,24 +45,24 @@ class EncoderRunner:
         self._pool = torch.empty(0, dtype=torch.int32)  # [num_blocks, block_size] token ids, in host memory
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
-        """Bytes that one block of `group` takes."""
+        """Return the bytes of one block of `group`."""
         return block_size * self._pool.element_size()
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
-        """Makes the pool: `num_blocks[0]` zeroed blocks."""
+        """Allocate the pool: `num_blocks[0]` zeroed blocks."""
         self._pool = torch.zeros((num_blocks[0], block_size), dtype=torch.int32)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Writes the batch's tokens to its slots; there are no logits, [0, vocab_size]."""
+        """Write the batch's tokens to its slots; returns empty logits, [0, vocab_size]."""
         assert not batch.logit_rows.numel(), "an encoder has no logits"
         self._pool.view(-1)[batch.slots[0].cpu()] = batch.input_ids.cpu().int()
         return torch.empty(0, self.vocab_size)
 
     @torch.inference_mode()
     def forward_states(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and for each of `state_rows`, the last token of a text, the text's pooled states [S, hidden].
+        """Run `forward`, and return pooled states [S, hidden] for the texts that end at `state_rows`.
 
-        What is computed of a text depends on the others in nothing but rounding.
+        Other texts of the batch change a text's states by rounding only.
         """
         logits = self.forward(batch)
         assert batch.state_rows is not None, "no states are wanted"
@@ -75,30 +74,30 @@ class EncoderRunner:
         return logits, pooled
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks (source, destination); every source is read before any block is written."""
+        """Copy whole blocks (source, destination); every source is read before any block is written."""
         sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
         self._pool[destinations] = self._pool[sources]
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8."""
+        """Return the blocks' content as one host tensor [len(blocks), bytes_per_block] uint8."""
         return self._pool[list(blocks)].view(torch.uint8)
 
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
-        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         self._pool[list(blocks)] = content.contiguous().view(torch.int32)
 
     def close(self) -> None:
-        """Releases the pool."""
+        """Release the pool."""
         self._pool = torch.empty(0, dtype=torch.int32)
 
     def _text(self, batch: RaggedBatch, entry: int) -> torch.Tensor:
-        """The token ids of all that an entry's sequence holds, [L]."""
+        """Return all token ids of an entry's sequence, [L]."""
         length = int(batch.kv_lens[entry])
         blocks = batch.block_tables[0][entry].cpu().long()
         return self._pool[blocks[: -(-length // self._pool.shape[1])]].flatten()[:length].long()
 
     def _pooled(self, texts: list[torch.Tensor]) -> torch.Tensor:
-        """The pooled states of some texts in one forward, [len(texts), hidden] float32 on the CPU."""
+        """Run some texts in one forward; returns pooled states [len(texts), hidden] float32 on the CPU."""
         lengths = torch.tensor([len(text) for text in texts], device=self.device)
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=self._padding_id)
         mask = (torch.arange(ids.shape[1], device=self.device)[None] < lengths[:, None]).long()
@@ -121,13 +120,13 @@ class EncoderRunner:
 
     @property
     def _padding_id(self) -> int:
-        """Families like RoBERTa's count positions by what is not this id."""
+        """Return the padding id. Families like RoBERTa count only other ids as positions."""
         padding: int | None = self._model.config.pad_token_id
         return 0 if padding is None else padding
 
 
 def alike(lengths: Sequence[int]) -> list[list[int]]:
-    """The indices of texts of such lengths, put together so that little is padded and no batch is too large."""
+    """Group the indices of texts by length, so that little is padded and no batch is too large."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         batch = batches[-1] if batches else []

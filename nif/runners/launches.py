@@ -1,4 +1,4 @@
-"""Launches: decode steps begun one behind another; a step's tokens are read while the next one runs.
+"""Launches: launches decode steps ahead; the host reads a step's tokens while the next step runs.
 
     compute    [ step N ][tokens out][ step N+1        ][tokens out]
     copies          [batch N+1 in]           [batch N+2 in]
@@ -6,9 +6,9 @@
 
 Each step has one of two pairs of buffers, so that the host fills one while the device may still read the other.
 
-A step is padded to one of a few numbers of rows, each captured once as a CUDA graph and replayed. All of a step is in
-its graph: where its tokens come from, the forward, the head, the draws. Padding rows have slot -1 and length 0: they
-write nothing and attend to nothing, and what is drawn in them is read by nobody.
+A step is padded to one of a few numbers of rows. Each number is captured once as a CUDA graph and replayed. The graph
+holds the whole step: the choice of input tokens, the forward, the head and the draws. Padding rows have slot -1 and
+length 0: they write nothing and attend to nothing, and their draws are not read.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from genbatch.nif.sampling.draw import NUM_PARAMS
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One token of each of several sequences, and how each one's next token is drawn."""
+    """A decode batch and the parameters for drawing each row's next token."""
 
-    batch: RaggedBatch  # an input id below 0 stands for the token that the step before drew in the same row
+    batch: RaggedBatch  # an input id below 0 means the token that the previous step drew in the same row
     draws: torch.Tensor  # [R, NUM_PARAMS] float64, see DrawTable
 
 
@@ -60,21 +60,21 @@ class BatchUpload:
         self._next = 0
 
     def upload(self, batch: RaggedBatch) -> RaggedBatch:
-        """Returns a batch of tensors on the CPU with its tensors on the device."""
+        """Copy a batch from the CPU to the device."""
         return _rebuilt(batch, self._send(_tensors(batch), None))
 
     def upload_step(self, step: DecodeStep, into: torch.Tensor) -> DecodeStep:
-        """Returns a step of tensors on the CPU with its tensors on the device; copied on the current stream.
+        """Copy a step from the CPU to the device, on the current stream.
 
         Args:
-            into: [bytes] uint8 on the device, at least `packed_size(step)`. Steps of equal shapes land at equal
-                addresses in it, which is what a captured graph reads.
+            into: [bytes] uint8 on the device, at least `packed_size(step)`. Steps of equal shapes get equal addresses
+                in the buffer, because a captured graph reads from fixed addresses.
         """
         draws, *parts = self._send(_step_tensors(step), into)
         return DecodeStep(_rebuilt(step.batch, parts), draws)
 
     def _send(self, parts: Sequence[torch.Tensor], into: torch.Tensor | None) -> list[torch.Tensor]:
-        """The tensors on the device, `into` one buffer; None allocates it."""
+        """Copy the tensors to the device, into the buffer `into`; None allocates a buffer."""
         offsets, size = _offsets(parts)
         stage = self._stages[self._next]
         self._next = (self._next + 1) % _NUM_STAGES
@@ -97,7 +97,7 @@ class BatchUpload:
 
 
 def packed_size(step: DecodeStep) -> int:
-    """Bytes that `BatchUpload.upload_step` takes for the step."""
+    """Return the bytes that `BatchUpload.upload_step` needs for the step."""
     return _offsets(_step_tensors(step))[1]
 
 
@@ -135,7 +135,7 @@ def _rebuilt(batch: RaggedBatch, parts: Sequence[torch.Tensor]) -> RaggedBatch:
 
 
 def _offsets(parts: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins, and the bytes of all."""
+    """Return each tensor's offset in bytes, and the total size in bytes."""
     offsets, end = [], 0
     for part in parts:
         offsets.append(end)
@@ -153,8 +153,11 @@ _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before an
 
 
 def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphKey | None:
-    """The graph that serves a batch; None where the step is not one token a row, each with its logits, or has adapters:
-    which ones is no input of a graph."""
+    """Return the key of the graph that serves a batch, or None.
+
+    A graph serves only batches of one token per row with logits for each row. A batch with adapters has no graph,
+    because the adapters are no input of a graph.
+    """
     num_tokens = len(batch.input_ids)
     if batch.adapters is not None:
         return None
@@ -166,7 +169,7 @@ def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphK
 
 
 def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBatch:
-    """A decode batch on the CPU with padding rows up to the key's size, its tables as wide as the key's length."""
+    """Pad a decode batch on the CPU to the key's rows, and its block tables to the key's length."""
     missing = key.num_tokens - len(batch.input_ids)
     width = -(-key.kv_len // block_size)
 
@@ -180,7 +183,7 @@ def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBat
         kv_lens=longer(batch.kv_lens, 0),
         slots=tuple(longer(slots, -1) for slots in batch.slots),
         block_tables=tuple(
-            # Columns past the longest sequence may exist; what they hold is not read.
+            # Cut the columns past the longest sequence: no row reads them.
             torch.nn.functional.pad(table[:, :width], (0, max(0, width - table.shape[1]), 0, missing)).contiguous()
             for table in batch.block_tables
         ),
@@ -191,13 +194,13 @@ def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBat
 
 
 def pad_step(step: DecodeStep, key: GraphKey, block_size: int) -> DecodeStep:
-    """As `pad_decodes`; padding rows draw greedily."""
+    """Pad a step as `pad_decodes` does; padding rows draw greedily."""
     missing = key.num_tokens - len(step.draws)
     return DecodeStep(pad_decodes(step.batch, key, block_size), torch.nn.functional.pad(step.draws, (0, 0, 0, missing)))
 
 
 def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
-    """A step of nothing but padding rows, to capture with."""
+    """Return a step of padding rows only, for a capture."""
     nothing = torch.empty(0, dtype=torch.int64)
     batch = RaggedBatch(
         input_ids=nothing,
@@ -220,23 +223,23 @@ def _greedy(num_rows: int) -> torch.Tensor:
 class Replayable(Protocol):
     """A captured step."""
 
-    inputs: torch.Tensor  # [bytes] uint8 on the device, what it reads: a padded step as `BatchUpload` packs it
+    inputs: torch.Tensor  # [bytes] uint8 on the device, the graph's input: a padded step that `BatchUpload` packed
 
     def replay(self) -> torch.Tensor:
-        """Runs the step over `inputs`; returns logits [num_tokens, vocab_size] float32, the next replay's too."""
+        """Run the step over `inputs`; returns logits [num_tokens, vocab_size] float32, which the next replay reuses."""
         ...
 
     def finish(self) -> None:
-        """Waits for a replay that is under way; to be called before this is dropped."""
+        """Wait for a replay that is under way. Call this before dropping the object."""
         ...
 
 
 class GraphCache:
-    """The captured graphs by size, least recently used first.
+    """An LRU cache of the captured graphs by size.
 
     Args:
-        capture: makes the graph of a size.
-        max_cached_graphs: how many are kept.
+        capture: captures the graph of a size.
+        max_cached_graphs: most graphs that are kept.
     """
 
     def __init__(self, capture: Callable[[GraphKey], Replayable], max_cached_graphs: int) -> None:
@@ -251,10 +254,10 @@ class GraphCache:
         return key in self._graphs
 
     def get(self, key: GraphKey) -> Replayable:
-        """The graph of this size, captured if it is not there."""
+        """Return the graph of this size; captures the graph on a miss."""
         graph = self._graphs.get(key)
         if graph is None:
-            # Room first: the new graph can then reuse the old one's memory.
+            # Evict first, so that the new graph can reuse the old graph's memory.
             while len(self._graphs) >= self._max_cached_graphs:
                 self._drop_oldest()
             graph = self._graphs[key] = self._capture(key)
@@ -262,7 +265,7 @@ class GraphCache:
         return graph
 
     def _drop_oldest(self) -> None:
-        # Its own function: no name may hold the graph any longer when the next one is captured.
+        # A separate function drops its references at return; a live reference would keep the graph's memory in use.
         _, oldest = self._graphs.popitem(last=False)
         oldest.finish()
 
@@ -272,10 +275,10 @@ class DecodeGraphs:
 
     Args:
         options: sizes and limits.
-        decode: one step on the device, which returns its logits and leaves its tokens in `drawn`.
+        decode: runs one step on the device; it returns logits and leaves the tokens in `drawn`.
         drawn: [max_batch_size or more] int64 on the device.
-        upload: the way there.
-        limits: of the pool and the model.
+        upload: copies steps to the device.
+        limits: the pool's and the model's limits.
         device: a CUDA device.
     """
 
@@ -298,7 +301,7 @@ class DecodeGraphs:
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
 
     def warm_up(self) -> None:
-        """Captures what may come, so that nothing is captured while requests wait."""
+        """Capture every configured size now, so that no request waits for a capture."""
         keys = self._options.captured_keys(self._limits.max_position)
         started = time.monotonic()
         for key in keys:
@@ -307,21 +310,21 @@ class DecodeGraphs:
         log.info("captured decode steps of %d sizes in %.1f s", len(keys), time.monotonic() - started)
 
     def find(self, step: DecodeStep) -> tuple[Replayable, DecodeStep] | None:
-        """The graph of a step on the CPU, and the step padded to it; None where none applies."""
+        """Return the graph for a step on the CPU, and the padded step; None if no graph applies."""
         key = graph_key(step.batch, self._options, self._limits.max_position)
         if key is None:
             return None
         return self.cache.get(key), pad_step(step, key, self._limits.block_size)
 
     def run(self, batch: RaggedBatch) -> torch.Tensor | None:
-        """The batch's logits [T, vocab_size], or None where no graph applies."""
+        """Run a batch through its graph; returns logits [T, vocab_size], or None if no graph applies."""
         num_tokens = len(batch.input_ids)
         found = self.find(DecodeStep(batch, _greedy(num_tokens)))
         if found is None:
             return None
         graph, step = found
         self._upload.upload_step(step, into=graph.inputs)
-        # The next replay writes to the same memory.
+        # Clone, because the next replay writes to the same memory.
         return graph.replay()[:num_tokens].clone()
 
     def _capture(self, key: GraphKey) -> Replayable:
@@ -329,7 +332,7 @@ class DecodeGraphs:
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._place = _CapturePlace(stream, torch.cuda.graph_pool_handle())
         sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size)
-        # Warming up draws, too, while a step may be under way whose tokens the next one goes on with.
+        # The capture's warm-up runs overwrite `drawn`, and a step under way may have left its tokens there.
         drawn = self._drawn.clone()
         graph = CapturedStep(sample, self._decode, self._upload, self._place)
         self._drawn.copy_(drawn)
@@ -338,7 +341,7 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _CapturePlace:
-    """What all captures share.
+    """The stream and the memory pool that all captures share.
 
     Args:
         stream: cuBLAS keeps a workspace of 32 MiB for each stream that it has computed on.
@@ -350,7 +353,7 @@ class _CapturePlace:
 
 
 class CapturedStep:
-    """One size's step: its inputs' place on the device, its graph and its logits."""
+    """The captured step of one size: its input buffer on the device, its graph and its logits."""
 
     def __init__(
         self,
@@ -369,17 +372,17 @@ class CapturedStep:
                 decode(step)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # Another thread may load an adapter meanwhile: its allocations must not end this thread's capture.
+        # Another thread may load an adapter meanwhile; its allocations must not break this thread's capture.
         with torch.cuda.graph(self._graph, pool=place.memory, stream=stream, capture_error_mode="thread_local"):
             self._logits = decode(step)
 
     def replay(self) -> torch.Tensor:
-        """Runs the step over `inputs`; its logits are overwritten by the next replay."""
+        """Run the step over `inputs`; the next replay overwrites the logits."""
         self._graph.replay()
         return self._logits
 
     def finish(self) -> None:
-        """Waits for a replay that is under way."""
+        """Wait for a replay that is under way."""
         torch.cuda.current_stream(self.inputs.device).synchronize()
 
 
@@ -387,14 +390,14 @@ _NUM_PAIRS = 2
 
 
 class Launches:
-    """Begins decode steps.
+    """Launches decode steps.
 
     Args:
-        device: where the kernels run.
-        drawn: [most rows] int64 on the device, where `decode` leaves the tokens.
-        upload: the way there.
-        decode: one step on the device.
-        graphs: of such steps; None runs each one eagerly.
+        device: the kernels' device.
+        drawn: [most rows] int64 on the device; `decode` leaves the tokens there.
+        upload: copies steps to the device.
+        decode: runs one step on the device.
+        graphs: captured decode steps; None runs each step eagerly.
     """
 
     def __init__(
@@ -415,7 +418,7 @@ class Launches:
         self._latest: LaunchedStep | None = None
 
     def launch(self, step: DecodeStep, after: Launched | None) -> "LaunchedStep":
-        """Begins a step whose tensors are on the CPU; see `LaunchingRunner.launch`."""
+        """Launch a step from CPU tensors; see `LaunchingRunner.launch`."""
         assert after is None or after is self._latest, "only the last step's tokens are still on the device"
         pair = self._pairs[self._turn]
         assert pair.holds is None or pair.holds.is_read, "two steps are under way"
@@ -431,8 +434,8 @@ class Launches:
         try:
             # guard: a step's input is memory of the stream that writes it
             with self._copies.open():
-                # Allocated on the stream that writes it: memory of the computing stream may be what the step under
-                # way has given back and still uses.
+                # Allocate on the stream that writes the buffer. The compute stream's allocator may return memory that
+                # the step under way has freed and still uses.
                 inputs = pair.inputs_of(size)
                 arrived = self._upload.upload_step(step, into=inputs)
             # guard: a step waits for its input
@@ -443,27 +446,27 @@ class Launches:
             else:
                 self._decode(arrived)
         except BaseException:
-            self._copies.finish()  # kernels that were begun may still read these buffers
+            self._copies.finish()  # launched kernels may still read these buffers
             raise
         self._latest = pair.holds = LaunchedStep(self._drawn[:rows], pair.tokens[:rows])
         self._turn = (self._turn + 1) % _NUM_PAIRS
         return self._latest
 
     def finish(self) -> None:
-        """Waits for every step that has begun: the buffers are in use until then."""
+        """Wait for every launched step: the steps use the buffers until then."""
         self._copies.finish()
 
 
 class LaunchedStep:
-    """A step that has begun. Implements `Launched`.
+    """A launched step. Implements `Launched`.
 
     Args:
-        drawn: [R] int64 on the device, the step's tokens once it has run; the next step may write there.
-        tokens: [R] int64 on the host, pinned where the device is a GPU, to be filled.
+        drawn: [R] int64 on the device, the step's tokens once the step has run; the next step may overwrite them.
+        tokens: [R] int64 on the host, pinned for a GPU; the step's tokens are copied there.
     """
 
     def __init__(self, drawn: torch.Tensor, tokens: torch.Tensor) -> None:
-        # Queued with the kernels: it is over before the next step's draws.
+        # The copy is queued behind the step's kernels, so it is complete before the next step draws.
         tokens.copy_(drawn, non_blocking=True)
         self._tokens = tokens
         self._arrived: torch.cuda.Event | None = None
@@ -473,7 +476,7 @@ class LaunchedStep:
         self.is_read = False
 
     def wait(self) -> list[int | None]:
-        """The token drawn in each row, None where the row's logits are not finite; to be called once."""
+        """Wait for each row's token; None if the row's logits are not finite. Call this once."""
         assert not self.is_read, "its buffers may be another step's by now"
         self.is_read = True
         if self._arrived is not None:
@@ -483,7 +486,10 @@ class LaunchedStep:
 
 
 class _BufferPair:
-    """A step's input on the device and its tokens on the host; the other two sides are `BatchUpload`'s and `drawn`."""
+    """A step's input buffer on the device and its token buffer on the host.
+
+    `BatchUpload` holds the host side of the input, and `drawn` is the device side of the tokens.
+    """
 
     def __init__(self, device: torch.device, most_rows: int) -> None:
         self.tokens = torch.empty(most_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -491,7 +497,7 @@ class _BufferPair:
         self._inputs = torch.empty(0, dtype=torch.uint8, device=device)
 
     def inputs_of(self, size: int) -> torch.Tensor:
-        """[at least `size`] bytes on the device; a larger buffer belongs to the current stream."""
+        """Return [at least `size`] uint8 on the device. A new, larger buffer is allocated on the current stream."""
         if len(self._inputs) < size:
             self._inputs = torch.empty(2 * size, dtype=torch.uint8, device=self._inputs.device)
         return self._inputs

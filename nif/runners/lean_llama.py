@@ -1,16 +1,16 @@
 """The layer loop of the Llama family over transformers' parameters: merged projections, fused kernels.
 
-There are two ways through a layer. Both round where the model's own modules round, so that they take the same tokens.
-Steps of few rows go through our own products, six launches a layer: such a step is as fast as its weights are read, and
-each launch costs it something. Steps of many rows go through the library's products, which are faster there.
+There are two code paths through a layer. Both round where the model's own modules round, so both draw the same tokens.
+Steps of few rows use our own matrix products, with six launches a layer. Reading the weights limits such a step, and
+each launch adds to its time. Steps of many rows use the library's matrix products, which are faster there.
 
     few rows    [norm, qkv, rotate, write] [attend] [join] [out, add] [norm, gate and up, silu] [down, add]
     many rows   [add, norm] [qkv] [rotate, write] [attend] [join] [out] [add, norm] [gate and up] [silu] [down]
 
-Packed weights, and outputs that must not depend on the other rows, go the first way always.
+Packed weights always take the first path. So do batch-invariant outputs.
 
-DeviceLora has the adapters of this loop, merged as its projections are. Steps of few rows take each row's adapter as
-it comes; steps of many rows go through the library's products, one pair for each adapter's rows.
+DeviceLora holds the adapters for this loop, merged like the projections. In steps of few rows a kernel reads each
+row's adapter. In steps of many rows the library computes one pair of products for each adapter's rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ _Pairs = Mapping[tuple[int, int], _Pair]  # by layer and place
 
 
 class DeviceLora:
-    """The adapters on the device.
+    """Holds the adapters on the device.
 
     Args:
         model: of the Llama family.
@@ -95,7 +95,7 @@ class DeviceLora:
         self._last = None
 
     def rows(self, adapters: torch.Tensor | None) -> "LoraRows | None":
-        """What the rows of a step have; None where nobody has an adapter.
+        """Return the adapters of a step's rows; None if no row has an adapter.
 
         Args:
             adapters: [T] int64 on the CPU; see RaggedBatch.
@@ -124,12 +124,12 @@ class DeviceLora:
 
 
 class LoraRows:
-    """The rows of a step, or some of them, and their adapters.
+    """The adapters of a step's rows.
 
     Args:
-        pairs: of each adapter of the step.
-        owners: [R] int32 on the CPU, which of them a row has, -1 for none.
-        device: where the step runs.
+        pairs: the matrices of each adapter in the step.
+        owners: [R] int32 on the CPU, each row's index into `pairs`, -1 for a row without an adapter.
+        device: the step's device.
     """
 
     def __init__(self, pairs: Sequence[_Pairs], owners: torch.Tensor, device: torch.device) -> None:
@@ -140,7 +140,7 @@ class LoraRows:
         self._parts: dict[tuple[int, int], LoraParts | None] = {}
 
     def delta(self, layer: int, place: int, x: NormedRows, width: int) -> torch.Tensor | None:
-        """What to add to a product of few rows, [R, width] float32; None: nothing."""
+        """Return the adapters' addend to a product of few rows, [R, width] float32; None if there is none."""
         key = layer, place
         if key not in self._parts:
             self._parts[key] = self._gathered(key)
@@ -148,7 +148,7 @@ class LoraRows:
         return None if parts is None else lora_delta(x, self._owners, parts, width)
 
     def add_to(self, layer: int, place: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`out`, a product of many rows `x`, with what the adapters add to it."""
+        """Add the adapters' products to `out`, the product of many rows `x`, in place; returns `out`."""
         for pairs, rows in zip(self._pairs, self._rows, strict=True):
             pair = pairs.get((layer, place))
             if pair is not None and len(rows):
@@ -168,7 +168,7 @@ class LoraRows:
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
-_FEW_ROWS = 64  # beyond, a weight that is read once serves so many rows that the library's products win
+_FEW_ROWS = 64  # above this, each read of a weight serves many rows and the library's products are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +185,20 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class LeanStep:
-    """What one step is made of; tensors on the device."""
+    """The inputs of one step; the tensors are on the device."""
 
     batch: RaggedBatch
     pools: "Sequence[LayerPool]"  # one a layer
-    wants_every_row: bool  # whether `logit_rows` are all of the step's tokens in their order
+    wants_every_row: bool  # whether `logit_rows` names every token of the step, in order
     lora: LoraRows | None = None
     drawn: torch.Tensor | None = (
         None  # [T or more] int64, the token of each row whose input id is below 0; None: no row
     )
-    out: torch.Tensor | None = None  # [R, vocab_size] float32, where the logits go; None makes a new one
+    out: torch.Tensor | None = None  # [R, vocab_size] float32, receives the logits; None allocates a new tensor
 
 
 def why_not_lean(model: "Model") -> str | None:
-    """Why the model cannot run in this loop; None if it can."""
+    """Return the reason why this loop cannot run the model; None if the loop can."""
     kind = type(model.hf).__name__
     if kind not in _FAMILIES:
         return f"{kind} is none of {', '.join(_FAMILIES)}"
@@ -215,12 +215,12 @@ class LeanLlama:
     """A model of the Llama family, ready to step.
 
     Merging replaces the module's separate projections by views of the merged ones, so the weights exist once and the
-    module keeps working. Packed weights stand beside the module's, unless `pack_model` has taken those away.
+    module keeps working. Packed weights exist beside the module's weights, unless `pack_model` has removed those.
 
     Args:
-        model: one for which `why_not_lean` is None.
-        setting: of attention; `in_order` asks for rows that do not depend on the others in every part.
-        quantize: what the projections are packed to, one of `packed_weight.KINDS`; embedding and head stay whole.
+        model: a model for which `why_not_lean` returns None.
+        setting: the attention's setting; `in_order` makes each row independent of the other rows, bit for bit.
+        quantize: the projections' packed format, one of `packed_weight.KINDS`; embedding and head stay unpacked.
     """
 
     def __init__(self, model: "Model", setting: AttentionSetting, quantize: str = "none") -> None:
@@ -248,7 +248,7 @@ class LeanLlama:
         self._cos, self._sin = (table[0, :, :half].contiguous() for table in (cos, sin))  # [max_position, D / 2]
 
     def forward(self, step: LeanStep) -> torch.Tensor:
-        """One step; returns its logits [R, vocab_size] float32."""
+        """Run one step; returns its logits [R, vocab_size] float32."""
         batch = step.batch
         plans = plan_groups(batch, self._windows, self._setting)
         out = step.out
@@ -262,7 +262,7 @@ class LeanLlama:
         return out
 
     def empty_lora(self, num_rows: int) -> LoraRows:
-        """Rows with an adapter on every projection of every layer that adds nothing, to warm up with."""
+        """Return rows with a zero adapter on every projection of every layer, for the warm-up."""
         device, layer = self._embedding.device, self._layers[0]
         weights = {QKV: layer.qkv, OUT: layer.attention_out, GATE_UP: layer.gate_up, DOWN: layer.mlp_out}
         pairs = {
@@ -275,7 +275,7 @@ class LeanLlama:
         return LoraRows([everywhere], torch.zeros(num_rows, dtype=torch.int32), device)
 
     def _few_rows(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
-        """Through our own products."""
+        """Run the step with our own products."""
         batch = step.batch
         tile = linear_tile(len(batch.input_ids), self._dtype, bits=self._bits, fixed=self._setting.in_order)
         products = TileLinear(tile)
@@ -297,7 +297,7 @@ class LeanLlama:
             products.logits(residual, self._final_norm, self._head, out)
 
     def _many_rows(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
-        """Through the library's products."""
+        """Run the step with the library's products."""
         batch = step.batch
         ids = batch.input_ids if step.drawn is None else next_tokens(batch.input_ids, step.drawn)
         residual = embedding(ids, self._embedding)  # [T, hidden]
@@ -354,7 +354,7 @@ def _delta(
     norm: torch.Tensor | None,
     weight: PackedWeight,
 ) -> torch.Tensor | None:
-    """What adapters add to a product of few rows."""
+    """Return the adapters' addend to a product of few rows."""
     if lora is None:
         return None
     rows = NormedRows(x.hidden, x.sums, norm, x.eps) if isinstance(x, Residual) else NormedRows(x, None, None)
@@ -362,13 +362,13 @@ def _delta(
 
 
 def _linear(lora: LoraRows | None, layer: int, place: int, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """A product of many rows, with what adapters add to it."""
+    """Compute a product of many rows, adapters included."""
     out = linear(x, weight.data, weight.bias)
     return out if lora is None else lora.add_to(layer, place, x, out)
 
 
 def plan_groups(batch: RaggedBatch, windows: "Sequence[int | None]", setting: AttentionSetting) -> list[SharePlan]:
-    """Per layer group the shares of the step's decodes."""
+    """Plan each layer group's shares of the step's attention."""
     return [
         plan_shares(batch.query_starts, batch.kv_lens, setting, max_kv_len=batch.max_kv_len, window=window)
         for window in windows
@@ -376,13 +376,13 @@ def plan_groups(batch: RaggedBatch, windows: "Sequence[int | None]", setting: At
 
 
 def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
-    """The model on the device with its projections packed, and no others; the given one is given up.
+    """Move the model to the device with packed projections; the given model cannot be used afterwards.
 
-    One layer goes over at a time, so that the device never holds more than the packed model and one layer. What is not
-    a layer's projection (embedding, norms, head) stays whole.
+    One layer is moved at a time, so the device never holds more than the packed model and one layer. Embedding, norms
+    and head stay unpacked.
 
     Args:
-        model: on the device or on the CPU; its modules do not run any more.
+        model: a model on the device or on the CPU; its modules lose their projections.
         quantize: one of `packed_weight.KINDS`, not "none".
 
     Raises:
@@ -429,7 +429,7 @@ _PROJECTIONS = (
 
 
 def _own_codes(model: "Model", names: list[str], quantize: str) -> PackedWeight | None:
-    """The matrices of a checkpoint that has 4 bits in groups that the products take, not rounded again; else None."""
+    """Return a checkpoint's own 4-bit codes, without rounding again; None if the products cannot use its groups."""
     if quantize != "int4" or model.codes is None:
         return None
     tensors = [model.codes.tensor(name) for name in names]
@@ -444,7 +444,7 @@ def _own_codes(model: "Model", names: list[str], quantize: str) -> PackedWeight 
 
 
 def _on(weight: PackedWeight, projections: "list[torch.nn.Linear]", device: torch.device) -> PackedWeight:
-    """The weight on the device, with what the projections add."""
+    """Move the packed weight to the device, together with the projections' biases."""
     bias = None
     if projections[0].bias is not None:
         bias = torch.cat([projection.bias.data.to(device) for projection in projections])
@@ -454,13 +454,13 @@ def _on(weight: PackedWeight, projections: "list[torch.nn.Linear]", device: torc
 
 
 def is_packed(model: "Model") -> bool:
-    """Whether `pack_model` made it."""
+    """Whether `pack_model` has packed this model."""
     layers: Any = getattr(getattr(model.hf, "model", None), "layers", ())
     return any(hasattr(module, "packed") for module in layers)
 
 
 def _projections(module: Any, quantize: str) -> tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]:
-    """Queries, keys and values; the attention's output; gates and ups; the MLP's output."""
+    """Return a layer's packed QKV, attention output, gate and up, and MLP output projections."""
     if hasattr(module, "packed"):
         made: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] = module.packed
         return made
@@ -495,14 +495,14 @@ def _layer(module: Any, num_heads: int, num_kv_heads: int, head_size: int, group
 
 
 def _merge(projections: "list[torch.nn.Linear]") -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight (and bias) for several projections of the same input, whose own become views of it."""
+    """Merge projections of the same input into one weight and bias; their parameters become views."""
     weight = _merge_tensors([projection.weight for projection in projections])
     biases = [projection.bias for projection in projections]
     return weight, None if biases[0] is None else _merge_tensors(biases)
 
 
 def _merge_tensors(parts: "Sequence[torch.Tensor]") -> torch.Tensor:
-    """The parts end to end, of which they become views."""
+    """Concatenate the parts and turn each part into a view of the result."""
     whole = _merged_before(parts)
     if whole is None:
         whole = torch.cat([part.data for part in parts])
@@ -513,7 +513,7 @@ def _merge_tensors(parts: "Sequence[torch.Tensor]") -> torch.Tensor:
 
 
 def _merged_before(parts: "Sequence[torch.Tensor]") -> torch.Tensor | None:
-    """The whole whose consecutive views the parts already are, if another runner merged them."""
+    """Return the merged tensor if another runner has merged these parts already; else None."""
     first, rows = parts[0], sum(len(part) for part in parts)
     expected = first.data_ptr()
     for part in parts:

@@ -1,8 +1,8 @@
 """Recurrent layers over the paged cache: transformers' own modules, run block by block.
 
-A block of a recurrent group holds the layer's input at each of its positions. Once it is whole, it holds the state at
-its end. A token is computed from the state at the end of the block before its own, and from its own block's inputs. So
-all that is done to blocks (sharing, copying, cutting, saving, finding again) is done to states.
+A block of a recurrent group holds the layer's input at each of its positions. A whole block also holds the state at
+its end. A token is computed from the previous block's state and from the inputs of the token's own block. So each
+operation on blocks (sharing, copying, truncating, saving, prefix hits) works for states, too.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ _MODULES = (
 
 
 def page_recurrences(hf: torch.nn.Module) -> None:
-    """Makes the recurrent layers of a module read the pool; in a forward without a step they stay as they were."""
+    """Make a module's recurrent layers read the pool. A forward without a step runs the original code."""
     for module in hf.modules():
         if type(module).__name__ in _MODULES:
             module.forward = partial(_recur, module, Recurrence(module.forward))
@@ -54,10 +54,10 @@ def _recur(
 
 
 class Recurrence:
-    """One layer's own forward, from a state to a state.
+    """Runs one layer's own forward from a given state and returns the next state.
 
     Args:
-        forward: the module's.
+        forward: the module's own forward.
     """
 
     def __init__(self, forward: Any) -> None:
@@ -65,14 +65,14 @@ class Recurrence:
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []  # of a state's tensors
 
     def __call__(self, inputs: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the layer over some positions.
+        """Run the layer over some positions.
 
         Args:
             inputs: [n, hidden].
-            state: [elements] float32, as this returned it; None at a text's beginning.
+            state: [elements] float32, returned by an earlier call; None at a text's beginning.
 
         Returns:
-            Its outputs [n, hidden], and the state after them.
+            The outputs [n, hidden] and the state after them.
         """
         cache = _State(None if state is None else self._unpacked(state))
         output = self.forward(inputs[None], cache_params=cache)[0]
@@ -82,42 +82,42 @@ class Recurrence:
 
     def _unpacked(self, state: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(state, [shape.numel() for shape, _ in self._shapes])
-        # Copies: some modules change a state in place, and the one given belongs to a whole block.
+        # Copy the state: some modules change a state in place, and this state belongs to a whole block.
         pairs = zip(parts, self._shapes, strict=True)
         return [part.view(shape).to(dtype, copy=True) for part, (shape, dtype) in pairs]
 
 
 class _State:
-    """Stands for transformers' cache in the forward of one recurrent layer."""
+    """Replaces transformers' cache in the forward of one recurrent layer."""
 
     def __init__(self, tensors: list[torch.Tensor] | None) -> None:
         self.begun = tensors is not None
         self.inputs, self.matrix = (torch.empty(0), torch.empty(0)) if tensors is None else tensors
 
     def is_recording_past(self, layer: int) -> bool:
-        """Whether one token goes the way of several."""
+        """Whether a single token takes the code path for several tokens."""
         return True
 
     def has_previous_state(self, layer: int, state_idx: int = 0) -> bool:
-        """Whether there is a state to go on from."""
+        """Whether the layer continues from an earlier state."""
         return self.begun
 
     def get_conv_state(self, layer: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The convolution's last inputs."""
+        """Return the convolution's last inputs."""
         return self.inputs if self.begun else None
 
     def get_recurrent_state(self, layer: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The matrix that each token changes."""
+        """Return the recurrent state, a matrix that each token changes."""
         return self.matrix if self.begun else None
 
     def update_conv_state(self, inputs: torch.Tensor, layer: int, conv_kernel_size: int, **kwargs: Any) -> torch.Tensor:
-        """Keeps the last inputs; returns those before and these, [1, channels, length]."""
+        """Store the last inputs; returns the earlier and the new inputs, [1, channels, length]."""
         whole = torch.cat([self.inputs, inputs], dim=-1) if self.begun else inputs
         missing = max(0, conv_kernel_size - 1 - whole.shape[-1])
         self.inputs = pad(whole, (missing, 0))[..., 1 - conv_kernel_size :]
         return whole
 
     def update_recurrent_state(self, matrix: torch.Tensor, layer_idx: int, **kwargs: Any) -> torch.Tensor:
-        """Keeps the matrix."""
+        """Store the recurrent state."""
         self.matrix = matrix
         return matrix

@@ -1,6 +1,6 @@
 """TorchRunner: any supported transformers model over the paged pool, in plain torch, on CPU and CUDA.
 
-LoraHooks put adapters beside a module's own linears, each for its rows of the step.
+LoraHooks add each adapter's output to a module's own linears, for that adapter's rows of the step.
 """
 
 import inspect
@@ -27,11 +27,11 @@ class _Part:
 
 
 class LoraHooks:
-    """Adds adapters' parts to what the linears of a module give; a module without adapters runs as it is.
+    """Adds the adapters' outputs to those of a module's linears. A step without adapters runs unchanged.
 
     Args:
         hf: transformers' module.
-        device: where it computes.
+        device: the module's device.
     """
 
     def __init__(self, hf: torch.nn.Module, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class LoraHooks:
 
     @contextmanager
     def applied(self, adapters: torch.Tensor | None) -> Iterator[None]:
-        """Around a forward of tokens with these adapters; on the thread that runs the module.
+        """Apply these adapters to a forward inside the `with` block; call this on the thread that runs the module.
 
         Args:
             adapters: [T] int64 on the CPU, or None; see RaggedBatch.
@@ -74,7 +74,7 @@ class LoraHooks:
             self._parts.clear()
 
     def close(self) -> None:
-        """Takes the hooks off: the module may be run by others."""
+        """Remove the hooks, because other code may run the module."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -94,7 +94,7 @@ class TorchRunner:
     """Runs the model's own modules; only attention is ours. Implements `Runner` and `AdaptingRunner`.
 
     Args:
-        model: what `load_model` returned.
+        model: a model that `load_model` returned.
     """
 
     name = "torch"
@@ -108,11 +108,11 @@ class TorchRunner:
         self._block_size = 0
         self._pools: list[LayerPool] = []
         self._lora = LoraHooks(model.hf, model.device)
-        # A few models compute the logits of every token whatever is asked; their rows are picked afterwards.
+        # A few models always compute the logits of every token; the rows are selected afterwards.
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
-        """Bytes of KV that one block of `group` takes, all the group's layers together."""
+        """Return the bytes of KV in one block of `group`, over all the group's layers."""
         shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         states = sum(shape.state for shape in shapes) * torch.float32.itemsize
@@ -120,7 +120,7 @@ class TorchRunner:
 
     @property
     def score_bytes(self) -> float:
-        """What attention holds at once per (head, query, key)."""
+        """Return the bytes that attention needs at once per (head, query, key)."""
         config = self._model.config
         explicit = getattr(config, "attn_logit_softcapping", None) is not None or any(
             getattr(module, "sinks", None) is not None for module in self._model.hf.modules()
@@ -131,7 +131,7 @@ class TorchRunner:
         return 8.0 / max(shape.num_kv_heads for shape in self._model.layers)
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
-        """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
+        """Allocate the KV pool: `num_blocks[g]` zeroed blocks for group g."""
         assert not self._pools, "allocate is called once"
         blocks_of_layer: dict[int, int] = {}
         for group, count in zip(self.groups, num_blocks, strict=True):
@@ -148,7 +148,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32."""
+        """Write the batch's keys and values to its slots; returns logits [R, vocab_size] float32."""
         assert self._pools, "forward needs a pool"
         step = TorchStep(batch, self.groups, self._pools, self._block_size)
         wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
@@ -175,7 +175,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def forward_states(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and the hidden states of `batch.state_rows` after the last norm, [S, hidden] float32."""
+        """Run `forward`; also returns hidden states of `batch.state_rows` after the last norm, [S, hidden] float32."""
         seen: list[torch.Tensor] = []
 
         def see(module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -191,21 +191,21 @@ class TorchRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks (source, destination); every source is read before any block is written."""
+        """Copy whole blocks (source, destination); every source is read before any block is written."""
         sources, destinations = (self._ids(ids) for ids in zip(*pairs, strict=True))
         for tensor in self._tensors(group):
             tensor[destinations] = tensor[sources]
 
     @torch.inference_mode()
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, layer by layer."""
+        """Return the blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, layer by layer."""
         ids = self._ids(blocks)
         parts = [tensor[ids].flatten(1).view(torch.uint8) for tensor in self._tensors(group)]
         return torch.cat(parts, dim=1).cpu()
 
     @torch.inference_mode()
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
-        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         assert content.shape == (len(blocks), self.bytes_per_block(group, self._block_size))
         ids = self._ids(blocks)
         tensors = self._tensors(group)
@@ -215,12 +215,12 @@ class TorchRunner:
             tensor[ids] = rows.view(len(blocks), *tensor.shape[1:])
 
     def close(self) -> None:
-        """Releases the KV pool."""
+        """Release the KV pool."""
         self._pools = []
         self._lora.close()
 
     def _tensors(self, group: int) -> list[torch.Tensor]:
-        """Keys, values and states of the group's layers, where they have any, in the order of `read_blocks`."""
+        """Return the nonempty keys, values and states of the group's layers, in the order of `read_blocks`."""
         pools = [self._pools[layer] for layer in self.groups[group].layers]
         return [tensor for pool in pools for tensor in (pool.keys, pool.values, pool.states) if tensor.numel()]
 

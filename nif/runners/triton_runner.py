@@ -1,4 +1,4 @@
-"""TritonRunner: the model over the paged pool with Triton kernels, on a GPU (or, for tests, interpreted on the CPU)."""
+"""TritonRunner: runs the model over the paged pool with Triton kernels on a GPU (tests interpret them on the CPU)."""
 
 import dataclasses
 import inspect
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 Tier: TypeAlias = Literal["auto", "general", "lean"]
 
 _MAX_HEAD_SIZE = 256
-_INTERPRETED_PROCESSORS = 1  # stands for the GPU's multiprocessors; each program takes several shares then
-_CUBLAS_WORKSPACE = 32 * 2**20  # of each stream that cuBLAS has computed on (sm_90; smaller on others)
-_BYTES_PER_GRAPH = 2 * 2**20  # of driver memory, some 200 kernels with their arguments
+_INTERPRETED_PROCESSORS = 1  # the interpreter's number of multiprocessors, so that each program takes several shares
+_CUBLAS_WORKSPACE = 32 * 2**20  # bytes for each stream that cuBLAS has used (sm_90; smaller on other GPUs)
+_BYTES_PER_GRAPH = 2 * 2**20  # driver memory for some 200 kernels with their arguments
 
 
 class TritonRunner:
     """Runs a model with Triton kernels. Implements `LaunchingRunner`, `AdaptingRunner` and `BackgroundCopies`.
 
-    A batch's index tensors are wanted on the CPU: they are checked there, so that no kernel meets an id outside the
-    pool, and then travel in one copy.
+    A batch's index tensors must be on the CPU. They are checked there, so that no kernel reads an id outside the pool.
+    Then one copy moves all of them to the device.
 
     Args:
-        model: what `load_model` returned.
+        model: a model that `load_model` returned.
         tier: "lean" is our own layer loop for the Llama family, "general" the model's own modules with our
-            attention; "auto" takes the first that can.
-        graphs: how decode steps are captured as CUDA graphs; None runs every step eagerly.
-        longest: positions that one sequence may have at most; None takes what the model allows.
-        batch_invariant: whether a row's logits are to be the same, bit for bit, whatever else is in the batch.
-        quantize: what the weights are packed to on the device, one of `packed_weight.KINDS`.
+            attention; "auto" takes the first tier that can run the model.
+        graphs: options for capturing decode steps as CUDA graphs; None runs every step eagerly.
+        longest: most positions of one sequence; None takes the model's own limit.
+        batch_invariant: whether a row's logits must be equal, bit for bit, in every batch.
+        quantize: the weights' packed format on the device, one of `packed_weight.KINDS`.
 
     Raises:
         ModelError: the kernels cannot serve the model.
@@ -73,7 +73,7 @@ class TritonRunner:
         lean = tier == "lean" or (tier == "auto" and unfit is None)
         reason = unfit or "the general tier was asked for"
         if graphs is not None and not lean:
-            # The model's own modules may wait for the device or allocate differently from step to step.
+            # No graphs: the model's own modules may wait for the device or allocate differently in each step.
             raise OptionError("graphs", f"only the lean tier can be captured: {reason}")
         if batch_invariant and not lean:
             raise OptionError("batch_invariant", f"only the lean tier's rows are independent: {reason}")
@@ -104,46 +104,46 @@ class TritonRunner:
         self._graphs: DecodeGraphs | None = None
         self._launches: Launches | None = None
         self._drawn = torch.empty(0, dtype=torch.int64)  # [most rows] on the device, the last decode step's tokens
-        self._logits: torch.Tensor | None = None  # [most captured rows, vocab_size] float32, of whichever step is last
+        self._logits: torch.Tensor | None = None  # [most captured rows, vocab_size] float32, the latest step's logits
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
         self._limits: BatchLimits | None = None
         self._storages: list[torch.Tensor] = []  # per group [num_blocks, elements of a block]
         self._pools: list[LayerPool] = []  # per layer, views of its group's storage
 
     def placed_at(self) -> torch.device:
-        """Where the kernels run."""
+        """Return the kernels' device."""
         return self._model.device
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
-        """Bytes of KV that one block of `group` takes, all the group's layers together."""
+        """Return the bytes of KV in one block of `group`, over all the group's layers."""
         shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         return elements * block_size * self._model.dtype.itemsize
 
     def own_bytes(self, num_sequences: int, block_size: int) -> int:
-        """Bytes that this takes on the device beside the pool and a step's activations.
+        """Return the device bytes that this runner needs beside the pool and a step's activations.
 
         Args:
-            num_sequences: most that decode in one step.
+            num_sequences: most sequences that decode in one step.
         """
         num_heads: int = self._model.config.num_attention_heads
         shares = max_shares(num_sequences, self._longest, self._setting.share)
         largest_head = max(shape.key_dim for shape in self._model.layers)
-        # Each share's weighted sum, its maximum and its total, in float32; one layer's at a time.
+        # Count each share's weighted sum, maximum and total in float32, for one layer at a time.
         shared = shares * num_heads * (largest_head + 2) * 4
         shared += _CUBLAS_WORKSPACE if self._model.device.type == "cuda" else 0
         if self._graph_options is None:
             return shared
-        shared += _CUBLAS_WORKSPACE  # of the stream that captures
+        shared += _CUBLAS_WORKSPACE  # for the capture stream
         keys = self._graph_options.captured_keys(self._longest)
         step = empty_step(max(keys), len(self.groups), block_size)
         logits = max(keys).num_tokens * self.vocab_size * (4 + self._model.dtype.itemsize)
-        # Two pairs of buffers beside each graph's own input; what the driver keeps of a graph is an estimate.
+        # Count two pairs of buffers beside each graph's own input; the driver's memory for a graph is an estimate.
         return shared + logits + (len(keys) + 2) * packed_size(step) + len(keys) * _BYTES_PER_GRAPH
 
     @runs_on_device
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
-        """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g; captures graphs if they were asked for."""
+        """Allocate the KV pool, `num_blocks[g]` zeroed blocks for group g, and capture graphs if enabled."""
         assert self._limits is None, "allocate is called once"
         pools: dict[int, LayerPool] = {}
         for index, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
@@ -163,7 +163,7 @@ class TritonRunner:
         self._pools = [pools[layer] for layer in range(len(pools))]
         self._limits = BatchLimits(tuple(num_blocks), block_size, self.vocab_size, self._longest)
         device = self._model.device
-        # Each sequence that decodes has a block of its own to write to; graphs pad beyond that.
+        # Each decoding sequence writes to a block of its own, so more rows need padding by a graph.
         captured_rows = self._graph_options.max_batch_size if self._graph_options else 0
         self._drawn = torch.zeros(max(min(num_blocks), captured_rows), dtype=torch.int64, device=device)
         if device.type == "cuda":
@@ -178,10 +178,10 @@ class TritonRunner:
 
     @runs_on_device
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32.
+        """Write the batch's keys and values to its slots; returns logits [R, vocab_size] float32.
 
         Raises:
-            BatchError: an index leads outside the pool or the model; nothing was written.
+            BatchError: an index is outside the pool or the model; nothing was written.
         """
         assert self._limits is not None, "forward needs a pool"
         check_batch(batch, self._limits)
@@ -194,10 +194,10 @@ class TritonRunner:
 
     @runs_on_device
     def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> Launched:
-        """Begins a decode step and its draws; see `LaunchingRunner.launch`.
+        """Launch a decode step and its draws; see `LaunchingRunner.launch`.
 
         Raises:
-            BatchError: an index leads outside the pool or the model; nothing was written.
+            BatchError: an index is outside the pool or the model; nothing was written.
         """
         assert self._limits is not None and self._launches is not None, "a step needs a pool"
         assert len(batch.input_ids) == len(batch.logit_rows) == len(draws), "a decode step draws in every row"
@@ -215,7 +215,7 @@ class TritonRunner:
 
     @runs_on_device
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks (source, destination); every source is read before any block is written.
+        """Copy whole blocks (source, destination); every source is read before any block is written.
 
         Raises:
             BatchError: a block id is outside the pool.
@@ -224,36 +224,36 @@ class TritonRunner:
             return
         storage = self._storages[group]
         self._check_blocks(group, [block for pair in pairs for block in pair])
-        # Pinned: from other memory the host might wait for the step under way.
+        # Pin the memory: a copy from unpinned memory could block the host until the step under way ends.
         ids = torch.tensor(pairs, dtype=torch.int64, pin_memory=storage.device.type == "cuda")
         ids = ids.to(storage.device, non_blocking=True)
         targets = [target for _, target in pairs]
         if len({*targets}) == len(targets) and not {*targets} & {source for source, _ in pairs}:
             copy_blocks(storage, ids)
-        else:  # one program's target is another's source: they would race
+        else:  # one program's target is another program's source, so one launch would race
             storage[ids[:, 1]] = storage[ids[:, 0]]
 
     @runs_on_device
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, pinned if from a GPU.
+        """Copy the blocks' content to one host tensor [len(blocks), bytes_per_block] uint8, pinned if from a GPU.
 
-        From there it arrives later; see `BackgroundCopies`.
+        A copy from a GPU completes later; see `BackgroundCopies`.
         """
         self._check_blocks(group, blocks)
         return self._transfer.read(self._storages[group], blocks)
 
     @runs_on_device
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
-        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         self._check_blocks(group, blocks)
         self._transfer.write(self._storages[group], blocks, content)
 
     def finish_copies(self) -> None:
-        """Waits until all that `read_blocks` returned holds its content."""
+        """Wait until every tensor that `read_blocks` returned holds its content."""
         self._transfer.finish()
 
     def close(self) -> None:
-        """Releases the KV pool and the graphs that refer to it."""
+        """Release the KV pool and the graphs that refer to it."""
         if self._launches is not None:
             self._launches.finish()
         self._launches = None
@@ -264,7 +264,7 @@ class TritonRunner:
             self._lora.close()
 
     def _warm_up(self) -> None:
-        """Runs every kind of step once; see `WarmUp`."""
+        """Run every kind of step once; see `WarmUp`."""
         assert self._limits is not None
         lean = self._lean
 
@@ -287,10 +287,10 @@ class TritonRunner:
         ).run()
 
     def _decode(self, step: DecodeStep, lora: LoraRows | None = None) -> torch.Tensor:
-        """One decode step on the device; returns its logits and leaves its tokens there for the next step."""
+        """Run one decode step on the device; returns its logits and leaves its tokens there for the next step."""
         rows = len(step.draws)
         if self._lean is not None:
-            # All graphs and the steps between them have one buffer: the draws are behind the logits in the same stream.
+            # All graphs and eager steps share one buffer: in one stream a step draws before the next step's logits.
             out = None if self._logits is None or rows > len(self._logits) else self._logits[:rows]
             lora = lora or self._lean_lora(step.batch)
             logits = self._lean.forward(LeanStep(step.batch, self._pools, True, lora, self._drawn, out))
@@ -301,7 +301,7 @@ class TritonRunner:
         return logits
 
     def _run(self, batch: RaggedBatch, every_row: bool) -> torch.Tensor:
-        """One step over a batch on the device."""
+        """Run one step over a batch on the device."""
         if self._lean is not None:
             return self._lean.forward(LeanStep(batch, self._pools, every_row, self._lean_lora(batch)))
         wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
@@ -338,7 +338,7 @@ def _attention_setting(device: torch.device, *, in_order: bool) -> AttentionSett
 
 
 class TritonStep:
-    """One step of the general tier: what transformers' modules call for attention. Implements `AttentionStep`."""
+    """One step of the general tier, which transformers' modules call for attention. Implements `AttentionStep`."""
 
     def __init__(
         self, model: "Model", batch: RaggedBatch, pools: Sequence[LayerPool], setting: AttentionSetting
@@ -351,7 +351,7 @@ class TritonStep:
         self._plans = plan_groups(batch, [group.window for group in model.groups], setting)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Writes the layer's keys and values, then attends over its blocks; returns [T, H, D]."""
+        """Write the layer's keys and values, then attend over its blocks; returns [T, H, D]."""
         group, window = self._groups[call.layer]
         batch, pool = self._batch, self._pools[call.layer]
         query, key, value = (_unit_stride(part) for part in (call.query, call.key, call.value))
@@ -378,7 +378,7 @@ def _unit_stride(part: torch.Tensor) -> torch.Tensor:
 
 
 def check_model(model: "Model") -> None:
-    """Raises unless the kernels serve this model on this device."""
+    """Check that the kernels can run this model on this device; raises an error otherwise."""
     interpreted = bool(triton.knobs.runtime.interpret)
     if model.device.type != "cuda" and not interpreted:
         raise OptionError("device", f"Triton kernels need a CUDA device, and {model.name} is on {model.device}")

@@ -1,7 +1,7 @@
 """WarmUp: compiles every kernel variant that a request may need, before the first request comes.
 
-Triton compiles a kernel at its first launch with other constants, and cuBLAS allocates at its first product; each takes
-up to a second, in which every caller would wait. So steps of padding are run: they have slot -1, so they write nothing
+Triton compiles a kernel at its first launch with new constants, and cuBLAS allocates at its first product. Each takes
+up to a second, and every caller would wait. So WarmUp runs steps of padding rows, which have slot -1 and write nothing
 to the pool.
 """
 
@@ -24,21 +24,21 @@ log = logging.getLogger("genbatch")
 
 _ROWS = (1, 17, 33, 65)
 """One number of rows for each tile of our own products, and one for the library's."""
-_FEW = 2  # rows of logits that are changed and read
+_FEW = 2  # rows of logits that the warm-up edits and reads
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What is run before the first request.
+    """Runs the kernels once before the first request.
 
     Args:
-        limits: of the pool and the model.
-        device: where the kernels run.
-        decode: a decode step on the device, and whether its rows have adapters.
-        evaluate: a step with a prompt on the device.
+        limits: the pool's and the model's limits.
+        device: the kernels' device.
+        decode: runs a decode step on the device; its second argument says whether the rows have adapters.
+        evaluate: runs a step with a prompt on the device.
         storages: per layer group [num_blocks, elements of a block].
-        most_rows: of a decode step.
-        adapts: whether `decode` and `evaluate` know rows with adapters.
+        most_rows: most rows of a decode step.
+        adapts: whether `decode` and `evaluate` support rows with adapters.
     """
 
     limits: BatchLimits
@@ -50,7 +50,7 @@ class WarmUp:
     adapts: bool
 
     def run(self) -> None:
-        """Runs everything once; kernels that Triton finds in its cache take milliseconds."""
+        """Run every kernel once; a hit in Triton's cache takes milliseconds."""
         started = time.monotonic()
         for name, work in self._works():
             begun = time.monotonic()
@@ -73,7 +73,7 @@ class WarmUp:
     def _decode(self, rows: int, adapted: bool) -> None:
         step = empty_step(GraphKey(rows, self.limits.max_position), len(self.storages), self.limits.block_size)
         batch = self._on_device(step.batch)
-        self.evaluate(batch, adapted)  # a decode that the host waits for: its tokens are all given
+        self.evaluate(batch, adapted)  # a decode step that is not launched ahead: all of its input tokens are known
         self.decode(DecodeStep(batch, step.draws.to(self.device)), adapted)
 
     def _evaluate(self, tokens: int, adapted: bool) -> None:
