@@ -1,1 +1,1 @@
-"""How the Batcher is reached from outside this process."""
+"""The gateways, by which other processes reach the Batcher."""

@@ -1,17 +1,17 @@
-"""accept_from: new connections of a gateway, one a turn of the event loop, without those who have hung up meanwhile.
+"""accept_from: accepts a gateway's connections, one per turn of the event loop, and skips clients that have hung up.
 
     handlers: trio.Nursery
     await accept_from(listeners, serve, handlers)
 
-A connection costs a gateway half a millisecond, most of it for tasks and scopes. A client that connects and hangs up
-costs itself a tenth of that, so a flood of such clients fills the kernel's queue, and who means well finds no place
-there. One look tells that somebody in the queue has hung up: that takes some microseconds, and they are thrown away
-by the dozen. Of the others one is taken a turn, so that tokens pass in between, and so that what a newcomer has said
-is read long before enough others have come to push it out (`ConnectionLimit`).
+A connection costs a gateway half a millisecond, mostly for tasks and scopes. A client that connects and hangs up pays
+a tenth of that. So a flood of such clients could fill the kernel's queue and keep honest clients out. One check shows
+that a client in the queue has hung up. It takes some microseconds, so dozens are dropped at once. One of the other
+connections is accepted per turn, so that tokens are sent in between. A new client's first message is then read long
+before other clients could push the client out (`ConnectionLimit`).
 
-A client that sends no more may read on, or may be gone: nothing tells before it is answered. Such clients wait aside
-(`Leftovers`) and are served while no other client waits. So a flood of clients that connect, send a request and
-disappear costs a look each, and delays each other.
+A client that has closed its sending side may still read, or may be gone: only an answer shows which. Such clients wait
+in `Leftovers` and are served while no other client waits. So a flood of clients that connect, send a request and
+disappear costs one check each, and these clients delay only each other.
 """
 
 import errno
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 Serve = Callable[[trio.SocketStream], Awaitable[object]]
 
-# Connections looked at in one turn.
+# Connections checked in one turn.
 LOOKS_PER_TURN = 64
-# Connections that wait aside.
+# The most connections in `Leftovers`.
 MAX_LEFTOVERS = 128
-# The system has no room for one more connection now; seconds until the next look.
+# The errors of a system without room for one more connection, and the seconds until the next try.
 _NO_ROOM, NO_ROOM_S = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)), 0.1
 
 
 async def accept_from(listeners: Sequence[trio.SocketListener], serve: Serve, handlers: trio.Nursery) -> NoReturn:
-    """Accepts until cancelled, then closes the listeners.
+    """Accept until cancelled, then close the listeners.
 
     Args:
-        serve: one connection's life, begun in `handlers`; its stream is closed when it ends.
+        serve: serves one connection, as a task in `handlers`; its stream is closed at the end.
     """
     async with trio.open_nursery() as nursery:
         for listener in listeners:
@@ -51,7 +51,7 @@ async def accept_from(listeners: Sequence[trio.SocketListener], serve: Serve, ha
 
 
 class Leftovers:
-    """Connections that have sent all that they will send, oldest first. One that finds no room is closed."""
+    """Connections of half-closed clients, oldest first; above the limit a connection is closed."""
 
     def __init__(self) -> None:
         self._waiting: deque[socket.socket] = deque()
@@ -60,14 +60,14 @@ class Leftovers:
         return len(self._waiting)
 
     def put(self, connection: socket.socket) -> None:
-        """Lets a connection wait."""
+        """Add a connection, or close it above the limit."""
         if len(self._waiting) < MAX_LEFTOVERS:
             self._waiting.append(connection)
         else:
             connection.close()
 
     def take(self) -> socket.socket | None:
-        """The connection that has waited for longest, if its client may still be there."""
+        """Return the oldest connection with a client that may still be there; None for none."""
         while self._waiting:
             connection = self._waiting.popleft()
             if not has_hung_up(connection):
@@ -76,7 +76,7 @@ class Leftovers:
         return None
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Close all connections."""
         while self._waiting:
             self._waiting.popleft().close()
 
@@ -87,7 +87,7 @@ async def _accept_from(listener: trio.SocketListener, serve: Serve, handlers: tr
             queue.setblocking(False)
             try:
                 await _accept_one_by_one(queue, leftovers, serve, handlers)
-            finally:  # they were accepted, so nobody else can serve them
+            finally:  # they were accepted, so no other process can serve them
                 while (connection := leftovers.take()) is not None:
                     _start(serve, connection, handlers)
 
@@ -124,17 +124,17 @@ async def _serve(serve: Serve, stream: trio.SocketStream) -> None:
 
 
 def _next_of(queue: socket.socket, leftovers: Leftovers) -> socket.socket | None:
-    """The next connection that is still there, if it is among those that may be looked at.
+    """Return the next connection with a client that is still there; None if this turn's checks find none.
 
     Raises:
-        OSError: the system has no room for one more, or the queue is no more.
+        OSError: the system has no room for one more, or the queue is closed.
     """
     for _ in range(LOOKS_PER_TURN):
         try:
             connection, _ = queue.accept()
         except (BlockingIOError, InterruptedError):
             return leftovers.take()  # no other client waits
-        except ConnectionError:  # it ended in the queue
+        except ConnectionError:  # the client hung up in the queue
             continue
         if has_hung_up(connection):
             connection.close()
@@ -146,8 +146,8 @@ def _next_of(queue: socket.socket, leftovers: Leftovers) -> socket.socket | None
 
 
 def has_hung_up(connection: socket.socket | trio.socket.SocketType) -> bool:
-    """Whether nobody is there to read an answer, as far as is known. A client that sends no more may be there."""
-    return _has_event(connection, select.POLLHUP | select.POLLERR)  # of both poll tells unasked
+    """Return whether the client certainly reads no answer. A client that has closed its sending side may still read."""
+    return _has_event(connection, select.POLLHUP | select.POLLERR)  # poll reports both without a request
 
 
 def _sends_no_more(connection: socket.socket) -> bool:

@@ -1,9 +1,9 @@
-"""Addresses that gateways listen at: tcp://HOST:PORT, ipc://PATH (ZeroMQ) and unix://PATH (msgpack-RPC).
+"""Addresses of gateways: tcp://HOST:PORT, ipc://PATH (ZeroMQ) and unix://PATH (msgpack-RPC).
 
-An address is checked before a model is loaded; a socket file is made where only its owner can reach it, and one that
-a dead service left is taken away.
+An address is checked before a model is loaded. A socket file is made where only its owner can reach it, and the stale
+file of an ended service is removed.
 
-So is what is written after `--http`, without importing a web framework.
+The value of `--http` is checked here, too, without importing a web framework.
 """
 
 import errno
@@ -29,7 +29,7 @@ class HTTPAddress:
 
     Args:
         host: an IP address or a name; "0.0.0.0" and "::" are all interfaces.
-        port: 0 is one that is free.
+        port: the port; 0 for a free one.
     """
 
     host: str
@@ -37,26 +37,26 @@ class HTTPAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody but this machine can reach it."""
+        """True if only this machine can reach it."""
         return is_loopback(self.host)
 
     @property
     def tcp(self) -> str:
-        """The address as those of other gateways are written."""
+        """The address in the form of the other gateways' addresses."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
 
     def url(self, *, tls: bool) -> str:
-        """The address as a browser takes it."""
+        """Return the address as a URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if tls else 'http'}://{host}:{self.port}"
 
 
 def parse_http_address(text: str) -> HTTPAddress:
-    """The address in PORT, :PORT, HOST:PORT or [HOST]:PORT; without a host it is 127.0.0.1, and so is localhost.
+    """Parse PORT, :PORT, HOST:PORT or [HOST]:PORT; the host is 127.0.0.1 for "localhost" and for no host.
 
     Raises:
-        AddressError: it is none of these.
+        AddressError: the text has none of these forms.
     """
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= MAX_PORT):
@@ -71,14 +71,14 @@ def parse_http_address(text: str) -> HTTPAddress:
 
 
 def check_http(address: str, security: Security) -> HTTPAddress:
-    """Where the gateway is to listen.
+    """Return the address at which the gateway may listen.
 
     Args:
         address: see parse_http_address.
-        security: who is let in, and the certificate.
+        security: the access control, with the certificate.
 
     Raises:
-        AddressError: it is no address, or one that strangers could reach.
+        AddressError: the address is invalid, or strangers could reach it.
     """
     wanted = parse_http_address(address)
     check_bind("http", address, wanted.host, lacking=security.lacking_for_http)
@@ -86,10 +86,10 @@ def check_http(address: str, security: Security) -> HTTPAddress:
 
 
 def host_and_port(address: str, rest: str) -> tuple[str, int]:
-    """The host, an IPv6 one in its brackets, and the port in the `rest` of an address; "*" is a port to be chosen, 0.
+    """Return the host, with brackets for IPv6, and the port in the `rest` of an address; the port "*" is 0.
 
     Raises:
-        AddressError: it has not that form.
+        AddressError: the address has another form.
     """
     host, _, port = rest.rpartition(":")
     if host and port == "*":
@@ -99,12 +99,12 @@ def host_and_port(address: str, rest: str) -> tuple[str, int]:
     return host, int(port)
 
 
-# Bytes of a socket's path, a limit of the operating system (108 with the terminating zero, 104 on some).
+# The most bytes of a socket's path, by the operating system (108 with the terminating zero, 104 on some).
 MAX_PATH_BYTES = 103
 
 
 def socket_path(address: str, rest: str) -> Path:
-    """The absolute path in the `rest` of an address.
+    """Return the absolute path in the `rest` of an address.
 
     Raises:
         AddressError: the path is missing or too long.
@@ -118,13 +118,13 @@ def socket_path(address: str, rest: str) -> Path:
 
 
 def prepare_socket_file(address: str, path: Path, *, must_be_private: bool = False) -> None:
-    """Makes ready to listen: makes a missing directory for the user alone, removes a file that a dead service left.
+    """Prepare for listening: make a missing private directory, and remove the stale file of an ended service.
 
     Args:
-        must_be_private: the directory must be this user's alone, since others may have made it first.
+        must_be_private: the directory must belong to this user alone, since other users may have made it first.
 
     Raises:
-        AddressError: somebody listens there, or the file system refuses.
+        AddressError: another service listens there, or the file system refuses.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def prepare_socket_file(address: str, path: Path, *, must_be_private: bool = Fal
 
 
 def check_private(address: str, directory: Path) -> None:
-    """Raises AddressError for a directory that others could have made, or may use."""
+    """Raise AddressError for a directory that other users could have made, or may use."""
     status = directory.stat(follow_symlinks=False)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise AddressError(address, f"{directory} is not a directory of this user alone (mode 0700)")
@@ -157,18 +157,18 @@ def _remove_stale(address: str, path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-        except BlockingIOError:  # so many connect that its queue is full
+        except BlockingIOError:  # many clients connect, so its queue is full
             pass
     raise AddressError(address, "another service listens there")
 
 
-# Connections that the kernel keeps until they are accepted. Beyond it TCP's wait for a second or more, and those to a
-# Unix socket fail at once (EAGAIN); it is as long as the wait for a place in it should be at most.
+# Connections that the kernel keeps until they are accepted. Above this, TCP clients wait for a second or more, and
+# connections to a Unix socket fail at once (EAGAIN).
 BACKLOG = 1024
 
 
 def check_rpc_address(address: str, *, lacking: Sequence[str]) -> Path | None:
-    """Checks an address without touching anything; returns the path of a `unix://` address.
+    """Check an address without changing anything; return the path of a `unix://` address.
 
     Args:
         lacking: see check_bind.
@@ -187,13 +187,13 @@ def check_rpc_address(address: str, *, lacking: Sequence[str]) -> Path | None:
 
 
 def check_nobody_listens(address: str) -> None:
-    """Looks whether an address is free now, and leaves everything as it was.
+    """Check that an address is free now; change nothing.
 
     Args:
-        address: one that was checked: tcp://HOST:PORT, rpc://HOST:PORT, ipc://PATH or unix://PATH.
+        address: a checked address: tcp://HOST:PORT, rpc://HOST:PORT, ipc://PATH or unix://PATH.
 
     Raises:
-        AddressError: somebody listens there, or this machine has no such address.
+        AddressError: another program listens there, or this machine has no such address.
     """
     transport, _, rest = address.partition("://")
     if transport in ("ipc", "unix"):
@@ -202,13 +202,13 @@ def check_nobody_listens(address: str) -> None:
         return
     host, port = host_and_port(address, rest)
     if not port:
-        return  # the system will choose a free one
+        return  # the system will choose a free port
     host = host.removeprefix("[").removesuffix("]")
     try:
         found = socket.getaddrinfo("0.0.0.0" if host == "*" else host, port, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, where in found:
             with socket.socket(family, kind, protocol) as probe:
-                # As the gateways listen: connections that are only dying do not hold a port.
+                # Use the gateways' own option, so that connections in TIME_WAIT do not block a port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(where)
     except OSError as error:
@@ -222,12 +222,12 @@ _OTHER_ADDRESS = "or take another address"
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a process accepts connections at the file of a socket."""
+    """Return whether a process accepts connections at a socket's file."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # so many connect that its queue is full
+        except BlockingIOError:  # many clients connect, so its queue is full
             return True
         except OSError:
             return False
@@ -235,7 +235,7 @@ def is_listening(path: Path) -> bool:
 
 
 def listen_at_file(path: Path) -> socket.socket:
-    """A socket that listens at a file which only its owner may connect to.
+    """Return a socket that listens at a file to which only its owner may connect.
 
     Raises:
         OSError: the file system refuses.
@@ -254,24 +254,24 @@ def listen_at_file(path: Path) -> socket.socket:
 
 
 def runtime_directory() -> Path:
-    """A directory of this user's own, the same at each call; it may not be there yet."""
+    """Return this user's own directory for sockets, the same at each call; it may not exist yet."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "genbatch" if runtime else Path(tempfile.gettempdir()) / f"genbatch-{os.getuid()}"
 
 
 def default_address() -> str:
-    """`ipc://` in a directory of this user's own, the same at each call."""
+    """Return an `ipc://` address in this user's own directory, the same at each call."""
     return f"ipc://{runtime_directory() / 'zeromq.sock'}"
 
 
 def check_address(address: str, *, lacking: Sequence[str]) -> Path | None:
-    """Checks an address without touching anything; returns the path of an `ipc://` address.
+    """Check an address without changing anything; return the path of an `ipc://` address.
 
     Args:
         lacking: see check_bind.
 
     Raises:
-        AddressError: others could reach the address, or it is not valid.
+        AddressError: strangers could reach the address, or it is not valid.
     """
     transport, _, rest = address.partition("://")
     if transport == "tcp":

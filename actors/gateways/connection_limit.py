@@ -1,4 +1,4 @@
-"""What strangers share of a gateway: its connections, and the memory of messages that have begun and not ended.
+"""The limits that all clients of a gateway share: its connections, and the memory of unfinished messages.
 
 limit = ConnectionLimit(max_connections())
 with trio.CancelScope() as scope, limit.seat(scope.cancel) as seat:
@@ -16,29 +16,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MOST = 4096
-# Of the descriptors, for each gateway; three of them leave a quarter to everything else.
+# Each gateway may use a quarter of the descriptors. Three gateways then leave a quarter for all other uses.
 SHARE = 4
 
-# File descriptors that a service needs at least. libzmq 4.3.5 aborts the process where none is left for a connection to
-# an ipc:// address, so a gateway process takes far more than its connections may have.
+# The least file descriptors of a service. libzmq 4.3.5 aborts the process if none is left for a connection to an ipc://
+# address, so a gateway process reserves far more than its connections may use.
 LEAST_FILES, AMPLE_FILES = 256, 2**16
 
 
 def allow_files(wanted: int) -> int:
-    """Raises the process's own limit of open files to `wanted`, as far as the system lets it; returns the limit."""
+    """Raise the process's own limit of open files to `wanted`, as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    except (OSError, ValueError):  # the system has another limit besides
+    except (OSError, ValueError):  # the system has a further limit
         return soft
     return most
 
 
 def max_connections() -> int:
-    """Most connections of one gateway, those that have not said who they are included."""
+    """Return the most connections of one gateway, including connections without a hello."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(1, min(MOST, soft // SHARE))
 
@@ -54,16 +54,16 @@ class Seat:
 
     def __init__(self, newcomers: "dict[Seat, None]", push_out: Callable[[], None]) -> None:
         self.push_out = push_out
-        self.is_refused = False  # all seats are taken, by clients who have settled
+        self.is_refused = False  # all seats belong to settled clients
         self._newcomers = newcomers
 
     def settle(self) -> None:
-        """The client has said who it is, or at least something that makes sense: it is pushed out no longer."""
+        """Settle the client after its first valid message: it is not pushed out any more."""
         self._newcomers.pop(self, None)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """For as long as the body runs the client is not pushed out; then its silence begins anew."""
+        """Protect the client for as long as the body runs; after that it counts as silent from now on."""
         self.settle()
         try:
             yield
@@ -72,12 +72,12 @@ class Seat:
 
 
 class ConnectionLimit:
-    """Who comes when all seats are taken pushes out the one that has said nothing for longest.
+    """Bounds the connections: a new one above the limit pushes out the longest silent one.
 
-    So a flood of connections that never speak pushes itself out, and whoever speaks at once gets in.
+    So a flood of silent connections pushes itself out, and a client that speaks at once gets in.
 
     Args:
-        most: seats.
+        most: the number of seats.
     """
 
     def __init__(self, most: int) -> None:
@@ -90,10 +90,11 @@ class ConnectionLimit:
 
     @contextmanager
     def seat(self, push_out: Callable[[], None]) -> Iterator[Seat]:
-        """A place for as long as the body runs.
+        """Take a place for as long as the body runs.
 
         Args:
-            push_out: called when another needs the place and this client has not settled; ends the connection soon.
+            push_out: called when another client needs the place and this client has not settled; ends the connection
+                soon.
         """
         seat = Seat(self._newcomers, push_out)
         self._newcomers[seat] = None
@@ -102,7 +103,7 @@ class ConnectionLimit:
             # guard: connections of strangers
             if self._taken > self.most:
                 oldest = next(iter(self._newcomers))
-                oldest.settle()  # it is pushed out only once
+                oldest.settle()  # so that it is pushed out only once
                 if oldest is seat:
                     seat.is_refused = True
                 else:
@@ -113,16 +114,16 @@ class ConnectionLimit:
             self._taken -= 1
 
 
-# Bytes of messages that have begun and not ended, of all connections of a gateway. They take up to three times as much
-# of memory.
+# The most bytes of unfinished messages, of all connections of a gateway. These bytes take up to three times as much
+# memory.
 MAX_HALF_MESSAGES = 32 * 2**20
 
 
 class Share:
-    """What one connection holds; made by `MessageRoom.share`.
+    """The unfinished message of one connection; made by `MessageRoom.share`.
 
     Args:
-        give_up: ends the connection soon, and its half message at once.
+        give_up: ends the connection soon, and drops its unfinished message at once.
     """
 
     __slots__ = ("_room", "give_up")
@@ -132,27 +133,27 @@ class Share:
         self.give_up = give_up
 
     def holds(self, num_bytes: int) -> None:
-        """The connection's half message has so many bytes now."""
+        """Set the bytes of the connection's unfinished message."""
         self._room.put(self, num_bytes)
 
 
 class MessageRoom:
-    """Has the connections give up that are in the middle of a message for longest without a byte more of it.
+    """Bounds the unfinished messages of all connections: above the limit, the longest unchanged ones are given up.
 
-    So a flood of messages that do not end pushes itself out, and a message that arrives without a pause gets in.
+    So a flood of endless messages pushes itself out, and a message that arrives without a pause gets in.
 
     Args:
-        max_bytes: of all half messages together.
+        max_bytes: the limit for all unfinished messages together.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._held: dict[Share, int] = {}  # the one that has grown last comes last
+        self._held: dict[Share, int] = {}  # the last one has grown most recently
         self.num_bytes = 0
 
     @contextmanager
     def share(self, give_up: Callable[[], None]) -> Iterator[Share]:
-        """A share for as long as the body runs, of nothing at first."""
+        """Take an empty share for as long as the body runs."""
         share = Share(self, give_up)
         try:
             yield share
@@ -160,7 +161,7 @@ class MessageRoom:
             self.put(share, 0)
 
     def put(self, share: Share, num_bytes: int) -> None:
-        """Changes what a share holds; the others' `give_up` may be called, or its own."""
+        """Set the bytes of a share; this may call the `give_up` of other shares, or its own."""
         self.num_bytes += num_bytes - self._held.pop(share, 0)
         if num_bytes:
             self._held[share] = num_bytes

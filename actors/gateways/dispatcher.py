@@ -1,4 +1,4 @@
-"""Dispatcher: what the methods of the service do. Knows neither sockets nor bytes, so every gateway has the same ones.
+"""Dispatcher: runs the methods of the service. It uses neither sockets nor bytes, so all gateways share it.
 
     dispatcher = Dispatcher(batcher)
     result = await dispatcher.call("generate", {"prompt": "Hello"}, client="zeromq:0a1b", on_token=None)
@@ -53,34 +53,34 @@ logger = logging.getLogger(__name__)
 
 OnToken = Callable[[Token], None]
 Claimed = TypeVar("Claimed", GenerateRequest, EmbedRequest, ScoreRequest)
-# A restarted Batcher keeps the model in memory and is back about this soon.
+# A restarted Batcher keeps the model in memory, so it is back within about this time.
 RETRY_AFTER_RESTART_MS = 500
-# A mailbox is emptied between two steps.
+# The mailbox is emptied between two steps.
 RETRY_AFTER_FULL_MS = 100
-# Texts that one client may have read at once, what they take of memory, and those of all clients.
+# The most text calls of one client at a time, the most bytes of one client's texts, and of all clients' texts.
 MAX_TEXT_CALLS = 32
 MAX_TEXT_BYTES = 2 * 2**20
 MAX_TEXTS_BYTES = 16 * 2**20
 # Bytes of one client's texts that are sent to the Batcher before the first of them is answered.
 TEXT_TURN_BYTES = 32 * 2**10
 RETRY_AFTER_TEXT_MS = 1000
-# What open requests of one client, and of all clients, may hold of the gateway's memory: while the engine stands still
-# nothing of it is given back. Calls are bounded already, and so is each one's size.
+# The most memory of the gateway for open requests, of one client and of all clients: a stalled engine frees none of it.
+# The number of calls and the size of each are bounded elsewhere.
 MAX_REQUEST_BYTES = 64 * 2**20
 MAX_REQUESTS_BYTES = 256 * 2**20
-# Open calls of one client, and of a fleet's gateway, whose clients have bounds of their own there.
+# The most open calls of one client, and of a fleet's gateway, which bounds its own clients.
 MAX_CALLS, MAX_GATEWAY_CALLS = 256, 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, and how tokens get to it.
+    """The caller of a method, and the callback for its tokens.
 
     Args:
-        client: its account where it has shown neither a key nor a token (peers.py).
-        on_token: called on the event loop, must not block; None where no tokens are wanted.
-        request_id: the request's name in logs and spans; "" where the gateway has none for it.
-        tenant: in whose name, where a gateway knows that by a key or a token; None where it asks for neither.
+        client: its account if it has shown neither a key nor a token (peers.py).
+        on_token: called on the event loop, must not block; None for no tokens.
+        request_id: the request's name in logs and spans; "" if the gateway has none.
+        tenant: the tenant of its key or token; None at a gateway without keys and tokens.
     """
 
     client: str
@@ -96,16 +96,16 @@ class Caller:
 
 
 class TextRoom:
-    """How much text may be in calls that are open at once.
+    """Bounds the text in open calls.
 
-    Whoever sends more than their share is told to come again, and nothing of it is kept. The program that runs the
-    service, whose client name is "", is not bounded.
+    A client above its share gets a retry hint, and its text is not kept. In-process callers, with the client name "",
+    are not bounded.
 
     Args:
-        max_bytes: of one client.
-        max_everybodys: bytes of all clients.
-        max_calls: of one client; None where something else bounds them.
-        doing: what is done with the texts, for the refusal.
+        max_bytes: the limit of one client.
+        max_everybodys: the limit of all clients together.
+        max_calls: the most calls of one client; None if another part bounds them.
+        doing: the work on the texts, named in the refusal.
     """
 
     def __init__(self, max_bytes: int, max_everybodys: int, max_calls: int | None, doing: str) -> None:
@@ -118,13 +118,13 @@ class TextRoom:
 
     @contextmanager
     def taken(self, payer: str, size: int) -> Iterator[None]:
-        """Holds room for a call until it has ended, or nobody waits for it any more.
+        """Reserve room for a call until it has ended or its caller has left.
 
         Raises:
-            QueueFull: there is none.
+            QueueFull: there is not enough room.
         """
         calls, mine, everybodys = self._calls[payer], self._bytes[payer], self._bytes.total()
-        # One alone is always read: what may come in a message is bounded elsewhere.
+        # A client's only call always gets room: the size of a message is bounded elsewhere.
         if payer and calls and (calls >= self._max_calls or mine + size > self._max_bytes):
             reason = f"{calls} texts of {mine} bytes are being {self._doing} for this client"
             raise QueueFull(reason, retry_after_ms=RETRY_AFTER_TEXT_MS)
@@ -142,19 +142,19 @@ class TextRoom:
 
 
 class TextTurns:
-    """Sends one client's texts a few at a time, so that texts of different clients take turns at the tokenizer.
+    """Sends each client's texts a few at a time, so that clients take turns at the tokenizer.
 
-    A long text goes when the client's text before it is answered; short ones go together. The program that runs the
-    service, with the client name "", does not wait.
+    A long text waits until the client's previous text is answered; short texts go together. In-process callers, with
+    the client name "", do not wait.
     """
 
     def __init__(self) -> None:
-        self._bytes: Counter[str] = Counter()  # of texts that were sent, by client
+        self._bytes: Counter[str] = Counter()  # of sent texts, by client
         self._waiting: dict[str, deque[tuple[int, trio.Event]]] = {}
 
     @asynccontextmanager
     async def turn(self, payer: str, size: int) -> AsyncIterator[None]:
-        """Waits for the client's turn, and has it for as long as the body runs."""
+        """Wait for the client's turn, and keep it for as long as the body runs."""
         if payer and (payer in self._waiting or not self._has_room(payer, size)):
             await self._wait(payer, size)
         else:
@@ -197,20 +197,20 @@ class TextTurns:
 
 
 class Callee(Protocol):
-    """Whom a gateway asks: a Batcher's ref, or what has its place."""
+    """The target of a gateway's calls: a Batcher's ref, or its replacement."""
 
     async def call(self, request: object, *, timeout: float | None = 5.0, control: bool = False) -> Any:
-        """As ActorRef.call."""
+        """Call as ActorRef.call does."""
         ...
 
 
 class Dispatcher:
-    """What the methods of `proto/methods.py` do.
+    """Runs the methods of `proto/methods.py`.
 
     Args:
-        batcher: who generates; a registry's ref, so that it may be restarted, or a fleet.
-        of_fleet: whether the callers are gateways of a fleet: whom they ask for, and in which tenant's name, is what
-            they say; they bound what their clients ask; and they may drain.
+        batcher: a registry's ref to the Batcher, so that the Batcher may be restarted, or a fleet.
+        of_fleet: whether the callers are gateways of a fleet. They name the payer and the tenant of a request, bound
+            their own clients, and may drain.
     """
 
     def __init__(self, batcher: Callee, *, of_fleet: bool = False) -> None:
@@ -224,7 +224,7 @@ class Dispatcher:
 
     @staticmethod
     def streams(name: str) -> bool:
-        """Whether tokens come before the method's result."""
+        """Return whether the method sends tokens before its result."""
         return name in METHODS and METHODS[name].streams
 
     async def call(
@@ -237,15 +237,15 @@ class Dispatcher:
         tenant: str | None = None,
         request_id: str = "",
     ) -> object:
-        """Does what the method does and returns its result: a type of proto, or plain data.
+        """Run a method and return its result: a type of proto, or plain data.
 
         Args:
             method: its name.
-            params: as they came, unchecked; or the method's request itself, from a caller in this program.
+            params: the unchecked parameters from the wire, or the method's request from a caller in this program.
             client: the account of the caller's connection, for fairness and logs.
-            on_token: where a streaming method's tokens go; not used by others.
+            on_token: takes a streaming method's tokens; other methods ignore it.
             request_id: the request's name in logs and spans.
-            tenant: whose key or token the caller has shown; None where none is asked for.
+            tenant: the tenant of the caller's key or token; None at a gateway without keys and tokens.
 
         Raises:
             GenbatchError: every failure, whatever its cause.
@@ -272,13 +272,13 @@ class Dispatcher:
         except CallTimeout as error:
             raise Unavailable("the batcher does not answer", retry_after_ms=RETRY_AFTER_RESTART_MS) from error
         except Exception as error:
-            # Its text may tell a client more than it should know.
+            # Keep the error's text from clients, since it may reveal internals.
             logger.exception("method %s of client %s failed", method, client)
             raise EngineError("the service failed at this call") from error
 
     async def _answer(self, method: Method, params: dict[Any, Any] | msgspec.Struct, caller: Caller) -> object:
-        """The answer to a call that may be made."""
-        # A request in place of a map comes from a door in this program, which has made it of checked values.
+        """Return the answer to an allowed call."""
+        # A door in this program passes a request made of checked values.
         request = params if isinstance(params, method.request) else _typed(params, method)
         if method.validate is not None:
             method.validate(request)
@@ -343,12 +343,12 @@ class Dispatcher:
     async def _health(self, request: HealthRequest) -> object:
         try:
             return await self._ask(request, METHODS["health"])
-        except (ActorDown, CallTimeout):  # a health check is always answered
+        except (ActorDown, CallTimeout):  # every health check gets an answer
             return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
 
 
 def _typed(params: object, method: Method) -> msgspec.Struct:
-    """A map of parameters as the method's request; raises InvalidRequest with the path of the first fault."""
+    """Convert a map of parameters to the method's request; raise InvalidRequest with the path of the first fault."""
     if method.request is GenerateRequest:
         return to_generate_request(params)
     request: msgspec.Struct = check_type(params, method.request)
@@ -356,7 +356,7 @@ def _typed(params: object, method: Method) -> msgspec.Struct:
 
 
 def _numbers(vector: bytes) -> list[float]:
-    """The elements of a vector of float32 in little endian."""
+    """Return the elements of a vector of float32 in little endian."""
     elements = array("f", vector)
     if sys.byteorder == "big":
         elements.byteswap()
@@ -364,10 +364,10 @@ def _numbers(vector: bytes) -> list[float]:
 
 
 def _claimed(request: Claimed, caller: Caller) -> Claimed:
-    """The request in the name of the tenant whose key or token was shown, whatever it says itself.
+    """Return the request with the tenant of the caller's key or token, in place of the request's own tenant.
 
     Raises:
-        InvalidRequest: it says another name; who sends that expects what it will not get.
+        InvalidRequest: the request names another tenant, so its sender would not get what it expects.
     """
     if caller.tenant is None or request.tenant == caller.tenant:
         return request

@@ -1,11 +1,11 @@
-"""ListeningSockets: the sockets at which a service listens. They outlive gateways, and pass to the service's successor.
+"""ListeningSockets: the listening sockets of a service. They outlive gateways, and pass to the service's successor.
 
     sockets = ListeningSockets()
     await sockets.open("http", "tcp://127.0.0.1:8000")
     HTTPGateway(dispatcher, address, sockets=sockets.copies("http"))
 
-A copy shares the queue of connections that nobody has accepted yet. So two services may listen at one address, and no
-connection is refused while the later one takes over (ADR 66).
+A copy shares the queue of connections that are not accepted yet. So two services may listen at one address, and no
+connection is refused while the later service takes over (ADR 66).
 """
 
 import os
@@ -29,7 +29,7 @@ from genbatch.actors.security.key_files import AddressError
 
 Door = Literal["zeromq", "rpc", "http", "metrics"]
 DOORS: tuple[Door, ...] = get_args(Door)
-# libzmq takes these for one address of IPv4.
+# libzmq resolves each of these names to one IPv4 address.
 _ZEROMQ_HOSTS = {"*": "0.0.0.0", "localhost": "127.0.0.1"}
 
 
@@ -37,8 +37,8 @@ class ListeningSockets:
     """The sockets of a service, by door.
 
     Args:
-        addresses: where each door is to listen; none where each gateway says its own address.
-        inherited: sockets of the service that this one takes the place of.
+        addresses: the address of each door; None if each gateway gives its own address.
+        inherited: sockets of the service that this one replaces.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ListeningSockets:
         self._sockets = {door: list(sockets) for door, sockets in (inherited or {}).items()}
 
     def __iter__(self) -> Iterator[tuple[Door, socket.socket]]:
-        """Each door and a socket of it, to be copied."""
+        """Yield each door with each of its sockets, to be copied."""
         for door, sockets in self._sockets.items():
             for listening in sockets:
                 yield door, listening
@@ -61,7 +61,7 @@ class ListeningSockets:
 
     @property
     def addresses(self) -> dict[Door, str]:
-        """Where the open doors listen."""
+        """The addresses of the open doors."""
         return {
             door: address_of(address, self._sockets[door][0])
             for door, address in self._addresses.items()
@@ -69,38 +69,38 @@ class ListeningSockets:
         }
 
     async def open_all(self) -> None:
-        """Opens every door that has an address; raises as `open`."""
+        """Open every door that has an address; raises as `open` does."""
         for door, address in self._addresses.items():
             await self.open(door, address)
 
     async def open(self, door: Door, address: str) -> None:
-        """Listens at an address that was checked, unless the door is open already.
+        """Listen at a checked address, unless the door is open already.
 
         Raises:
-            AddressError: the operating system refuses, or somebody else listens there.
+            AddressError: the operating system refuses, or another program listens there.
         """
         if door not in self._sockets:
             self._owned.add(door)
             self._sockets[door] = await open_sockets(address, of_zeromq=door == "zeromq")
 
     def put(self, door: Door, listening: socket.socket) -> None:
-        """Adds a socket that another process has opened."""
+        """Add a socket that another process has opened."""
         self._sockets.setdefault(door, []).append(listening)
 
     def copies(self, door: Door) -> list[socket.socket]:
-        """Sockets for a gateway, which closes them."""
+        """Return copies of a door's sockets for a gateway, which closes them."""
         return [listening.dup() for listening in self._sockets[door]]
 
     def own(self) -> None:
-        """Removes the files of all of its Unix sockets at the end: no other service has them now."""
+        """Own the files of all Unix sockets, so that `close` removes them: no other service uses them now."""
         self._owned = {*self._sockets}
 
     def disown(self) -> None:
-        """Leaves the files to another service that has copies."""
+        """Leave the files to another service that has copies."""
         self._owned.clear()
 
     def close(self) -> None:
-        """Closes the sockets, and removes their files where it owns them: those that it opened, or those of `own`."""
+        """Close the sockets, and remove the files of owned Unix sockets."""
         for door, listening in self:
             path = listening.getsockname() if listening.family == socket.AF_UNIX else ""
             listening.close()
@@ -110,10 +110,10 @@ class ListeningSockets:
 
 
 async def open_sockets(address: str, *, of_zeromq: bool = False) -> list[socket.socket]:
-    """Listens at an address that was checked; a host's name may stand for several.
+    """Listen at a checked address; the name of a host may have several addresses.
 
     Raises:
-        AddressError: the operating system refuses, or somebody else listens there.
+        AddressError: the operating system refuses, or another program listens there.
     """
     transport, _, rest = address.partition("://")
     try:
@@ -132,39 +132,39 @@ async def open_sockets(address: str, *, of_zeromq: bool = False) -> list[socket.
 
 
 def as_listeners(sockets: Sequence[socket.socket]) -> list[trio.SocketListener]:
-    """The sockets as trio accepts from them."""
+    """Return the sockets as trio's listeners."""
     return [trio.SocketListener(trio.socket.from_stdlib_socket(one)) for one in sockets]
 
 
 def address_of(address: str, listening: socket.socket) -> str:
-    """The address with the port that was chosen, where it leaves the port open."""
+    """Return the address, with the actual port in place of an open one."""
     if listening.family == socket.AF_UNIX:
         return address
     return f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
 
 class LentSocket:
-    """A listening socket that libzmq accepts from, and how to make libzmq stop.
+    """A listening socket that libzmq accepts from, and a way to make libzmq stop.
 
-    libzmq ends every connection that came by a socket when it unbinds the socket. So the descriptor is pointed at a
-    socket to which nobody can connect, and back before libzmq closes it.
+    When libzmq unbinds a socket, it ends every connection that came through it. So the descriptor is redirected to an
+    unreachable socket, and redirected back before libzmq closes it.
 
     Args:
-        listening: is closed by `close`.
+        listening: the socket; it is closed by `close`.
     """
 
     def __init__(self, listening: socket.socket) -> None:
-        listening.setblocking(False)  # else libzmq's thread may wait for a connection that another process has accepted
+        listening.setblocking(False)  # libzmq must not block on another process's connection
         self._listening = listening
-        self.descriptor = os.dup(listening.fileno())  # libzmq closes it
-        self.endpoint = ""  # what libzmq calls it, once it is bound
+        self.descriptor = os.dup(listening.fileno())  # libzmq closes this copy
+        self.endpoint = ""  # libzmq's name for it, once it is bound
 
     def stop_accepting(self) -> None:
-        """Leaves new connections in the queue, for a process that has a copy of the socket.
+        """Leave new connections in the queue, for a process that has a copy of the socket.
 
-        libzmq must poll the descriptor already: it has accepted a connection.
+        libzmq must poll the descriptor already: it must have accepted a connection.
         """
-        # In a folder of this user alone, and without a name once the folder is removed.
+        # The socket lies in a folder of this user alone, and has no name once the folder is removed.
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as unreachable:
             unreachable.bind(f"{folder}/s")
             unreachable.listen(1)
@@ -172,10 +172,10 @@ class LentSocket:
             os.dup2(unreachable.fileno(), self.descriptor, inheritable=False)
 
     def give_up(self) -> None:
-        """Libzmq closes the descriptor at any time."""
+        """Close our socket, since libzmq may close its descriptor at any time."""
         self._listening.close()
 
     def close(self) -> None:
-        """Makes the descriptor what libzmq polls. To be called before libzmq closes it."""
+        """Redirect the descriptor back to the socket that libzmq polls; call this before libzmq closes it."""
         os.dup2(self._listening.fileno(), self.descriptor, inheritable=False)
         self._listening.close()

@@ -1,12 +1,12 @@
-"""Who is at the other end of a connection, and to which account the connection's requests go (ADR 43).
+"""The peer of a connection, and the account that is charged for the connection's requests (ADR 43).
 
     process:4711      over a Unix socket: the process that connected
-    user:1000         the same, where the process is in a container of its own, so that its number means nothing here
+    user:1000         the same, for a process in another container, since its number means nothing here
     host:10.0.0.7     over TCP: the machine; with IPv6 its network of 64 bits; all loopback addresses are one
 
-A connection costs a client nothing, so connections have no share of the service. Neither have the doors: HTTP, RPC
-and ZeroMQ clients of one machine have one account. Clients that show a key or a token have their tenant's account
-instead (`Caller.payer`).
+A connection costs a client nothing, so a connection has no share of the service, and neither has a door. HTTP, RPC and
+ZeroMQ clients of one machine share one account. Clients with a key or a token have their tenant's account instead
+(`Caller.payer`).
 """
 
 import ipaddress
@@ -17,12 +17,12 @@ from typing import Final, Protocol
 
 from genbatch.actors.batcher.messages import LOCALHOST
 
-# The account of a connection that ended before anybody could look at it.
+# The account of a connection that ended before its peer was read.
 GONE = "host:gone"
-# What a Unix socket says of its peer: Linux's `struct ucred` (process, user, group), macOS's LOCAL_PEERPID.
+# A Unix socket's credentials of its peer: Linux's `struct ucred` (process, user, group), macOS's LOCAL_PEERPID.
 _UCRED: Final = struct.Struct("=3i")
 _SOL_LOCAL, _LOCAL_PEERPID = 0, 2
-_NETWORK_BITS = 64  # of an IPv6 address: a machine has as many addresses below them as it likes
+_NETWORK_BITS = 64  # of an IPv6 address: a machine can use any address below them
 
 
 class AnySocket(Protocol):
@@ -41,8 +41,8 @@ class Peer:
     """The other end of a connection.
 
     Args:
-        name: the connection's, for logs and for the names of its requests.
-        account: the client's name where shares and turns are counted.
+        name: the connection's name, for logs and for the names of its requests.
+        account: the client's name for shares and turns.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Peer:
 
 
 def account_of_socket(connection: AnySocket) -> str:
-    """The account of a connected socket's peer."""
+    """Return the account of a connected socket's peer."""
     try:
         if connection.family == socket.AF_UNIX:
             return _account_of_process(connection)
@@ -63,7 +63,7 @@ def account_of_socket(connection: AnySocket) -> str:
 
 
 def account_of_descriptor(descriptor: int) -> str:
-    """The account of a connection that libzmq owns."""
+    """Return the account of a connection that libzmq owns."""
     try:
         borrowed = socket.socket(fileno=descriptor)
     except OSError:  # libzmq has just closed it
@@ -75,7 +75,7 @@ def account_of_descriptor(descriptor: int) -> str:
 
 
 def account_of_host(host: str) -> str:
-    """The account of a machine by its address."""
+    """Return the account of a machine by its address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -4,10 +4,10 @@
     await nursery.start(gateway.run)
     print(gateway.address)
 
-The same sessions, methods and limits as over ZeroMQ; here a connection's end tells at once that its client is gone. An
-RPCConnection is one client on a byte stream, from its first byte to its end. Over TCP, and where tokens are asked for,
-the first request is a `hello`, and nothing else is acted on before it: a web page can connect to a port of this
-machine, too, but cannot say hello (ADR 32).
+Sessions, methods and limits are the same as over ZeroMQ. Here the end of a connection shows at once that its client is
+gone. An RPCConnection is one client on a byte stream, from its first byte to its end. Over TCP, and where tokens are
+required, the first request must be a `hello`. A web page can connect to a port of this machine, too, but cannot send a
+hello (ADR 32).
 """
 
 import logging
@@ -43,12 +43,12 @@ from genbatch.proto.rpc import CallReceived, Refused, ServerConnection, error_me
 
 logger = logging.getLogger(__name__)
 
-# Nobody who has not said who they are may make the service hold more.
+# A client without a hello may use at most this much memory.
 MAX_HELLO_BYTES = 4096
 
 
 def read_hello(event: CallReceived | Refused) -> tuple[int | None, HelloRequest | None]:
-    """The msgid of a request, and the request if it is a `hello`; None for what it is not."""
+    """Return the msgid of a request, and the request if it is a `hello`; None for each that is missing."""
     if isinstance(event, Refused):
         return None, None
     if event.method != "hello":
@@ -60,19 +60,19 @@ def read_hello(event: CallReceived | Refused) -> tuple[int | None, HelloRequest 
     return event.msgid, hello
 
 
-# Seconds in which a client must end a message that it has begun, say who it is, and read something.
+# The timeouts of a client: to finish a message, to send its hello, and to read.
 MESSAGE_S, HELLO_S, STALLED_S = 30.0, 5.0, 10.0
-# Seconds in which the last messages may leave.
+# Seconds for the last messages to leave.
 LINGER_S = 0.5
-# Seconds between looks for clients that are silent or read nothing.
+# Seconds between checks for silent clients and for clients that do not read.
 SWEEP_S = 0.5
-# Seconds until the first look whether a client that has ended its side is gone; then twice as many, and so on.
+# Seconds until the first check whether a half-closed client is gone; the pause doubles after each check.
 PROBE_S = 0.01
-# Bytes given to the kernel at once.
+# The most bytes passed to the kernel at once.
 MAX_SEND_BYTES = 2**16
-# Messages acted on before other tasks run.
+# Messages handled before other tasks run.
 MESSAGES_PER_TURN = 64
-# Milliseconds after which a client may come again that found no room.
+# The retry hint for a client that found no room, in milliseconds.
 RETRY_AFTER_FULL_MS = 1000
 
 
@@ -80,14 +80,14 @@ class RPCConnection:
     """Reads and writes one stream.
 
     Args:
-        stream: connected, and through with its TLS handshake where it has one.
+        stream: a connected stream, after its TLS handshake if it has one.
         dispatcher: runs the methods.
-        host: where calls run.
-        room: what its half messages share with those of other connections.
+        host: hosts the calls' tasks.
+        room: bounds its unfinished messages, together with other connections.
         peer: its name and its account.
-        authenticate: tells whose a token is; None lets everybody in who can reach the address.
-        asks_for_hello: whether a `hello` must come before all else; so it is where a token is asked for.
-        on_sense: called when the client has said hello, or its first message where nobody asks.
+        authenticate: returns the tenant of a token; None admits every client that can reach the address.
+        asks_for_hello: whether a `hello` must come first; a required token implies it.
+        on_sense: called after the hello, or after the first valid message where no hello is required.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RPCConnection:
         self.client = peer.name
         self._peer = peer
         self.last_heard = trio.current_time()
-        self.session: RPCSession | None = None  # None before the client has said hello
+        self.session: RPCSession | None = None  # None before the hello
         self._stream = stream
         self._dispatcher = dispatcher
         self._calls = host
@@ -116,15 +116,15 @@ class RPCConnection:
         self._on_sense = on_sense
         self._token = ""
         self._outbox = Outbox()
-        self._mail = trio.Event()  # there is something in the outbox
-        self._sent = trio.Event()  # there is less in it
+        self._mail = trio.Event()  # set when the outbox has a message
+        self._sent = trio.Event()  # set when the outbox has shrunk
         self._is_sending = False
         self._reading = trio.CancelScope()
         # guard: size before the token
         self._splitter = MessageSplitter(MAX_HELLO_BYTES if self._asks_for_hello else MAX_TRANSPORT_BYTES)
 
     async def run(self) -> None:
-        """Serves until the client is gone, makes no sense any more, or `stop`; its calls end with it."""
+        """Serve until the client is gone, breaks the protocol, or `stop` is called; its calls end, too."""
         if not self._asks_for_hello:
             self.session = self._new_session(None)
         try:
@@ -133,7 +133,7 @@ class RPCConnection:
                 is_there = True
                 with self._reading, self._room.share(self._give_up_message) as share:
                     is_there = await self._read(share)
-                self._splitter.clear()  # at once: this object is garbage of a kind that is looked for seldom
+                self._splitter.clear()  # now, since this object would be freed late
                 if is_there:
                     with trio.move_on_after(LINGER_S):
                         await self._part()
@@ -147,11 +147,11 @@ class RPCConnection:
             await trio.aclose_forcefully(self._stream)
 
     def stop(self) -> None:
-        """Ends it after a last moment for what is still to be sent."""
+        """End the connection after a short time for the last messages."""
         self._reading.cancel()
 
     def _give_up_message(self) -> None:
-        """Others need the memory of the message that does not end."""
+        """Drop an endless message, since other connections need its memory."""
         error = Unavailable(
             f"messages that do not end have {self._room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS
         )
@@ -160,12 +160,12 @@ class RPCConnection:
         self.stop()
 
     def cancel_all(self, reason: GenbatchError) -> None:
-        """Ends its calls."""
+        """End its calls."""
         if self.session is not None:
             self.session.cancel_all(reason)
 
     def refuse(self, head: bytes, error: GenbatchError) -> None:
-        """Answers a message that was not received whole, or the connection as such.
+        """Answer a message that was not received whole, or refuse the connection.
 
         Args:
             head: the message's beginning.
@@ -176,13 +176,13 @@ class RPCConnection:
             self._turn_away(None, error)
 
     def _turn_away(self, msgid: int | None, error: GenbatchError) -> None:
-        """Answers a client that has not said hello."""
+        """Answer a client without a hello."""
         logger.info("turned client %s away: %s", self.client, error)
         self._outbox.post(error_message(msgid, error))
         self._wake()
 
     async def _part(self) -> None:
-        """Lets the last messages arrive: a connection closed with something unread takes them back."""
+        """Let the last messages arrive: closing a connection with unread data would discard them."""
         await self._wait_until_waiting(0)
         if isinstance(self._stream, trio.abc.HalfCloseableStream):
             try:
@@ -193,9 +193,9 @@ class RPCConnection:
                 return
 
     async def _answer_the_last(self) -> None:
-        """Waits for the open calls of a client that has ended its side, and may still read; not for one that is gone.
+        """Wait for the open calls of a half-closed client, which may still read; do not wait for one that is gone.
 
-        Over TCP a client that is gone looks the same until something is sent, to which its machine then objects.
+        Over TCP, a client that is gone looks the same until its machine rejects a message. So heartbeats are sent.
         """
         session, stream, pause_s = self.session, self._stream, PROBE_S
         if session is None or not isinstance(stream, trio.SocketStream):
@@ -212,7 +212,7 @@ class RPCConnection:
     # Reading
 
     async def _read(self, share: Share) -> bool:
-        """Acts on what comes until nothing can be understood; returns whether the client is still there."""
+        """Handle messages until the stream ends or breaks the protocol; return whether the client is still there."""
         while data := await self._receive_some():
             self.last_heard = trio.current_time()
             try:
@@ -221,7 +221,7 @@ class RPCConnection:
                         return True
                     if count % MESSAGES_PER_TURN == 0:
                         await trio.lowlevel.checkpoint()
-                    # Reads no more from a client that leaves its answers unread: its requests wait there, not here.
+                    # Stop reading from a client that leaves its answers unread, so that its requests wait on its side.
                     await self._wait_until_waiting(MAX_WAITING // 2)
             except StreamBroken as broken:
                 self.refuse(broken.head, broken.error)
@@ -230,7 +230,7 @@ class RPCConnection:
         return data is None
 
     async def _receive_some(self) -> bytes | None:
-        """The next bytes; none at the client's end, None when it takes too long over what it has begun."""
+        """Return the next bytes; empty at the client's end, None after a timeout of the hello or of a message."""
         with trio.CancelScope() as scope:
             if self.session is None:
                 scope.deadline = self._hello_by
@@ -247,7 +247,7 @@ class RPCConnection:
         return None
 
     def _act(self, message: bytes) -> bool:
-        """Acts on a message; returns whether the connection goes on."""
+        """Handle a message; return whether the connection continues."""
         if self.session is None:
             return self._greet(message)
         # guard: tokens taken off the list
@@ -263,7 +263,7 @@ class RPCConnection:
     def _greet(self, message: bytes) -> bool:
         event = ServerConnection(max_calls=1).receive(message)
         if not isinstance(event, CallReceived | Refused):
-            return True  # a notification, which clients of Neovim's begin with
+            return True  # a notification, which Neovim's clients send first
         msgid, hello = read_hello(event)
         if hello is None and self._authenticate is None:
             self._turn_away(msgid, Unauthenticated("over TCP the first request must be a hello"))
@@ -293,7 +293,7 @@ class RPCConnection:
             self.cancel_all(Cancelled(f"the client leaves more than {MAX_WAITING} messages unread"))
 
     async def _write(self, scope: trio.CancelScope) -> None:
-        """Sends what there is, as much as there is at once; ends the connection when nobody takes it."""
+        """Send waiting messages, as many as fit at once; end the connection if the client does not take them."""
         while True:
             await self._mail.wait()
             self._mail = trio.Event()
@@ -306,7 +306,7 @@ class RPCConnection:
                 self._sent.set()
 
     async def _send(self, data: bytes) -> bool:
-        """Whether the client took it, in time."""
+        """Return whether the client took the data in time."""
         with trio.move_on_after(STALLED_S):
             try:
                 await self._stream.send_all(data)
@@ -316,13 +316,13 @@ class RPCConnection:
         return False
 
     async def _wait_until_waiting(self, count: int) -> None:
-        """Waits until no more than `count` messages are to be sent; 0: until all of them have been."""
+        """Wait until at most `count` messages are unsent; with 0, until all were sent."""
         while self._outbox.num_waiting > count or (count == 0 and self._is_sending):
             self._sent = trio.Event()
             await self._sent.wait()
 
 
-# Seconds of silence after which the kernel asks whether the other machine is still there, and how often it does.
+# Seconds of silence before the kernel probes the other machine, seconds between probes, and their number.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 5, 2, 3
 
 
@@ -330,10 +330,10 @@ class RPCGateway:
     """Listens at one address; `run` is a child for a supervisor.
 
     Args:
-        dispatcher: what the methods do.
+        dispatcher: runs the methods.
         address: unix://PATH, or tcp://HOST:PORT; a port of 0 or "*" is chosen.
-        security: its `tokens` are asked for, and its `tls` encrypts TCP. Without both HOST must be this machine's own.
-        sockets: where it listens; None opens a socket for this gateway alone.
+        security: clients need one of its `tokens`, and its `tls` encrypts TCP. Without both, HOST must be loopback.
+        sockets: the listening sockets; None opens a socket for this gateway alone.
     """
 
     def __init__(
@@ -358,11 +358,11 @@ class RPCGateway:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have not ended, of all clients."""
+        """The number of open calls, of all clients."""
         return sum(connection.session.num_calls for connection in self._connections if connection.session)
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
+        """Serve until cancelled, then end every call with Unavailable; `started` with the address once it listens.
 
         Raises:
             AddressError: it cannot or must not listen there.
@@ -384,11 +384,11 @@ class RPCGateway:
 
     @property
     def num_connections(self) -> int:
-        """Clients that are connected."""
+        """The number of connected clients."""
         return len(self._connections)
 
     def retire(self) -> None:
-        """Accept no more connections, and ask clients to open their next one: another service has the sockets."""
+        """Accept no more connections, and tell clients to reconnect, since another service has the sockets."""
         self._accepting.cancel()
         self._calls.is_retiring = True
         for connection in self._connections:
@@ -396,11 +396,11 @@ class RPCGateway:
                 connection.session.go_away()
 
     async def _end(self, stopping: trio.Event, calls_ended: trio.Event) -> None:
-        """Waits to be cancelled, then ends calls, sends their finals, and ends connections."""
+        """Wait to be cancelled, then end calls, send their finals, and end connections."""
         try:
             await trio.sleep_forever()
         finally:
-            if self._owns_sockets:  # before anything is waited for: the next service may be about to open its own
+            if self._owns_sockets:  # first: the next service may be about to open its own
                 self._sockets.close()
             with trio.CancelScope(shield=True):
                 self._calls.closing = Unavailable("the service is stopping")
@@ -412,13 +412,13 @@ class RPCGateway:
                     connection.stop()
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        """One client, from its connection to its end; raises nothing."""
+        """Serve one client from its connection to its end; this method raises nothing."""
         authenticate: Authenticate | None = None
         if self._security.tokens is not None:
             authenticate = self._security.tokens.tenant
         try:
             async with stream:
-                # Pushed out before the client has said anything that makes sense: nothing is lost.
+                # A client is pushed out only before its first valid message, so no work is lost.
                 with trio.CancelScope() as scope, self._limit.seat(partial(self._push_out, stream, scope)) as seat:
                     secured = await self._secured(stream)
                     if secured is None:
@@ -435,12 +435,12 @@ class RPCGateway:
                         on_sense=seat.settle,
                     )
                     await self._host(connection, seat)
-        except Exception:  # our own bug ends one connection, not the gateway
+        except Exception:  # a bug of ours ends one connection, not the gateway
             logger.exception("a connection failed")
 
     def _push_out(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        """Ends a connection that has said nothing yet; what it may be about to say it can say again."""
-        if self._security.tls is None or stream.socket.family == socket.AF_UNIX:  # through TLS nothing is said at once
+        """End a silent connection; its client can connect and send again."""
+        if self._security.tls is None or stream.socket.family == socket.AF_UNIX:  # TLS cannot send before its handshake
             _try_send(stream.socket.fileno(), error_message(None, self._full()))
         scope.cancel()
 
@@ -449,7 +449,7 @@ class RPCGateway:
         return Unavailable(reason, retry_after_ms=RETRY_AFTER_FULL_MS)
 
     async def _host(self, connection: RPCConnection, seat: Seat) -> None:
-        """A connection that is through with its handshake, until its end."""
+        """Serve a connection after its handshake, until its end."""
         self._connections.add(connection)
         try:
             if seat.is_refused:
@@ -460,7 +460,7 @@ class RPCGateway:
             self._connections.discard(connection)
 
     async def _secured(self, stream: trio.SocketStream) -> trio.abc.Stream | None:
-        """The stream, encrypted where that is asked for; None if the client does not do its part of it."""
+        """Return the stream, encrypted if TLS is required; None if the client's handshake fails."""
         if stream.socket.family == socket.AF_UNIX:
             return stream
         _keep_alive(stream)
@@ -476,12 +476,12 @@ class RPCGateway:
         return None
 
     async def _sweep(self) -> None:
-        """Cancels calls of clients that are silent or do not read, confirms those of others."""
+        """Cancel calls of clients that are silent or do not read, and confirm other clients' calls."""
         last = trio.current_time()
         while True:
             await trio.sleep(SWEEP_S)
             now = trio.current_time()
-            late = now - last - SWEEP_S  # while the event loop was held up nobody could be heard
+            late = now - last - SWEEP_S  # a delayed event loop heard no client
             last = now
             for connection in self._connections:
                 connection.last_heard += late
@@ -489,7 +489,7 @@ class RPCGateway:
 
 
 async def _host(ending: trio.Event, ended: trio.Event, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
-    """A nursery that outlives what is cancelled around it: until `ending`, and then until its tasks have ended."""
+    """Run a nursery that outlives a surrounding cancel: until `ending`, and then until its tasks have ended."""
     with trio.CancelScope(shield=True):
         async with trio.open_nursery() as nursery:
             task_status.started(nursery)
@@ -513,7 +513,7 @@ def check_connection(connection: RPCConnection, now: float) -> None:
 
 
 def _try_send(descriptor: int, data: bytes) -> None:
-    """Sends what a connection takes without waiting; nothing if it is closed."""
+    """Send as much as a connection takes without waiting; do nothing if it is closed."""
     if descriptor < 0:
         return
     borrowed = socket.socket(fileno=descriptor)
@@ -525,7 +525,7 @@ def _try_send(descriptor: int, data: bytes) -> None:
 
 
 def _keep_alive(stream: trio.SocketStream) -> None:
-    """Lets the kernel find out about a machine that is gone without a word."""
+    """Let the kernel detect a machine that has gone without a message."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),

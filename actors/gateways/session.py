@@ -1,11 +1,11 @@
-"""RPCSession: one client's calls over msgpack-RPC messages, whatever carries the messages; knows no sockets.
+"""RPCSession: one client's calls over msgpack-RPC messages, for every transport; it uses no sockets.
 
     message --> RPCSession --> OpenCall --> Dispatcher --> Batcher
                                    |
     client  <--   Outbox   <-- tokens for which there is credit
 
-An OpenCall is a call between its request and its final, and the tokens that wait for its client's credit. The Outbox
-is what waits to be sent to the client, in order.
+An OpenCall is a call between its request and its final, with the tokens that wait for its client's credit. The Outbox
+holds the unsent messages of the client, in order.
 """
 
 import logging
@@ -35,40 +35,40 @@ from genbatch.proto.rpc import (
     tokens_message,
 )
 
-# Tokens and other messages that may wait for a client that does not read, beyond what its socket holds for it.
+# The most tokens and other messages that wait for a client that does not read, in addition to its socket's buffer.
 MAX_WAITING = 1024
-# A message of more tokens would only be late.
+# The most tokens of one message; a larger message would only delay them.
 MAX_TOKENS_A_MESSAGE = 256
 
 
 class Outbox:
-    """Messages, and tokens not yet made into messages: those of a client that coalesces share one as long as they wait.
+    """Unsent messages, and tokens without a message so far; waiting tokens of a client that coalesces share a message.
 
-    How many tokens a message has is so decided by how far sending is behind, and by nothing else.
+    So only the delay of sending decides how many tokens a message has.
     """
 
     __slots__ = ("_entries", "num_waiting")
 
     def __init__(self) -> None:
         self.num_waiting = 0  # tokens and other messages
-        self._entries: deque[bytes | list[TokenArray]] = deque()  # tokens that do not share are lists of one
+        self._entries: deque[bytes | list[TokenArray]] = deque()  # a token that is not shared is a list of one
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
     @property
     def is_full(self) -> bool:
-        """Whether more is waiting than may wait for a client that takes nothing."""
+        """True if more messages wait than a client may leave unread."""
         # guard: bound of the outbox
         return self.num_waiting > MAX_WAITING
 
     def post(self, message: bytes) -> None:
-        """Appends a message that is not a token."""
+        """Append a message that is not a token."""
         self._entries.append(message)
         self.num_waiting += 1
 
     def post_token(self, token: TokenArray, *, coalesce: bool) -> None:
-        """Appends a token, to the message in front of it where that is allowed."""
+        """Append a token, to the message before it where that is allowed."""
         self.num_waiting += 1
         if coalesce and self._entries:
             last = self._entries[-1]
@@ -78,7 +78,7 @@ class Outbox:
         self._entries.append([token])
 
     def head(self) -> bytes | None:
-        """The next message to send; None if nothing waits."""
+        """Return the next message to send; None for none."""
         if not self._entries:
             return None
         entry = self._entries[0]
@@ -87,12 +87,12 @@ class Outbox:
         return token_message(entry[0]) if len(entry) == 1 else tokens_message(entry)
 
     def pop(self) -> None:
-        """The head was sent."""
+        """Remove the head after it was sent."""
         entry = self._entries.popleft()
         self.num_waiting -= len(entry) if type(entry) is list else 1
 
     def take_all(self, max_bytes: int) -> bytes:
-        """The next messages one after another, about `max_bytes` of them; they count as sent."""
+        """Return the next messages as bytes, about `max_bytes` of them; they count as sent."""
         taken = bytearray()
         while len(taken) < max_bytes and (message := self.head()) is not None:
             taken += message
@@ -100,17 +100,17 @@ class Outbox:
         return bytes(taken)
 
     def drop_tokens(self) -> None:
-        """Forgets the tokens; their calls are being cancelled, and finals are never dropped for others."""
+        """Drop the tokens of calls that are being cancelled; finals are never dropped."""
         self._entries = deque(entry for entry in self._entries if type(entry) is not list)
         self.num_waiting = len(self._entries)
 
     def clear(self) -> None:
-        """Forgets everything: nobody is left to read it."""
+        """Drop all messages, since the client is gone."""
         self._entries.clear()
         self.num_waiting = 0
 
 
-# Tokens of one stream that wait for credit, and how many seconds they do.
+# The most tokens of one stream that wait for credit, and the most seconds of that wait.
 MAX_HELD = 4096
 STALLED_S = 10.0
 
@@ -119,8 +119,8 @@ class OpenCall:
     """One call of a session.
 
     Args:
-        options: how its tokens travel.
-        outbox: where tokens go for which there is credit.
+        options: the stream options of its tokens.
+        outbox: takes the tokens with credit.
     """
 
     __slots__ = ("_caught_up", "_coalesce", "_credit", "_held", "_outbox", "_stalled_since", "reason", "scope")
@@ -130,21 +130,21 @@ class OpenCall:
         self.reason: GenbatchError | None = None  # why it was cancelled
         self._outbox = outbox
         self._coalesce = options.coalesce
-        self._credit = options.credit  # None: nobody counts
+        self._credit = options.credit  # None: no limit
         self._held: deque[TokenArray] = deque()
-        self._stalled_since: float | None = None  # tokens wait, and no credit has come since
+        self._stalled_since: float | None = None  # the start of the wait for credit
         self._caught_up = trio.Event()
         self._caught_up.set()
 
     def cancel(self, reason: GenbatchError) -> None:
-        """Ends it; the first reason stands."""
+        """Cancel the call; the first reason counts."""
         if self.reason is None:
             self.reason = reason
             self._held.clear()
             self.scope.cancel()
 
     def deliver(self, token: TokenArray) -> bool:
-        """Sends the next token, or keeps it until there is credit; returns whether it was sent."""
+        """Send the next token, or keep it until there is credit; return whether it was sent."""
         if self._credit is not None:
             # guard: credit of a stream
             if not self._credit:
@@ -155,7 +155,7 @@ class OpenCall:
         return True
 
     def grant(self, count: int) -> None:
-        """The client can take `count` more tokens; a call that announced no credit has no need of it."""
+        """Add credit for `count` tokens; a call without credit in its options ignores it."""
         if self._credit is None:
             return
         self._credit = min(self._credit + count, MAX_CREDIT)
@@ -167,11 +167,11 @@ class OpenCall:
             self._caught_up.set()
 
     async def caught_up(self) -> None:
-        """Waits until no token waits for credit."""
+        """Wait until no token waits for credit."""
         await self._caught_up.wait()
 
     def check_stalled(self, now: float) -> None:
-        """Cancels it if its client has granted nothing for too long while tokens wait."""
+        """Cancel the call if its client has granted no credit for too long while tokens wait."""
         # guard: stalled stream
         if self._stalled_since is not None and now - self._stalled_since > STALLED_S:
             self.cancel(Cancelled(f"the client granted no credit for {STALLED_S:g} s"))
@@ -190,20 +190,20 @@ logger = logging.getLogger(__name__)
 
 
 class CallHost:
-    """Where the calls of a gateway's clients run, until the gateway stops.
+    """Hosts the calls of a gateway's clients, until the gateway stops.
 
     Args:
-        nursery: of the gateway's; may be closed once `closing` is set.
+        nursery: the gateway's nursery; it may be closed once `closing` is set.
     """
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.nursery = nursery
-        self.closing: GenbatchError | None = None  # what is asked from now on is answered with this
-        self.is_retiring = False  # clients are to open their next connection, which another service takes
+        self.closing: GenbatchError | None = None  # the error of all later calls
+        self.is_retiring = False  # clients must reconnect, to another service
         self._ends = trio.Lock()
 
     async def turn_to_end(self) -> None:
-        """Lets one client a turn of the event loop end: where a hundred hang up at once, tokens pass in between."""
+        """Let one client end per turn of the event loop, so that tokens are sent while many clients hang up."""
         async with self._ends:
             await trio.lowlevel.checkpoint()
 
@@ -213,11 +213,11 @@ class RPCSession:
 
     Args:
         dispatcher: runs the methods.
-        host: where calls run.
-        outbox: takes what is to be sent to the client.
-        wake: called when there is something in it, must not block or raise.
+        host: hosts the calls' tasks.
+        outbox: takes the messages to the client.
+        wake: called when the outbox has a message; must not block or raise.
         peer: its name and its account.
-        tenant: whose key or token it has shown; None where none is asked for.
+        tenant: the tenant of its key or token; None at a gateway without keys and tokens.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class RPCSession:
         self.client = peer.name
         self._account = peer.account
         self.tenant = tenant
-        self.lease_s: float | None = None  # the client asked to be taken for dead after so many silent seconds
+        self.lease_s: float | None = None  # after this silence the client counts as gone
         self._dispatcher = dispatcher
         self._host = host
         self._outbox = outbox
@@ -245,11 +245,11 @@ class RPCSession:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have not ended."""
+        """The number of open calls."""
         return len(self._calls)
 
     def receive(self, data: bytes, *, may_stream: bool = True) -> bool:
-        """Acts on one message; returns False for what does not even begin as a message of the protocol does.
+        """Handle one message; return False if it is of another protocol.
 
         Args:
             data: the message.
@@ -275,7 +275,7 @@ class RPCSession:
         return True
 
     def refuse(self, data: bytes, error: GenbatchError) -> None:
-        """Answers a message that could not be received whole.
+        """Answer a message that could not be received whole.
 
         Args:
             data: its beginning.
@@ -284,22 +284,22 @@ class RPCSession:
         self._post(self._connection.refusal(data, error))
 
     def go_away(self) -> None:
-        """Ask the client, once, to use another connection for new requests; this one still takes them."""
+        """Ask the client, once, to open another connection for new requests; this connection still takes them."""
         if not self._has_gone_away:
             self._has_gone_away = True
             self._post(goaway_message())
 
     def heartbeat(self) -> None:
-        """Tells the client that its calls are alive."""
+        """Tell the client that its calls are alive."""
         self._post(self._connection.heartbeat())
 
     def cancel_all(self, reason: GenbatchError) -> None:
-        """Ends every open call with `reason`."""
+        """Cancel every open call with `reason`."""
         for call in self._calls.values():
             call.cancel(reason)
 
     def check_stalled(self, now: float) -> None:
-        """Ends the calls whose client has stopped reading their tokens."""
+        """Cancel the calls of a client that has stopped reading their tokens."""
         for call in self._calls.values():
             call.check_stalled(now)
 
@@ -320,7 +320,7 @@ class RPCSession:
         self._host.nursery.start_soon(self._serve, request, name=f"{request.method} of {self.client}")
 
     async def _serve(self, request: CallReceived) -> None:
-        """Runs a call and sends its one final; raises nothing: our own bug ends one call, not every client's."""
+        """Run a call and send its one final; a bug of ours ends this call only."""
         try:
             final = await self._final(request, self._calls[request.msgid])
         except Exception:
@@ -366,7 +366,7 @@ class RPCSession:
             return self._connection.error(request.msgid, EngineError("the result cannot be sent"))
 
     def _log_refusal(self, error: GenbatchError) -> None:
-        """One line for a client, however many messages of it are refused; the rest only where all is logged."""
+        """Log the first refused message of a client; log the others at debug level only."""
         level = logging.DEBUG if self._has_been_refused else logging.INFO
         self._has_been_refused = True
         logger.log(level, "refused a message of client %s: %s", self.client, error)

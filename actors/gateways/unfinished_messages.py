@@ -1,16 +1,16 @@
-"""UnfinishedMessages: the bytes that libzmq holds of messages that have begun and not ended, of all TCP connections.
+"""UnfinishedMessages: bounds the memory that libzmq uses for unfinished messages of all TCP connections.
 
     unfinished = UnfinishedMessages(end, has_unread, is_encrypted=False)
     nursery.start_soon(unfinished.watch)
     unfinished.begin(connection)
     unfinished.took(connection, frames)
 
-libzmq hands over whole messages only. It keeps the frames of a message until the message ends, and bounds neither
-their number nor their bytes. The kernel tells how many bytes have come by a connection, and how many of them libzmq
-has not read. What is left, less the messages that were taken, is in libzmq's memory: half messages and heartbeats.
+libzmq delivers whole messages only. It keeps the frames of a message until the message ends, and bounds neither their
+number nor their bytes. The kernel reports the received bytes of a connection, and the bytes that libzmq has not read.
+The difference, less the delivered messages, is in libzmq's memory: unfinished messages and heartbeats.
 
-Heartbeats cannot be told from frames, and their bytes are never taken. A connection may have as many bytes as
-heartbeats make. It is ended only if the room is full and no connection has more than heartbeats.
+Heartbeats look like frames here, and their bytes are never delivered. So a connection may hold as many bytes as its
+heartbeats. It is ended only if the room is full and no connection holds more than heartbeats.
 """
 
 import array
@@ -31,18 +31,18 @@ from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Of one connection. A message that is merely too large must arrive, so that it gets an error that says so.
+# The limit of one connection. A message that is merely too large must arrive, so that its sender gets an error.
 MAX_BYTES_BETWEEN = 2 * MAX_TRANSPORT_BYTES
-# Of all connections. Frames without content take 33 times as much memory: 64 bytes of it for two on the wire.
+# The limit of all connections. Frames without content take 33 times as much memory: 64 bytes for two on the wire.
 MAX_UNFINISHED = 16 * 2**20
-# While whole messages wait to be taken they count, too: the room is as many times larger meanwhile.
+# Whole messages that wait to be taken count, too, so the limit is this much higher meanwhile.
 SPARE_FOR_WHOLE = 4
-# Seconds between two looks while bytes come.
+# Seconds between two checks while bytes arrive.
 LOOK_S = 0.02
-# What an honest peer may send beside its messages: the handshake, and at each interval a PING and a PONG (16 bytes, or
-# 82 with CURVE).
+# The most bytes of an honest peer in addition to messages: the handshake, and at each interval a PING and a PONG (16
+# bytes, or 82 with CURVE).
 HANDSHAKE_BYTES, HEARTBEAT_BYTES = 1024, 128
-# CURVE's name of the command, nonce, code and flags, around each frame.
+# CURVE adds the command's name, nonce, code and flags to each frame.
 CURVE_BYTES = 33
 # In Linux's `struct tcp_info`: tcpi_bytes_received.
 _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
@@ -50,14 +50,14 @@ _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
 
 @dataclass(slots=True)
 class HeldBytes:
-    """What has come by one connection.
+    """The bytes of one connection.
 
     Args:
         since: when its last whole message was taken, or when it began; seconds on the event loop's clock.
-        ended: how many of its bytes were of whole messages, at least.
-        read: how many libzmq had read at the last look.
-        settled: how many libzmq had read at the last look at which no whole message waited.
-        grew: when a look last found more.
+        ended: a lower bound of its bytes that belong to whole messages.
+        read: the bytes that libzmq had read at the last check.
+        settled: the bytes that libzmq had read at the last check without a waiting whole message.
+        grew: the time of the last check that found more bytes.
     """
 
     since: float
@@ -68,21 +68,21 @@ class HeldBytes:
 
     @property
     def num_held(self) -> int:
-        """Bytes that libzmq may hold, heartbeats included."""
+        """The bytes that libzmq may hold, including heartbeats."""
         return max(0, self.read - self.ended)
 
     def excess(self, now: float) -> int:
-        """Bytes that libzmq holds beyond what heartbeats make in the time."""
+        """Return the bytes that libzmq holds beyond the heartbeats of the time."""
         intervals = (now - self.since) * 1000 / (zeromq_socket.HEARTBEAT_IVL or 1000)
         return self.num_held - HANDSHAKE_BYTES - int(HEARTBEAT_BYTES * (intervals + 1))
 
 
 class UnfinishedMessages:
-    """Ends connections when they hold too much; idle where the system does not tell what has come (not Linux).
+    """Ends connections that hold too many bytes; inactive on systems without the kernel's counts (not Linux).
 
     Args:
         end: ends a connection soon.
-        has_unread: whether whole messages have come that nobody has taken yet.
+        has_unread: whether whole messages have arrived that were not taken yet.
         is_encrypted: whether the connections use CURVE.
     """
 
@@ -91,44 +91,44 @@ class UnfinishedMessages:
         self._has_unread = has_unread
         self._frame_bytes = CURVE_BYTES if is_encrypted else 0
         self._arrived: dict[int, HeldBytes] = {}
-        # Tells of connections by which something has come, also when libzmq has read it at once.
+        # Reports connections with new bytes, even after libzmq has read them.
         self._news = select.epoll() if hasattr(select, "epoll") and hasattr(socket, "TCP_INFO") else None
 
     @property
     def num_held(self) -> int:
-        """Bytes that libzmq may hold, of all connections."""
+        """The bytes that libzmq may hold, of all connections."""
         return sum(arrived.num_held for arrived in self._arrived.values())
 
     def begin(self, connection: int) -> None:
-        """A TCP connection is there."""
+        """Watch a new TCP connection."""
         if self._news is None:
             return
         try:
-            # A new connection can be written to, and that is news: it is looked at once, whatever came before.
+            # A new connection is writable, which is an event: it is checked at once, even if bytes came before.
             self._news.register(connection, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
-        except FileExistsError:  # registered as the one before it with the same descriptor
+        except FileExistsError:  # an earlier connection had this descriptor
             pass
-        except OSError:  # it has ended, which libzmq is about to tell
+        except OSError:  # it has ended, as libzmq will report
             return
         self._arrived[connection] = HeldBytes(since=trio.current_time())
 
     def forget(self, connection: int) -> None:
-        """A connection is no more, or will soon be."""
+        """Forget a connection that has ended or will end soon."""
         self._arrived.pop(connection, None)
 
     def took(self, connection: int, frames: Sequence[bytes]) -> None:
-        """A whole message of the connection was taken."""
+        """Book a whole message of the connection that was taken."""
         arrived = self._arrived.get(connection)
         if arrived is None:
             return
         sizes = [len(frame) + self._frame_bytes for frame in frames]
         arrived.ended += sum(size + (2 if size < 256 else 9) for size in sizes)
-        # The message had not ended when no message waited, so all bytes until then came before its end.
+        # While no message waited, this message had not ended, so all bytes until then came before its end.
         arrived.ended = max(arrived.ended, arrived.settled)
         arrived.since = trio.current_time()
 
     async def watch(self) -> None:
-        """Looks at what has come, until cancelled."""
+        """Check the bytes that arrive, until cancelled."""
         if self._news is None:
             return
         with self._news:
@@ -140,12 +140,12 @@ class UnfinishedMessages:
                 await trio.sleep(LOOK_S)
 
     def _look(self, connections: Sequence[int]) -> bool:
-        """Counts anew by what connections something has come; returns whether all fits into the usual room."""
+        """Check these connections' bytes; return whether all bytes fit within the usual limit."""
         now = trio.current_time()
         known = [(connection, self._arrived[connection]) for connection in connections if connection in self._arrived]
         for connection, arrived in known:
             arrived.read, arrived.grew = max(arrived.read, bytes_read(connection)), now
-        has_unread = self._has_unread()  # after the counts: what had ended by then waits now, or was taken
+        has_unread = self._has_unread()  # after the counts: an ended message waits, or was taken
         for connection, arrived in known:
             if not has_unread:
                 arrived.settled = arrived.read
@@ -156,7 +156,7 @@ class UnfinishedMessages:
         return self.num_held <= MAX_UNFINISHED
 
     def _keep_room(self, now: float, room: int) -> None:
-        """Ends connections until the others fit: those whose message has not grown for longest first."""
+        """End connections until the others fit: first those with the longest unchanged message."""
         excess = self.num_held - room
         # guard: unfinished messages of strangers
         if excess <= 0:
@@ -181,7 +181,7 @@ class UnfinishedMessages:
 
 
 def bytes_read(connection: int) -> int:
-    """Bytes that have come by a TCP connection of libzmq's and that libzmq has read; 0 if it is none any more."""
+    """Return the bytes that libzmq has read from a TCP connection; 0 if the connection has ended."""
     try:
         borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=connection)
     except OSError:

@@ -4,10 +4,10 @@
     await nursery.start(gateway.run)
     print(gateway.address)
 
-A ROUTER socket: DEALER clients stream and have many calls open, REQ clients get one final for each request. Each
-call is a task with a cancel scope. It is cancelled when the client says so, when ZeroMQ says that the client is gone,
-when a client that promised to be heard is silent for too long, and when a client does not read what it is sent. A
-ZeroMQPeer is what the gateway knows of one client: its calls, and the messages that wait for it to read.
+The gateway is a ROUTER socket: DEALER clients stream and have many calls open, REQ clients get one final for each
+request. Each call is a task with a cancel scope. A call is cancelled in four cases: the client cancels it, ZeroMQ
+reports that the client is gone, a client with a lease is silent for too long, or a client does not read its messages.
+A ZeroMQPeer is one client's state: its calls, and its unsent messages.
 """
 
 import logging
@@ -35,8 +35,8 @@ class ZeroMQPeer:
     """One client of the gateway.
 
     Args:
-        identity: its routing id, which it chooses itself.
-        key: the CURVE key that it has shown, in Z85; "" where none is asked for.
+        identity: its routing id, chosen by the client.
+        key: its CURVE key, in Z85; "" at a gateway without keys.
         connection: file descriptor of its connection.
         session: its calls.
         now: when it was heard, seconds on the event loop's clock.
@@ -59,26 +59,26 @@ class ZeroMQPeer:
         self.key = key
         self.connection = connection
         self.session: RPCSession
-        self.delimited = False  # its messages have the empty frame of a REQ socket, so ours to it have too
+        self.delimited = False  # it is a REQ socket: messages have an empty first frame
         self.last_heard = now
         self.is_gone = False
-        self.blocked_since: float | None = None  # it took nothing of its outbox since then
+        self.blocked_since: float | None = None  # since then it has taken no message
         self.outbox = Outbox()
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no call and nothing waits for it."""
+        """True if it has no open call and no unsent message."""
         return self.session.num_calls == 0 and not self.outbox
 
     def frames(self, message: bytes) -> list[bytes]:
-        """`message` as this client expects it."""
+        """Return `message` in the frames that this client expects."""
         return [self.identity, b"", message] if self.delimited else [self.identity, message]
 
     def flush(self, try_send: Callable[[list[bytes]], bool], now: float) -> bool:
-        """Sends what waits, as far as the client takes it; returns whether that is all.
+        """Send waiting messages until the client takes no more; return whether all were sent.
 
-        A client with too much waiting loses its calls and the tokens that wait, not the finals. One that has too
-        many even of those gets nothing any more.
+        A client with too many unread messages loses its calls and its waiting tokens, but not its finals. A client with
+        too many unread finals gets no messages any more.
         """
         while (message := self.outbox.head()) is not None:
             if not try_send(self.frames(message)):
@@ -87,7 +87,7 @@ class ZeroMQPeer:
                 self._bound()
                 return not self.outbox
             self.blocked_since = None
-            if self.outbox:  # empty once the attempt found the client gone
+            if self.outbox:  # empty if the client was found gone
                 self.outbox.pop()
         return True
 
@@ -99,7 +99,7 @@ class ZeroMQPeer:
             self.leave()
 
     def leave(self) -> None:
-        """The client is gone: its calls are cancelled, nothing more is sent."""
+        """Cancel the calls of a client that is gone, and drop its messages."""
         self.is_gone = True
         self.outbox.clear()
         self.session.cancel_all(Cancelled("the client is gone"))
@@ -109,16 +109,16 @@ logger = logging.getLogger(__name__)
 
 # Messages taken before other tasks run.
 MESSAGES_PER_TURN = 64
-# And no more of them once they have so many bytes: reading a megabyte takes milliseconds, 64 of them hold up everybody.
+# The byte limit of one turn: reading a megabyte takes milliseconds, and 64 of them would delay all clients.
 BYTES_PER_TURN = 2**17
-# Seconds. How often silence is looked for and live calls are confirmed; how long a client may be silent at most.
+# Seconds between checks for silent clients, which also confirm live calls; and the default and longest lease.
 SWEEP_S = 1.0
 DEFAULT_LEASE_S, MAX_LEASE_S = 3.0, 60.0
-# Seconds between attempts to send to clients that are slow to read: a ROUTER does not tell when one has room again.
+# Seconds between attempts to send to slow readers: a ROUTER does not report when a client has room again.
 RETRY_S = 0.01
-# Seconds after which a client that reads nothing is taken for gone.
+# Seconds after which a client that does not read counts as gone.
 STALLED_S = 10.0
-# Milliseconds in which the last finals may leave.
+# Milliseconds for the last finals to leave.
 LINGER_MS = 500
 
 
@@ -126,10 +126,10 @@ class ZeroMQGateway:
     """Listens at one address; `run` is a child for a supervisor.
 
     Args:
-        dispatcher: what the methods do.
+        dispatcher: runs the methods.
         address: ipc://PATH, or tcp://HOST:PORT; a port of "*" is chosen.
-        security: who is let in. Without keys HOST must be this machine's own.
-        sockets: where it listens; None opens a socket for this gateway alone.
+        security: the access control. Without keys, HOST must be loopback.
+        sockets: the listening sockets; None opens a socket for this gateway alone.
     """
 
     def __init__(
@@ -149,30 +149,30 @@ class ZeroMQGateway:
         self._peers: dict[bytes, ZeroMQPeer] = {}
         self._peers_by_connection: dict[int, ZeroMQPeer] = {}
         self._guard: ZeroMQGuard
-        self._dirty: dict[ZeroMQPeer, None] = {}  # there is something new in their outboxes
-        self._slow: set[ZeroMQPeer] = set()  # they did not take all of it
-        self._wake = trio.Event()  # some are dirty
-        self._backlog = trio.Event()  # some are slow
+        self._dirty: dict[ZeroMQPeer, None] = {}  # peers with new messages
+        self._slow: set[ZeroMQPeer] = set()  # peers that did not take all messages
+        self._wake = trio.Event()  # set when a peer is dirty
+        self._backlog = trio.Event()  # set when a peer is slow
         self._socket: ZeroMQSocket
         self._calls: CallHost
 
     @property
     def num_calls(self) -> int:
-        """Calls that have not ended, of all clients."""
+        """The number of open calls, of all clients."""
         return sum(peer.session.num_calls for peer in self._peers.values())
 
     @property
     def num_connections(self) -> int:
-        """Clients that are connected."""
+        """The number of connected clients."""
         return len(self._guard.connections)
 
     def retire(self) -> None:
-        """Accept no more connections, and ask clients to open their next one: another service has the sockets."""
+        """Accept no more connections, and tell clients to reconnect, since another service has the sockets."""
         self._part_from(self._guard.connections.ended())
         if self._guard.connections.has_accepted:
             for lent in self._lent:
                 lent.stop_accepting()
-        else:  # libzmq may not poll them yet, and there is no connection that it would end
+        else:  # libzmq may not poll them yet, and unbinding ends no connection
             for lent in self._lent:
                 self._socket.unbind(lent.endpoint)
                 lent.give_up()
@@ -182,7 +182,7 @@ class ZeroMQGateway:
             peer.session.go_away()
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
+        """Serve until cancelled, then end every call with Unavailable; `started` with the address once it listens.
 
         Raises:
             AddressError: it cannot or must not listen there.
@@ -216,7 +216,7 @@ class ZeroMQGateway:
                 self._stop_listening()
 
     async def _host_calls(self, stopping: trio.Event, task_status: trio.TaskStatus[trio.Nursery]) -> None:
-        """The nursery that calls run in. Shielded, because each ends by its own scope and then sends its final."""
+        """Run the nursery of the calls, shielded: each call ends by its own scope and then sends its final."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 task_status.started(nursery)
@@ -228,9 +228,9 @@ class ZeroMQGateway:
         self._socket.set(zmq.ROUTER_HANDOVER, 0)
         # guard: cap on a frame, ZeroMQ
         self._socket.set(zmq.MAXMSGSIZE, MAX_TRANSPORT_BYTES)
-        # With a bound libzmq stops reading where it is reached. If that client then resets its connection with a PING
-        # among what was read, libzmq 4.3.5 aborts the process (`!_io_error`, stream_engine_base.cpp). The bounds are
-        # ours: ZeroMQConnections.took and UnfinishedMessages.
+        # With a bound, libzmq stops reading at the bound. If the client then resets its connection, with a PING among
+        # the read bytes, libzmq 4.3.5 aborts the process (`!_io_error`, stream_engine_base.cpp). So the bounds are in
+        # our own code: ZeroMQConnections.took and UnfinishedMessages.
         self._socket.set(zmq.RCVHWM, 0)
         if self.address.startswith("tcp://["):
             self._socket.set(zmq.IPV6, 1)
@@ -270,14 +270,14 @@ class ZeroMQGateway:
     def _receive(self, signed: Signed) -> None:
         connection, connections = signed.connection, self._guard.connections
         if connection is None or connection not in connections:
-            return  # nobody is there any more to have it answered
+            return  # the client is gone, so no answer is needed
         if connections.took(connection, signed.parts[1:]):
             with self._fault_ends(connection):
                 self._act(connection, signed)
 
     @contextmanager
     def _fault_ends(self, connection: int) -> Iterator[None]:
-        """Has a fault of ours, at what one client said or is to be sent, end that client's connection alone."""
+        """End a single client's connection after a fault of ours at this client's messages."""
         try:
             yield
         except Exception:
@@ -293,7 +293,7 @@ class ZeroMQGateway:
         peer.last_heard = trio.current_time()
         peer.delimited = len(rest) > 1 and not rest[0]
         message = rest[1:] if peer.delimited else rest
-        # Several frames make no message; the decoder says so of an empty one.
+        # Several frames are no valid message; the decoder refuses the empty message in their place.
         data = message[0] if len(message) == 1 else b""
         # guard: keys taken off the list
         if self._guard.is_welcome(peer.key):
@@ -303,9 +303,9 @@ class ZeroMQGateway:
             peer.session.refuse(data, _revoked())
 
     def _meet(self, identity: bytes, connection: int, key: str) -> ZeroMQPeer:
-        """A peer for a connection that is heard for the first time.
+        """Return a peer for a connection's first message.
 
-        Whoever had its identity or its descriptor before has ended: ROUTER_HANDOVER is off.
+        An earlier peer with this identity or this descriptor has ended, since ROUTER_HANDOVER is off.
         """
         for former in (self._peers.get(identity), self._peers_by_connection.get(connection)):
             if former is not None:
@@ -325,7 +325,7 @@ class ZeroMQGateway:
         return peer
 
     def _part_from(self, ended: list[int]) -> None:
-        """Ends the calls of clients whose connections have ended, before their identities can be another's."""
+        """End the calls of clients with ended connections, before another client can take their identities."""
         for connection in ended:
             peer = self._peers_by_connection.get(connection)
             if peer is not None:
@@ -333,20 +333,20 @@ class ZeroMQGateway:
                 self._forget(peer)
 
     def _has_mail(self, peer: ZeroMQPeer) -> None:
-        """There is something to send to the client, soon: what comes until then can go along."""
+        """Send the client's messages soon, together with messages that come until then."""
         self._dirty[peer] = None
         self._wake.set()
 
     def _try_send(self, peer: ZeroMQPeer, frames: list[bytes]) -> bool:
-        """Whether the message needs no further attempt: it was taken, or nobody is there to take it."""
+        """Return True if the message needs no further attempt: it was taken, or the client is gone."""
         if self._guard.asks_for_keys:
-            # Another client may have the identity by now: it must not get these tokens.
+            # Another client may have taken the identity, and must not get these tokens.
             self._part_from(self._guard.connections.ended())
             if peer.is_gone:
                 return True
         try:
             return self._socket.try_send_unsettled(frames)
-        except (zmq.ZMQError, trio.ClosedResourceError):  # EHOSTUNREACH; nothing else is known to happen
+        except (zmq.ZMQError, trio.ClosedResourceError):  # EHOSTUNREACH; no other error is known here
             peer.leave()
             return True
 
@@ -368,7 +368,7 @@ class ZeroMQGateway:
             del self._peers_by_connection[peer.connection]
 
     async def _send_new(self) -> None:
-        """Sends what has come since the event loop's last turn: the busier it is, the more goes at once."""
+        """Send the messages since the event loop's last turn: the busier the loop, the more go at once."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -378,7 +378,7 @@ class ZeroMQGateway:
             self._socket.settle()
 
     async def _send_again(self) -> None:
-        """Sends what slow readers left waiting."""
+        """Send the messages that slow readers left waiting."""
         while True:
             await self._backlog.wait()
             self._backlog = trio.Event()
@@ -389,12 +389,12 @@ class ZeroMQGateway:
             self._socket.settle()
 
     async def _sweep(self) -> None:
-        """Cancels calls of silent clients, confirms those of others, forgets the idle."""
+        """Cancel calls of silent clients, confirm other clients' calls, and forget idle clients."""
         last = trio.current_time()
         while True:
             await trio.sleep(SWEEP_S)
             now = trio.current_time()
-            late = now - last - SWEEP_S  # while the event loop was held up nobody could be heard
+            late = now - last - SWEEP_S  # a delayed event loop heard no client
             last = now
             for peer in list(self._peers.values()):
                 peer.last_heard += late

@@ -1,16 +1,16 @@
-"""ZeroMQGuard: who gets a connection to the ZeroMQ gateway, how many there are, and which have ended.
+"""ZeroMQGuard: admits connections to the ZeroMQ gateway, bounds their number, and reports those that have ended.
 
     async with open_guard(socket, keys) as guard:
         address = socket.bind(...)
         nursery.start_soon(guard.run, on_ended)
 
-ZeroMQConnections: a ROUTER tells nothing of its connections. Its monitor does: an event at each one's start and end,
-with the file descriptor, which each message carries too. An end is told before another client can take the identity
-that became free by it.
+ZeroMQConnections: a ROUTER reports nothing about its connections, but its monitor does. The monitor sends an event at
+the start and the end of each connection, with the file descriptor, which each message carries, too. The event of an
+end comes before another client can take the identity of the ended connection.
 
-ZAPHandler: tells libzmq which clients' keys are on the list (ZeroMQ RFC 27). libzmq asks over a socket inside the
-process, at each handshake, before it lets one frame of the client in. The key that was shown comes with every message
-afterwards, as its User-Id.
+ZAPHandler: tells libzmq which clients' keys are on the list (ZeroMQ RFC 27). libzmq asks at each handshake, over a
+socket inside the process, before it accepts a frame of the client. After that, every message carries the client's key
+as its User-Id.
 """
 
 import contextlib
@@ -31,23 +31,23 @@ from genbatch.actors.security.curve_keys import ServerKeys
 
 logger = logging.getLogger(__name__)
 
-# What one client may send while there is always something left to take: far more than 256 open calls have to say.
+# The most that one client may send while unread messages remain: far more than 256 open calls need.
 MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28
-# A share of the limit that may come beyond it until what has come is taken.
+# The share by which connections may exceed the limit until all received messages are taken.
 SPARE = 4
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-_EVENT = struct.Struct("=HI")  # what happened; the file descriptor
+_EVENT = struct.Struct("=HI")  # the event; the file descriptor
 
 
 class ZeroMQConnections:
-    """The connections of one socket, by file descriptor, as of the last look.
+    """The connections of one socket, by file descriptor, as of the last monitor events.
 
     Args:
         monitor: receives EVENTS of the socket.
-        limit: most connections. With more, those that have been silent longest are ended: a flood of
-            connections that never speak pushes itself out, and whoever speaks at once gets in.
-        has_unread: whether messages have come that nobody has taken yet: who counts as silent may have sent one.
-        is_encrypted: whether they use CURVE.
+        limit: most connections. Above the limit, the longest silent ones are ended: a flood of silent connections
+            pushes itself out, and a client that speaks at once gets in.
+        has_unread: whether messages have arrived that were not taken yet: a silent client may have sent one of them.
+        is_encrypted: whether the connections use CURVE.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class ZeroMQConnections:
         self._monitor = monitor
         self._limit = limit
         self._has_unread = has_unread
-        self.has_accepted = False  # there was a connection
+        self.has_accepted = False  # set at the first connection
         self._name: int | str | None = None
-        self._taken: dict[int, list[int]] = {}  # messages and bytes that came by it since the queue was last empty
+        self._taken: dict[int, list[int]] = {}  # messages and bytes since the queue was last empty
         self.unfinished = UnfinishedMessages(self.end, has_unread, is_encrypted=is_encrypted)
         self._open: set[int] = set()
-        self._silent: dict[int, None] = {}  # no message has come yet, oldest first
-        self._ending: set[int] = set()  # we have ended it, libzmq has not said so yet
+        self._silent: dict[int, None] = {}  # without a message so far, oldest first
+        self._ending: set[int] = set()  # ended by us, and not yet reported by libzmq
 
     def __len__(self) -> int:
         return len(self._open)
@@ -76,14 +76,14 @@ class ZeroMQConnections:
         return connection in self._open and connection not in self._ending
 
     def listens_at(self, address: str) -> None:
-        """The socket is bound; until then nothing is limited."""
+        """Note the address of the bound socket; before that, no connection is ended."""
         transport, _, rest = address.partition("://")
         self._name = int(rest.rpartition(":")[2]) if transport == "tcp" else rest
 
     def took(self, connection: int, frames: Sequence[bytes]) -> bool:
-        """Counts a message that came by it; returns whether it may send more, or else ends it.
+        """Count a connection's message; return whether the client may send more, or else end the connection.
 
-        libzmq's own bound on a client's queue is not used (see RCVHWM), so a flood must be cut off.
+        libzmq's own bound on a client's queue is not used (see RCVHWM), so a flood must be cut off here.
         """
         self.unfinished.took(connection, frames)
         counts = self._taken.setdefault(connection, [0, 0])
@@ -98,22 +98,22 @@ class ZeroMQConnections:
         return False
 
     def emptied(self) -> None:
-        """All that had come was taken: nobody floods, and who is silent has said nothing."""
+        """Reset the counts, since all received messages were taken; silent clients have sent nothing."""
         self._taken.clear()
         self._keep_limit()
 
     def heard(self, connection: int) -> None:
-        """A message came by it, so its client has passed the handshake."""
+        """Note a connection's first message, which shows that its client has passed the handshake."""
         self._silent.pop(connection, None)
 
     async def changed(self) -> list[int]:
-        """Waits until connections begin or end; returns those that have ended, in their order."""
+        """Wait until connections begin or end; return the ended ones in order."""
         ended = self._take(await self._monitor.recv_many(1024))
         self._keep_limit()
         return ended
 
     def ended(self) -> list[int]:
-        """Connections that have ended since the last look."""
+        """Return the connections that have ended since the last call."""
         return self._take(self._monitor.try_recv_many(1024))
 
     def _take(self, messages: list[Frames]) -> list[int]:
@@ -124,7 +124,7 @@ class ZeroMQConnections:
                 self.has_accepted = True
                 self._open.add(connection)
                 self._silent[connection] = None
-                if isinstance(self._name, int):  # where the socket is a file only its owner can connect
+                if isinstance(self._name, int):  # only the owner can connect to a socket file
                     self.unfinished.begin(connection)
             else:
                 self._open.discard(connection)
@@ -136,13 +136,13 @@ class ZeroMQConnections:
         return ended
 
     def _keep_limit(self) -> None:
-        """Once all is taken that has come. Who sends without a pause cannot put it off for ever."""
+        """End silent connections above the limit; unread messages raise the limit, and cannot disable it."""
         limit = self._limit + self._limit // SPARE if self._has_unread() else self._limit
         while self._silent and len(self._open) - len(self._ending) > limit:
             self.end(next(iter(self._silent)))
 
     def end(self, connection: int) -> None:
-        """Ends a connection; libzmq tells when it has."""
+        """End a connection; libzmq reports the end later."""
         self._silent.pop(connection, None)
         self._ending.add(connection)
         self.unfinished.forget(connection)
@@ -151,18 +151,18 @@ class ZeroMQConnections:
 
 
 def _shut_down(connection: int, name: int | str) -> None:
-    """Ends a connection that libzmq owns, which then notices and closes it.
+    """End a connection that libzmq owns; libzmq then notices and closes it.
 
-    libzmq may just have closed it, and something else have its descriptor; then it must be left alone, unless that is
-    another of our connections, whose client connects again by itself.
+    libzmq may have closed the connection just now, and its descriptor may belong to another file. Such a file must not
+    be touched. Another connection of ours may be ended, since its client reconnects by itself.
 
     Args:
-        name: the port, or the path, that the connection came in at.
+        name: the port or the path at which the connection came in.
     """
     with contextlib.suppress(OSError):  # no socket, or no longer connected
         borrowed = socket.socket(fileno=connection)
         try:
-            borrowed.getpeername()  # a socket that listens has none
+            borrowed.getpeername()  # fails for a listening socket
             local = borrowed.getsockname()
             if name == (local[1] if isinstance(local, tuple) else local):
                 borrowed.shutdown(socket.SHUT_RDWR)
@@ -176,11 +176,11 @@ VERSION = b"1.0"
 
 
 class ZAPHandler:
-    """Answers the questions of one context; made by `open_zap_handler`.
+    """Answers libzmq's questions for one context; made by `open_zap_handler`.
 
     Args:
-        socket: bound to the address where libzmq asks.
-        keys: the list.
+        socket: bound to the address at which libzmq asks.
+        keys: the service's keys, with the list.
     """
 
     def __init__(self, socket: ZeroMQSocket, keys: ServerKeys) -> None:
@@ -188,13 +188,13 @@ class ZAPHandler:
         self._keys = keys
 
     async def run(self) -> None:
-        """Answers until cancelled."""
+        """Answer until cancelled."""
         while True:
             question = await self._socket.recv()
             await self._socket.send(self._answer(question))
 
     def _answer(self, question: Frames) -> Frames:
-        """[version, request id, status, text, user id, metadata], each of which libzmq checks."""
+        """Return [version, request id, status, text, user id, metadata]; libzmq checks each part."""
         match question:
             case [version, request_id, domain, address, _identity, mechanism, *credentials]:
                 pass
@@ -213,17 +213,17 @@ class ZAPHandler:
 
 @asynccontextmanager
 async def open_zap_handler(socket: ZeroMQSocket, keys: ServerKeys) -> AsyncIterator[ZAPHandler]:
-    """Makes a socket, before it is bound, let in only clients whose keys are on the list.
+    """Make an unbound socket admit only clients with keys on the list.
 
     Args:
-        socket: the service's.
-        keys: the service's own, and the list.
+        socket: the service's socket.
+        keys: the service's own keys, and the list.
     """
     async with pumped(socket.context.socket(zmq.REP)) as answers:
         answers.bind(ADDRESS)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, keys.pair.secret)
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody gets in, rather than everybody
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, libzmq admits no client
         yield ZAPHandler(answers, keys)
 
 
@@ -231,11 +231,11 @@ OnEnded = Callable[[list[int]], None]
 
 
 class ZeroMQGuard:
-    """Stands at one listening socket; made by `open_guard`.
+    """Guards one listening socket; made by `open_guard`.
 
     Args:
-        connections: of the socket.
-        keys: None lets everybody in who can reach the address.
+        connections: the socket's connections.
+        keys: the list; None admits every client that can reach the address.
         zap: answers for `keys`.
     """
 
@@ -246,19 +246,19 @@ class ZeroMQGuard:
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether messages carry the key of who sent them."""
+        """True if messages carry their senders' keys."""
         return self._keys is not None
 
     def is_welcome(self, key: str) -> bool:
-        """Whether a key, in Z85, is still on the list; true of everybody where no keys are asked for."""
+        """Return whether a key, in Z85, is still on the list; always True without keys."""
         return self._keys is None or self._keys.client_name(key) is not None
 
     def tenant(self, key: str) -> str | None:
-        """In whose name the owner of a key calls: "" if it is not on the list; None where no keys are asked for."""
+        """Return the tenant of a key: "" if the key is not on the list; None without keys."""
         return None if self._keys is None else self._keys.client_name(key) or ""
 
     async def run(self, on_ended: OnEnded) -> None:
-        """Stands there until cancelled; `on_ended` gets the file descriptors of connections that have ended."""
+        """Guard the socket until cancelled; `on_ended` gets the file descriptors of ended connections."""
         async with trio.open_nursery() as nursery:
             if self._zap is not None:
                 nursery.start_soon(self._zap.run)
@@ -269,14 +269,14 @@ class ZeroMQGuard:
 
 @asynccontextmanager
 async def open_guard(socket: ZeroMQSocket, keys: ServerKeys | None) -> AsyncIterator[ZeroMQGuard]:
-    """Puts a guard at a ROUTER that is not bound yet.
+    """Put a guard at a ROUTER that is not bound yet.
 
     Args:
-        keys: the service's own and its clients'; None lets everybody in who can reach the address.
+        keys: the service's own keys and the list; None admits every client that can reach the address.
     """
     async with AsyncExitStack() as stack:
-        # A socket with a domain refuses the greetings of ZMTP 1.0 and 2.0, which can show no key. Any first byte but
-        # 0xFF, such as that of a web page's POST, is taken for a greeting of ZMTP 1.0.
+        # A socket with a domain refuses the greetings of ZMTP 1.0 and 2.0, which cannot show a key. libzmq takes any
+        # first byte but 0xFF, such as that of a web page's POST, for a greeting of ZMTP 1.0.
         # guard: old greetings
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         monitor = await stack.enter_async_context(monitored(socket, EVENTS))
