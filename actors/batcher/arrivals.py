@@ -95,7 +95,7 @@ class Encoded:
 
 
 class Arrivals:
-    """Requests whose prompt or grammar is with a thread; the length counts their sequences.
+    """Requests with a prompt or a grammar in work on a thread; the length counts their sequences.
 
     `take`, `compiled` and `encoded` return the request once it has its sequences.
 

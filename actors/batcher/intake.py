@@ -588,7 +588,7 @@ class Intake:
 
 @contextmanager
 def _named_refusals() -> Iterator[None]:
-    """A chat template's refusal, as the error that a client gets."""
+    """Raise a chat template's refusal as the error for the client."""
     try:
         yield
     except TemplateEnded as error:
@@ -600,7 +600,7 @@ def _named_refusals() -> Iterator[None]:
 
 
 def _offer(tool: Tool) -> dict[str, Any]:
-    """A tool as templates take it."""
+    """Return a tool in the form that chat templates take."""
     parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     function: dict[str, Any] = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": function}

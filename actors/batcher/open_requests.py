@@ -26,7 +26,7 @@ from genbatch.proto.messages import FinishReason
 class OpenRequests:
     """Every request from its acceptance to its one reply.
 
-    Sequences are freed before the reply, so that a caller who reads the reply finds the slots free. Methods that free
+    Sequences are freed before the reply, so that a caller with the reply finds the slots free. Methods that free
     a sequence run only between two steps.
 
     Args:

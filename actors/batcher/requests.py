@@ -235,7 +235,7 @@ class HeldPrompt(Slotted):
     pinned: bool = False  # configured, not noticed: never dropped to make room
     begun: bool = False  # whether its slot has its cached prefix
     num_reused: int = 0  # tokens that were already cached when it was held
-    noticed_by: "Request | None" = None  # the request that pays for its evaluation, until that request starts
+    noticed_by: "Request | None" = None  # the request that it is evaluated for, until that request starts
 
     @property
     def ready(self) -> bool:

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and what joins it to the gateways."""
+"""The engine in a process of its own, and its link to the gateways."""

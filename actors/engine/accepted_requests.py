@@ -44,7 +44,7 @@ RETRY_MS = 2000
 MAX_DEATHS = 4
 
 
-# This file reads only the deadline of these, and compares them for equality.
+# This file uses only their deadline, the number of their answers, and a fingerprint.
 Wanted: TypeAlias = GenerateRequest | EmbedRequest | ScoreRequest
 
 

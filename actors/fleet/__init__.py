@@ -1,1 +1,1 @@
-"""Several replicas of one model: who serves a request, and what happens when a replica dies."""
+"""Several replicas of one model: the choice of a replica for each request, and recovery from a replica's death."""

@@ -5,9 +5,9 @@
     print(gateway.address)
 
 The gateway is a ROUTER socket: DEALER clients stream and have many calls open, REQ clients get one final for each
-request. Each call is a task with a cancel scope. A call is cancelled in four cases: the client cancels it, ZeroMQ
-reports that the client is gone, a client with a lease is silent for too long, or a client does not read its messages.
-A ZeroMQPeer is one client's state: its calls, and its unsent messages.
+request. Each call is a task with a cancel scope. A call is cancelled when its client cancels it, is gone, or does not
+read its messages. A client with a lease also loses its calls after too long a silence. A ZeroMQPeer is one client's
+state: its calls, and its unsent messages.
 """
 
 import logging
