@@ -1,21 +1,20 @@
-"""The blocks of one layer group: which are free, which are held how often, which still have known content.
+"""Block pools and the prefix cache: reference counts of blocks, and lookup of blocks by content.
 
     pool = BlockPool(512)
     first, second = pool.allocate(2)
-    pool.share(first)      # a second block table holds it
-    pool.release(first)    # still held once
+    pool.share(first)      # a second block table refers to the block
+    pool.release([first])  # one reference is left
 
-A block is used (held at least once), free without known content (uninitialized), or free with the content and
-the hash it had when it was released (initialized), so that a later prompt may take it back. Every operation
-is O(1) a block; ids are 0 .. num_blocks - 1.
+A block is in one of three states. A used block has at least one reference. A free block without known content is
+uninitialized. A free block with known content and a hash is initialized, and a later prompt may reuse it. Every
+operation is O(1) per block; ids are 0 .. num_blocks - 1.
 
-PrefixCache knows which block holds which tokens after which tokens, for whom. A completed block's name is SHA-256
-over the name of the block before it and its own token ids; the first block's parent is derived from a key, so that
-owners with different keys never find each other's blocks, not even by timing. The cache holds no references: a block
-that nobody uses stays findable until the allocator takes it.
+PrefixCache maps content to blocks. A completed block's name is SHA-256 over the previous block's name and the block's
+own token ids. The first block's parent is derived from a key, so owners with different keys never hit each other's
+blocks, not even by timing. The cache holds no references: a free block stays in the cache until it is allocated again.
 
-A prompt hits up to the longest beginning from which every group can go on. A group that attends to all positions needs
-every block of that beginning; a group with a window needs its sinks and the window before that beginning's end.
+A prefix hit is the longest prefix of a prompt from which every group can continue. A group that attends to all
+positions needs every block of the prefix. A group with a window needs its sinks and the window before the prefix's end.
 """
 
 from array import array
@@ -26,22 +25,22 @@ from hashlib import sha256
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.runner import LayerGroup
 
-# Keeps a key that a client chose from being read as (parent, tokens) of some block.
+# A hash prefix, so that no key that a client chooses hashes like the (parent, tokens) of a block.
 _ROOT = b"genbatch prefix root\0"
 
 
 def prefix_key(tenant: str, adapter: str = "") -> bytes:
-    """The key under which a tenant's blocks are cached; `adapter` is the digest of the one they were computed with."""
+    """Return the prefix cache's key for a tenant's blocks; `adapter` is the adapter's digest."""
     name = tenant.encode()
     return len(name).to_bytes(8, "little") + name + adapter.encode()
 
 
 class Reach:
-    """Which blocks of a sequence its next position attends to, in one layer group.
+    """Computes the blocks of a sequence that the next position attends to, in one layer group.
 
     Args:
-        group: its window and its sinks decide.
-        block_size: positions a block holds.
+        group: its window and its sinks determine the blocks.
+        block_size: positions per block.
     """
 
     __slots__ = ("block_size", "kept", "window")
@@ -52,23 +51,23 @@ class Reach:
         self.kept = -(-group.sink_tokens // block_size)  # leading blocks that no window hides
 
     def first_needed(self, length: int) -> int:
-        """The block before which no position from `length` on attends to anything but sinks; 0 without such."""
+        """Return the first block after the sinks that positions from `length` on attend to; 0 if none is skipped."""
         if self.window is None:
             return 0
         block = max(0, length - self.window + 1) // self.block_size
         return block if block > self.kept else 0
 
     def needs(self, block: int, first_needed: int) -> bool:
-        """Whether a sequence whose window begins at `first_needed` still attends to a block."""
+        """Whether a sequence still attends to a block when its window begins at block `first_needed`."""
         return block >= first_needed or block < self.kept
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest beginning of a prompt, after what a sequence holds, from which every group can go on."""
+    """A prefix hit: the known blocks that follow a sequence's own blocks and from which every group can continue."""
 
-    hashes: list[bytes]  # the run's names
-    blocks: list[tuple[int, ...]]  # the run's block ids, per layer group; 0 where the group's window needs none
+    hashes: list[bytes]  # the names of the hit blocks
+    blocks: list[tuple[int, ...]]  # the hit blocks' ids, per layer group; 0 if the group does not know the block
 
 
 class PrefixCache:
@@ -83,17 +82,17 @@ class PrefixCache:
         self.block_size = block_size
         self.reaches = tuple(Reach(group, block_size) for group in groups)
         self.num_queries = 0  # prompts looked up
-        self.num_hits = 0  # prompts of which at least one block was found
-        self.num_query_tokens = 0  # tokens of those prompts that could have been found
-        self.num_hit_tokens = 0  # tokens found
+        self.num_hits = 0  # prompts with a hit of at least one block
+        self.num_query_tokens = 0  # tokens of those prompts that could have been hits
+        self.num_hit_tokens = 0  # tokens that were hits
         self._blocks: list[dict[bytes, int]] = [{} for _ in groups]
 
     def __len__(self) -> int:
-        """Blocks known, of the group that knows fewest."""
+        """Return the number of cached blocks, of the group that has the fewest."""
         return min(len(known) for known in self._blocks)
 
     def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int], key: bytes) -> None:
-        """Appends the names of the whole blocks of `tokens` that `hashes` lacks."""
+        """Append the names of the whole blocks of `tokens` that `hashes` lacks."""
         for index in range(len(hashes), len(tokens) // self.block_size):
             parent = hashes[-1] if hashes else root_hash(key)
             hashes.append(self._name(parent, tokens, index))
@@ -101,15 +100,15 @@ class PrefixCache:
     def match(
         self, tokens: Sequence[int], key: bytes, *, held: Sequence[bytes] = (), max_blocks: int | None = None
     ) -> Match:
-        """The longest run of known blocks of `tokens`, after those held already.
+        """Look up a prompt: find the longest run of cached blocks after those that the sequence has already.
 
-        Costs one hash a block found, and one more; with windows one hash a block of the prompt.
+        The cost is one hash per hit block and one more. With windows the cost is one hash per block of the prompt.
 
         Args:
             tokens: a whole prompt.
             key: see `prefix_key`.
-            held: names of the prompt's first blocks, which are not looked up.
-            max_blocks: most blocks to cover, held ones included; None means all whole ones.
+            held: names of the prompt's first blocks, which the sequence has and which are not looked up.
+            max_blocks: most blocks to cover, including `held`; None means all whole blocks.
         """
         limit = len(tokens) // self.block_size
         if max_blocks is not None:
@@ -125,14 +124,14 @@ class PrefixCache:
         return match
 
     def known_run(self, tokens: Sequence[int], key: bytes, names: list[bytes], first: int, limit: int) -> int:
-        """The longest beginning of a prompt, in blocks, that a sequence can go on from; counts as no query.
+        """Return the length of a prefix hit in blocks. The counters do not change.
 
         Args:
-            names: of the prompt's first blocks; those that are missing and needed are appended.
-            first: blocks that the sequence holds already; the least that is returned.
-            limit: the most that is returned.
+            names: names of the prompt's first blocks; missing names are appended as needed.
+            first: blocks that the sequence holds already, and the minimum of the result.
+            limit: the maximum of the result.
         """
-        end, lacking = first, [-1] * len(self._blocks)  # per group, the last block that it does not know
+        end, lacking = first, [-1] * len(self._blocks)  # per group, the last block that the cache lacks
         for index in range(first, limit):
             while len(names) <= index:
                 parent = names[-1] if names else root_hash(key)
@@ -149,7 +148,7 @@ class PrefixCache:
         return end
 
     def found(self, names: Sequence[bytes], first: int, end: int) -> Iterable[tuple[int, int]]:
-        """The (group, block) pairs that a sequence takes over whose beginning grows from `first` to `end` blocks."""
+        """Return the (group, block) pairs that a sequence shares when its prefix grows from `first` to `end` blocks."""
         for group, (known, reach) in enumerate(zip(self._blocks, self.reaches, strict=True)):
             needed = reach.first_needed(end * self.block_size)
             for index in range(first, end):
@@ -157,15 +156,15 @@ class PrefixCache:
                     yield group, known[names[index]]
 
     def insert(self, group: int, name: bytes, block: int) -> bool:
-        """Makes a completed block findable; False when another block is already known for that content."""
+        """Add a completed block to the cache; returns False if another block with that content is cached."""
         return self._blocks[group].setdefault(name, block) == block
 
     def forget(self, group: int, name: bytes) -> None:
-        """Drops a block whose content is gone."""
+        """Remove a block from the cache, because its content is gone."""
         del self._blocks[group][name]
 
     def check_integrity(self, group: int, hashes: Sequence[bytes | None]) -> None:
-        """Compares a group's index with the hashes that its pool keeps, by block id.
+        """Compare a group's index with its pool's hashes, which are listed by block id.
 
         Raises:
             AssertionError: they differ.
@@ -180,17 +179,17 @@ class PrefixCache:
 
 
 def root_hash(key: bytes) -> bytes:
-    """What stands for the parent of a first block."""
+    """Return the parent name of a first block."""
     # guard: tenant in the hash
     return sha256(_ROOT + key).digest()
 
 
 class BlockPool:
-    """Reference counts of a fixed set of blocks.
+    """Counts the references to a fixed set of blocks and allocates free ones.
 
     Args:
-        num_blocks: how many there are, at least 1.
-        on_forget: called with the hash of a block that no longer has that content.
+        num_blocks: number of blocks, at least 1.
+        on_forget: called with a block's hash when the block loses that content.
 
     Raises:
         OptionError: num_blocks < 1.
@@ -203,13 +202,13 @@ class BlockPool:
         self.references = [0] * num_blocks  # by block id
         self.hashes: list[bytes | None] = [None] * num_blocks  # by block id; None: content unknown or incomplete
         self._on_forget = on_forget
-        self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids go out first
+        self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids are allocated first
         self._initialized: dict[int, None] = {}  # in order of release
-        self._passed: dict[int, None] = {}  # initialized ones that a window left behind, in order of release
+        self._passed: dict[int, None] = {}  # initialized blocks that fell behind a window, in order of release
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated, initialized ones included."""
+        """Return the number of blocks that can be allocated, initialized blocks included."""
         return len(self._uninitialized) + self.num_initialized
 
     @property
@@ -218,17 +217,17 @@ class BlockPool:
 
     @property
     def num_initialized(self) -> int:
-        """Free blocks whose content is still known."""
+        """Return the number of free blocks with known content."""
         return len(self._passed) + len(self._initialized)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks, each held once; uninitialized ones first.
+        """Allocate `count` blocks with one reference each; uninitialized blocks go first.
 
-        When those run out, initialized blocks are demoted: first those that windows left behind, then the others, the
-        least recently released first.
+        When those run out, initialized blocks are evicted: first blocks that fell behind a window, then the others. In
+        both cases the least recently released block is evicted first.
 
         Raises:
-            OutOfBlocks: fewer are free; nothing was taken.
+            OutOfBlocks: fewer blocks are free; nothing was taken.
         """
         if count > self.num_free:
             raise OutOfBlocks(count, self.num_free)
@@ -246,7 +245,7 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """Holds a block once more; an initialized free block becomes used again with its content."""
+        """Add a reference to a block. An initialized free block becomes used again and keeps its content."""
         if self.references[block] == 0:
             held = self._passed if block in self._passed else self._initialized
             assert block in held, f"block {block} is free and has no content to share"
@@ -254,11 +253,13 @@ class BlockPool:
         self.references[block] += 1
 
     def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:
-        """Holds each block once less, in this order; one held no more is free, and initialized if hashed.
+        """Drop one reference to each block, in this order. A block without references becomes free.
+
+        A free block with a hash is initialized.
 
         Args:
-            passed: whether a window left them behind in the midst of a text, where a prompt that begins alike is
-                unlikely to end.
+            passed: whether the blocks fell behind a window in the middle of a text. Later prompts are unlikely to hit
+                such blocks, so they are evicted first.
         """
         initialized = self._passed if passed else self._initialized
         for block in blocks:
@@ -272,22 +273,22 @@ class BlockPool:
             assert self.references[block] >= 0, f"block {block} was released more often than it was held"
 
     def set_hash(self, block: int, content: bytes) -> None:
-        """Says what a used block now contains."""
+        """Set the hash of a used block's content."""
         assert self.references[block] > 0, f"block {block} is free"
         assert self.hashes[block] is None, f"block {block} has a hash already"
         self.hashes[block] = content
 
     def drop_hash(self, block: int) -> None:
-        """Says that a used block's content is about to change."""
+        """Drop a used block's hash before its content changes."""
         assert self.references[block] > 0, f"block {block} is free"
         if self.hashes[block] is not None:
             self._forget(block)
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Compares the pool with how often its users say they hold each block.
+        """Compare the reference counts with the users' own counts.
 
         Args:
-            held: by block id, how often it is held.
+            held: by block id, the number of references that the users have.
 
         Raises:
             AssertionError: a count differs, or the states do not partition the ids.

@@ -1,4 +1,4 @@
-"""The block tables of sequences, what may be asked of them, and where each position is."""
+"""Block tables: map each sequence's positions to blocks, share and evict blocks, and check callers' ranges."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -11,22 +11,22 @@ from genbatch.nif.kv.block_pool import BlockPool, Match, PrefixCache, Reach
 from genbatch.nif.runner import LayerGroup
 
 Ints: TypeAlias = "array[int]"  # a string, since array is no generic class before Python 3.12
-NEVER = 1 << 62  # no sequence gets this long
+NEVER = 1 << 62  # more positions than any sequence has
 
 
 @dataclass(slots=True)
 class KVSequence:
-    """A sequence's tokens and block tables; entry position // block_size of a table, in every group."""
+    """A sequence's tokens and block tables. Entry position // block_size of a group's table is the position's block."""
 
-    tables: list[Ints]  # per group, C ints; the entries between the sinks' and evicted[g] are the placeholder 0
-    evicted: list[int]  # per group, the entry before which blocks fell behind the window; 0 where none did
-    tokens: Ints = field(default_factory=lambda: array("q"))  # of the positions held
+    tables: list[Ints]  # per group, C ints; entries after the sinks' and before evicted[g] are the placeholder 0
+    evicted: list[int]  # per group, the end of the entries that fell behind the window; 0 if none did
+    tokens: Ints = field(default_factory=lambda: array("q"))  # one per position held
     hashes: list[bytes] = field(default_factory=list)  # names of its whole blocks, for the prefix cache
-    marked: int = 0  # whole blocks of its prompt: a later prompt is likely to begin with them
-    key: bytes | None = b""  # under which its blocks are cached; None: never, they came from outside
-    # Positions below this can be written without asking the pool; it may be too low, never too high.
+    marked: int = 0  # whole blocks of its prompt: later prompts are likely to share this prefix
+    key: bytes | None = b""  # the prefix cache's key; None keeps imported blocks out of the cache
+    # Positions below this can be written without a new block. The value may be too low, but never too high.
     writable: int = 0
-    # The length at which a block completes or falls behind a window; may be too low, never too high.
+    # The length at which a block completes or falls behind a window. The value may be too low, but never too high.
     wake: int = 0
 
     @classmethod
@@ -35,7 +35,7 @@ class KVSequence:
 
 
 class BlockTables:
-    """State shared by the sequence operations and by reservations; both are its only users."""
+    """The pools, sequences and prefix cache, shared by the sequence operations and by reservations."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class BlockTables:
         self.block_size = block_size
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self.reaches = tuple(Reach(group, block_size) for group in groups)
-        # Per group, leading table entries that stay whatever falls behind the window.
+        # Per group, the leading table entries of sinks, which never fall behind the window.
         self.kept = [reach.kept for reach in self.reaches]
         self.prefix_cache = PrefixCache(block_size, groups) if allow_block_sharing else None
         self.pools = tuple(
@@ -58,34 +58,34 @@ class BlockTables:
         self.sequences = [KVSequence.empty(len(groups)) for _ in range(num_sequences)]
 
     def blocks(self, length: int) -> int:
-        """Table entries that `length` positions take."""
+        """Return the number of table entries for `length` positions."""
         return -(-length // self.block_size)
 
     def live(self, group: int, sequence: KVSequence, start: int = 0) -> Ints:
-        """The blocks of a table from entry `start` on, those that fell behind the window left out."""
+        """Return a table's blocks from entry `start` on, without those that fell behind the window."""
         table, evicted = sequence.tables[group], sequence.evicted[group]
         return table[start:] if start >= evicted else table[start : self.kept[group]] + table[evicted:]
 
     def gone(self, group: int, first: int) -> int:
-        """How many entries before `first`, where the window begins, are no sinks'."""
+        """Return the number of entries between the sinks and `first`, where the window begins."""
         return max(0, first - self.kept[group])
 
     def first_needed(self, length: int) -> list[int]:
-        """Per group, the table index of the first block that positions from `length` on attend to."""
+        """Return, per group, the table index of the first block that positions from `length` on attend to."""
         return [reach.first_needed(length) for reach in self.reaches]
 
     def require(self, needed: Sequence[int]) -> None:
-        """Raises OutOfBlocks unless every group has as many free blocks."""
+        """Check that every group has enough free blocks; raises OutOfBlocks otherwise."""
         for pool, count in zip(self.pools, needed, strict=True):
             if count > pool.num_free:
                 raise OutOfBlocks(count, pool.num_free)
 
     def partial_tail(self, group: int, sequence: KVSequence) -> int | None:
-        """The partly filled last block."""
+        """Return the partly filled last block; None if the last block is full."""
         return sequence.tables[group][-1] if len(sequence.tokens) % self.block_size else None
 
     def shared_tail(self, group: int, sequence: KVSequence) -> int | None:
-        """The partly filled last block, if somebody else holds it too."""
+        """Return the partly filled last block if another sequence shares it; else None."""
         block = self.partial_tail(group, sequence)
         if block is None:
             return None
@@ -93,7 +93,7 @@ class BlockTables:
         return block if self.pools[group].references[block] > 1 else None
 
     def settle(self, sequence: KVSequence) -> None:
-        """Caches the blocks that became whole and drops those that fell behind a window."""
+        """Cache the blocks that became whole and evict those that fell behind a window."""
         length = len(sequence.tokens)
         wake = NEVER
         if self.prefix_cache is not None and sequence.key is not None:
@@ -110,10 +110,10 @@ class BlockTables:
         sequence.wake = wake
 
     def evict(self, group: int, sequence: KVSequence, behind: int) -> None:
-        """Gives back the blocks before table index `behind`, but not the sinks'.
+        """Release the blocks before table index `behind`, but not the sinks' blocks.
 
-        Those that the end of the prompt attends to stay in the prefix cache as those of a finished sequence do. The
-        others are the first to be demoted.
+        Blocks that the prompt's end attends to stay in the prefix cache like those of a finished sequence. The other
+        blocks are the first to be evicted from the cache.
         """
         table, first = sequence.tables[group], max(sequence.evicted[group], self.kept[group])
         if behind > first:
@@ -125,28 +125,29 @@ class BlockTables:
             sequence.evicted[group] = behind
 
     def extend(self, group: int, sequence: KVSequence, blocks: Ints, end: int) -> None:
-        """Continues a table, after its whole blocks, with blocks that others hold or the cache knows.
+        """Extend a table, after its whole blocks, with another sequence's blocks or cached blocks.
 
         Args:
-            blocks: those that follow, up to position `end`; what a position at `end` does not attend to is not taken.
+            blocks: the following blocks, up to position `end`. Blocks that position `end` does not attend to are left
+                out.
         """
         whole, pool, table = len(sequence.tokens) // self.block_size, self.pools[group], sequence.tables[group]
         first = self.reaches[group].first_needed(end)
         self.evict(group, sequence, min(first, len(table)))
         num_entries = whole + len(blocks)
-        hole = min(max(whole, self.kept[group]), num_entries)  # from here to `start`, nothing is attended to
+        hole = min(max(whole, self.kept[group]), num_entries)  # position `end` attends to nothing from here to `start`
         start = max(hole, first)
         sinks, shared = blocks[: hole - whole], blocks[start - whole :]
         # guard: copies share
         for block in sinks + shared:
             pool.share(block)
-        pool.release(self.live(group, sequence, whole))  # the partly filled one, which is covered
+        pool.release(self.live(group, sequence, whole))  # the partly filled block, which `blocks` replaces
         table[whole:] = sinks + array("i", [0] * (start - hole)) + shared
         if first > whole:
             sequence.evicted[group] = first
 
     def adopt(self, sequence: KVSequence, tokens: Sequence[int], match: Match) -> None:
-        """Continues a sequence, after its whole blocks, with matched ones."""
+        """Extend a sequence, after its whole blocks, with the blocks of a prefix hit."""
         end = (len(sequence.hashes) + len(match.hashes)) * self.block_size
         for group in range(len(self.pools)):
             self.extend(group, sequence, array("i", [blocks[group] for blocks in match.blocks]), end)
@@ -155,7 +156,7 @@ class BlockTables:
         sequence.writable = end
 
     def graft(self, source: KVSequence, target: KVSequence, p1: int) -> None:
-        """Continues `target`, which holds the first tokens of `source`, with `source`'s blocks up to p1."""
+        """Extend `target` with `source`'s blocks up to p1; `target` holds the first tokens of `source`."""
         p0 = len(target.tokens)
         whole, end = p0 // self.block_size, self.blocks(p1)
         for group in range(len(self.pools)):
@@ -169,10 +170,10 @@ class BlockTables:
             target.key = None
         target.writable = p1
         target.wake = 0
-        source.writable = len(source.tokens)  # its last block may be shared now
+        source.writable = len(source.tokens)  # the source's last block may be shared now
 
     def fill(self, sequence: KVSequence, tokens: Sequence[int]) -> list[list[int]]:
-        """Gives an empty sequence new blocks for these tokens; returns, per group, those to be filled."""
+        """Allocate blocks for these tokens of an empty sequence; returns, per group, the blocks to fill."""
         first_needed = self.first_needed(len(tokens))
         whole = self.blocks(len(tokens))
         needed = [whole - self.gone(group, first) for group, first in enumerate(first_needed)]
@@ -188,7 +189,7 @@ class BlockTables:
         return filled
 
     def trim(self, sequence: KVSequence) -> None:
-        """Gives back the blocks behind the last position held; nobody else can hold them."""
+        """Release the blocks behind the last position held; no other sequence can share these blocks."""
         kept = self.blocks(len(sequence.tokens))
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(reversed(table[kept:]))
@@ -196,11 +197,11 @@ class BlockTables:
         sequence.writable = min(sequence.writable, kept * self.block_size)
 
     def truncate(self, sequence: KVSequence, length: int) -> None:
-        """Forgets the positions from `length` on; with 0, also whose sequence it was."""
+        """Remove the positions from `length` on. Length 0 also resets the sequence's cache key."""
         kept = self.blocks(length)
         for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
             # guard: blocks come back
-            pool.release(reversed(self.live(group, sequence, kept)))  # a chain's leaves are forgotten before its root
+            pool.release(reversed(self.live(group, sequence, kept)))  # so a chain's leaves are evicted first
             del table[kept:]
             sequence.evicted[group] = min(sequence.evicted[group], kept)
         del sequence.tokens[length:]
@@ -212,7 +213,7 @@ class BlockTables:
             sequence.key = b""
 
     def check_integrity(self, pending: Iterable[tuple[int, int]]) -> None:
-        """Compares tables, pools and prefix cache.
+        """Check that tables, pools and prefix cache agree.
 
         Args:
             pending: (group, block) pairs that a reservation in progress still holds.
@@ -254,14 +255,14 @@ class BlockTables:
 
 
 def sequence_of(tables: BlockTables, seq_id: int) -> KVSequence:
-    """The sequence with this id."""
+    """Return the sequence with this id; raises BatchError if there is none."""
     if not 0 <= seq_id < len(tables.sequences):
         raise BatchError(f"sequence {seq_id} is outside 0..{len(tables.sequences) - 1}")
     return tables.sequences[seq_id]
 
 
 def check_prompt(tables: BlockTables, seq_id: int, tokens: Sequence[int], cap: int) -> None:
-    """The tokens begin with what the sequence holds, go on after it, and are at most `cap`."""
+    """Check that the tokens begin with those that the sequence holds, add at least one, and are at most `cap`."""
     held = tables.sequences[seq_id].tokens
     if not tokens:
         raise BatchError(f"sequence {seq_id}: no tokens")
@@ -274,7 +275,7 @@ def check_prompt(tables: BlockTables, seq_id: int, tokens: Sequence[int], cap: i
 
 
 def check_copy(tables: BlockTables, src: int, dst: int, p0: int, p1: int) -> None:
-    """`dst` holds exactly the first p0 positions of `src`, which has all that is needed to go on at p1."""
+    """Check that `dst` holds exactly the first p0 positions of `src`, and that `src` can continue at p1."""
     source, target = sequence_of(tables, src), sequence_of(tables, dst)
     if src == dst:
         raise BatchError(f"sequence {src} cannot be copied onto itself")
@@ -289,7 +290,7 @@ def check_copy(tables: BlockTables, src: int, dst: int, p0: int, p1: int) -> Non
 
 
 def check_removal(tables: BlockTables, seq_id: int, p0: int, p1: int) -> None:
-    """[p0, p1) is nothing, or a tail without which the sequence can go on at p0."""
+    """Check that [p0, p1) is empty, or a tail without which the sequence can continue at p0."""
     length = len(sequence_of(tables, seq_id).tokens)
     if not 0 <= p0 <= p1 <= length:
         raise BatchError(f"sequence {seq_id}: positions [{p0}, {p1}) are not within its {length}")

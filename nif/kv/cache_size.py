@@ -1,4 +1,4 @@
-"""How many blocks the KV pools get: from free memory, the model's shape and what a step needs besides."""
+"""Computes the sizes of the KV pools from free memory, the model's shape and a step's own memory."""
 
 import gc
 import math
@@ -13,7 +13,7 @@ from genbatch.nif.runner import LayerGroup
 if TYPE_CHECKING:
     import torch
 
-# (limit, usage, and the key in memory.stat of page cache that is given back on demand), cgroup v2 and v1
+# (limit file, usage file, key in memory.stat of the reclaimable page cache) for cgroup v2 and v1
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -21,13 +21,13 @@ _FILES = (
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes this process could still use: MemAvailable, or less where a control group allows less.
+    """Return the bytes that this process can still use: MemAvailable, or a control group's lower limit.
 
     Args:
-        root: where proc and sys are mounted.
+        root: the folder where proc and sys are mounted.
 
     Returns:
-        None where the system does not say (no /proc/meminfo).
+        The bytes, or None if the system does not tell (no /proc/meminfo).
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -46,10 +46,10 @@ class GpuMemory:
 
     Args:
         device: its name, "cuda:0".
-        total: all of it.
-        free: what no process has.
-        reserved: what torch has of it, in this process.
-        allocated: what tensors take of that.
+        total: the whole memory.
+        free: memory that no process has.
+        reserved: memory that torch has reserved in this process.
+        allocated: the part of `reserved` that tensors take.
     """
 
     device: str
@@ -60,7 +60,7 @@ class GpuMemory:
 
     @property
     def usable(self) -> int:
-        """Bytes for new tensors: torch fills the gaps between its tensors, too."""
+        """Return the bytes for new tensors, including the gaps between torch's tensors."""
         return self.free + self.reserved - self.allocated
 
     def __str__(self) -> str:
@@ -72,13 +72,13 @@ class GpuMemory:
 
 
 def gpu_memory(device: "torch.device", *, collect: bool) -> GpuMemory:
-    """The memory of a CUDA device.
+    """Measure the memory of a CUDA device.
 
     Args:
-        collect: collect garbage first, and have torch give back the segments that hold no tensor; it waits for the
-            device. Loading a model leaves gigabytes of such segments, and a stopped Batcher leaves its whole pool.
+        collect: collect garbage first and empty torch's cache, which waits for the device.
+            Loading a model leaves gigabytes of unused segments, and a stopped Batcher leaves its whole pool.
     """
-    import torch  # here, so that the host's memory can be asked for without it
+    import torch  # imported here, so that `free_host_memory` works without torch
 
     if collect:
         gc.collect()
@@ -89,7 +89,7 @@ def gpu_memory(device: "torch.device", *, collect: bool) -> GpuMemory:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """What each control group around this process leaves, innermost first."""
+    """Yield the free bytes of each control group around this process, innermost first."""
     for folder in _cgroup_folders(root):
         for limit_file, usage_file, reclaimable_key in _FILES:
             limit, usage = _number(folder / limit_file), _number(folder / usage_file)
@@ -108,7 +108,7 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         folder = mount / path.lstrip("/")
-        # A path outside the mount, as containers may show, leaves the mount itself, which is walked to anyway.
+        # A container may show a path outside the mount. Then the walk still ends at the mount itself.
         yield folder
         for parent in folder.parents:
             if not parent.is_relative_to(mount):
@@ -135,18 +135,18 @@ def _statistic(path: Path, key: str) -> int:
 
 # TensorRT-LLM's names for two of the limits.
 _ALIASES = {"freeGpuMemoryFraction": "max_memory_percent", "maxTokens": "max_tokens"}
-# A reference count, a hash with its string, an entry of the prefix cache, tokens: Python objects, measured generously.
+# Python objects of one block: a reference count, a hash, a prefix cache entry and tokens. The figure is generous.
 _HOST_BYTES_PER_BLOCK = 512
-# One part in so many of the bytes that steps take: glibc kept up to a fifth of them in holes of its heap (measured).
+# A fourth of a step's bytes is spare: glibc was measured to keep up to a fifth of them in holes of its heap.
 _SPARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLimits:
-    """What bounds the pool; the smallest wins.
+    """The limits of the pool; the smallest limit applies.
 
     Args:
-        max_memory_percent: the fraction of free memory to use, 0 < it <= 1 (also freeGpuMemoryFraction).
+        max_memory_percent: the fraction of free memory to use, above 0 and at most 1 (also freeGpuMemoryFraction).
         max_tokens: positions, all sequences together, rounded down to blocks (also maxTokens).
         n_ctx: the same, rounded up to blocks.
         num_blocks: blocks of a group that attends to all positions.
@@ -170,7 +170,7 @@ class CacheLimits:
 
     @classmethod
     def named(cls, **options: float | None) -> "CacheLimits":
-        """The limits under either name, ours or TensorRT-LLM's; None is the default.
+        """Build limits from our names or TensorRT-LLM's; None means the default.
 
         Raises:
             OptionError: an unknown name, both names of one limit, or a value out of range.
@@ -190,7 +190,7 @@ class CacheLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What decides how much memory a forward pass takes beside the KV pool.
+    """The figures that determine a forward pass's memory beside the KV pool.
 
     Args:
         hidden_size: width of the residual stream.
@@ -199,15 +199,15 @@ class StepShape:
         num_kv_heads: heads of keys and values.
         head_dim: the larger of a key's and a value's elements.
         vocab_size: width of the logits.
-        dtype_bytes: of an activation.
+        dtype_bytes: bytes of one activation element.
         max_batch_tokens: most tokens of one forward.
         num_sequences: most sequences of one forward.
         logit_rows: most rows of logits of one forward.
         max_positions: longest sequence the model allows.
-        score_bytes: held at once per (head, query, key); 0 for kernels that never write scores or masks.
-        choice_bytes: what drawing tokens and scoring prompts take beside the logits.
-        step_bytes: what the runner says of its activations; None reckons them from the shape.
-        runner_bytes: what the runner takes for itself: captured graphs and their logits, shares of attention.
+        score_bytes: attention's bytes per (head, query, key); 0 for kernels that never write scores or masks.
+        choice_bytes: bytes for drawing tokens and scoring prompts, beside the logits.
+        step_bytes: the runner's own figure for its activations; None computes the figure from the shape.
+        runner_bytes: the runner's own bytes: captured graphs and their logits, shares of attention.
     """
 
     hidden_size: int
@@ -229,7 +229,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Predicted bytes; an upper bound of what is used. `spare` is what allocators keep of what was given back."""
+    """Predicted bytes, an upper bound of the real use. `spare` is freed memory that allocators keep."""
 
     kv: int
     activations: int
@@ -248,9 +248,9 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Blocks per layer group, what they and a step take, and the limit that was the smallest.
+    """The blocks per layer group, their predicted bytes with a step's, and the smallest limit.
 
-    `positions` is what the pool holds: a group with a window holds as many with fewer blocks.
+    `positions` is the pool's capacity; a group with a window serves as many positions with fewer blocks.
     """
 
     num_blocks: tuple[int, ...]
@@ -269,12 +269,12 @@ def cache_size(
     limits: CacheLimits,
     found: Callable[[], str] = str,
 ) -> CacheSize:
-    """Sizes the pool of every layer group.
+    """Compute the size of every layer group's pool.
 
     Args:
-        bytes_per_block: per group.
-        probe: bytes of free memory, with the model loaded and nothing else; None when unknown.
-        found: where those bytes are, for an error.
+        bytes_per_block: bytes of a block, per group.
+        probe: returns the bytes of free memory with only the model loaded; None if unknown.
+        found: describes that memory for an error message.
 
     Raises:
         OptionError: not even a sequence of one block fits, or nothing at all bounds the pool.
@@ -313,7 +313,7 @@ def cache_size(
             f"a sequence of one block takes {least} bytes with its step, {budget} of {free} may be used"
             + (f"; {found()}" if found() else ""),
         )
-    # The whole blocks that fit, by bisection: the footprint grows with each.
+    # Bisect the number of blocks that fit: the footprint grows with each block.
     fits, too_many = 1, max(2, budget // max(1, min(bytes_per_block)) + 1)
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
@@ -325,10 +325,10 @@ def cache_size(
 
 
 def group_blocks(group: LayerGroup, positions: int, block_size: int, max_batch_tokens: int, num_sequences: int) -> int:
-    """Blocks with which a group never runs out before one that holds `positions` does.
+    """Return the blocks that a group needs so that it never limits a pool of `positions` positions.
 
     Args:
-        group: whose blocks; its window and its sinks decide.
+        group: the layer group; its window and its sinks determine the number.
         positions: the pool's capacity, all sequences together.
         max_batch_tokens: most tokens of one step.
     """
@@ -336,7 +336,7 @@ def group_blocks(group: LayerGroup, positions: int, block_size: int, max_batch_t
     group = group.sized(block_size)
     if group.window is None:
         return whole
-    # Each sequence keeps its sinks and its window, which may straddle one block more; the step's tokens come on top.
+    # Each sequence keeps its sinks and its window, and a window may touch one more block. Add the step's tokens.
     kept = num_sequences * (-(-group.sink_tokens // block_size) + -(-(group.window - 1) // block_size) + 1)
     return min(whole, kept + -(-max_batch_tokens // block_size) + num_sequences)
 
@@ -346,15 +346,15 @@ def _footprint(
 ) -> Footprint:
     longest = min(step.max_positions, whole * block_size)
     heads_width = (step.num_heads + 2 * step.num_kv_heads) * step.head_dim
-    # Residuals and their float32 twins in the norms; Q, K, V before and after rotation; the gated MLP.
+    # Count residuals and their float32 copies in the norms, Q, K, V before and after rotation, and the gated MLP.
     per_token = (
         step.dtype_bytes * (4 * step.hidden_size + 2 * heads_width + 3 * step.intermediate_size)
         + 4 * 4 * step.hidden_size
     )
-    # One sequence's keys and values of one layer, gathered, and in float32.
+    # Count one sequence's gathered keys and values of one layer, as stored and in float32.
     gathered = longest * 2 * step.num_kv_heads * step.head_dim * (step.dtype_bytes + 4)
     scores = int(step.score_bytes * step.num_heads * step.max_batch_tokens * longest)
-    # In float32, and before that as they were computed.
+    # Count the logits in float32, and in the model's dtype before the conversion.
     logits = step.logit_rows * step.vocab_size * (4 + (step.dtype_bytes if step.dtype_bytes < 4 else 0))
     logits += step.choice_bytes
     activations = step.max_batch_tokens * per_token

@@ -1,12 +1,12 @@
-"""The paged KV cache's bookkeeping: which block holds which positions of which sequence.
+"""The paged KV cache's bookkeeping: it maps the positions of each sequence to blocks.
 
     reservation = kv.reserve([(seq_id, tokens, n_past)])
     ...                       # do reservation.copies, run the forward pass over kv.block_table(group, seq_id)
     reservation.commit()      # or rollback()
 
-No tensors: the content of blocks is somebody else's, and what has to be copied is returned as pairs of ids.
-Each layer group has its own pool and each sequence one block table a group. Not thread-safe: one caller at a
-time, and between reserve and commit nothing but reads.
+This module has no tensors: the runner owns the blocks' content, and copies are returned as pairs of block ids.
+Each layer group has its own pool, and each sequence has one block table per group. A KVCache is not thread-safe.
+Between reserve and commit only reads are allowed.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ from genbatch.nif.runner import LayerGroup
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Blocks of one group or of all; `free` includes `initialized`, and free + used = max always."""
+    """Numbers of blocks of one group or of all; `free` includes `initialized`, and free + used = max."""
 
     max: int
     used: int
@@ -45,10 +45,10 @@ class KVCache:
     Args:
         groups: the model's layer groups.
         num_blocks: per group, the blocks of its pool.
-        block_size: positions a block holds.
+        block_size: positions per block.
         num_sequences: sequence ids are 0 .. num_sequences - 1.
-        allow_block_sharing: whether completed blocks are found again by content.
-        max_per_sequence: most positions of one sequence; None leaves it to the pool.
+        allow_block_sharing: whether completed blocks are cached by content (the prefix cache).
+        max_per_sequence: most positions of one sequence; None means that only the pool limits a sequence.
 
     Raises:
         OptionError: a number is below 1, or num_blocks and groups differ in length.
@@ -84,29 +84,30 @@ class KVCache:
         self._no_blocks = (0,) * len(groups)
         self._open: Reservation | None = None
 
-    # What a sequence holds
+    # Reading a sequence
 
     def length(self, seq_id: int) -> int:
-        """Positions that a sequence holds.
+        """Return the number of positions that a sequence holds.
 
         Raises:
-            BatchError: no such sequence (as every method that takes a seq_id).
+            BatchError: there is no such sequence. Every method with a seq_id raises this error.
         """
         return len(sequence_of(self._tables, seq_id).tokens)
 
     def tokens(self, seq_id: int) -> Ints:
-        """The token ids at those positions; live, to be read only."""
+        """Return the sequence's token ids. The array is live: do not change it."""
         return sequence_of(self._tables, seq_id).tokens
 
     def block_table(self, group: int, seq_id: int) -> Ints:
-        """Block ids (C int) by position // block_size; live: to be read only, and no buffer of it kept.
+        """Return block ids (C int) by position // block_size.
 
-        Entries behind the sinks' may be the placeholder 0: those blocks fell behind the group's window.
+        The array is live: do not change it, and keep no buffer of it. Entries behind the sinks' may be the placeholder
+        0, for blocks that fell behind the group's window.
         """
         return sequence_of(self._tables, seq_id).tables[group]
 
     def slots(self, group: int, seq_id: int, p0: int, p1: int) -> list[int]:
-        """Where positions [p0, p1) are stored: block id * block_size + offset.
+        """Return the slots of positions [p0, p1): block id * block_size + offset.
 
         Raises:
             BatchError: a position is not in the table, or fell behind the window.
@@ -122,9 +123,9 @@ class KVCache:
     # A step
 
     def reserve(self, entries: Entries) -> Reservation:
-        """Takes the blocks that a step over these entries writes to, all of them or none.
+        """Reserve the blocks that a step over these entries writes to, all of them or none.
 
-        A sequence's partly filled last block, if shared, is replaced by a copy of its own (see `copies`).
+        If a sequence's partly filled last block is shared, a copy replaces it (see `copies`).
 
         Raises:
             BatchError: an entry contradicts what its sequence holds; nothing was changed.
@@ -135,7 +136,7 @@ class KVCache:
         return self._open
 
     def draft(self) -> StepDraft:
-        """A step on paper: what `reserve` would take for its entries."""
+        """Return an empty draft of a step, which counts the blocks that `reserve` would take."""
         return StepDraft(self._tables)
 
     def beginning(
@@ -148,14 +149,14 @@ class KVCache:
         num_shared: int = 0,
         finds: bool = True,
     ) -> Beginning:
-        """What an empty sequence would hold after a `seq_cp` and an `attach_prefix`; counts as no query.
+        """Predict an empty sequence's content after a `seq_cp` and an `attach_prefix`. No counter changes.
 
         Args:
             tokens, key: as for `attach_prefix`.
-            names: of the blocks of `tokens` under `key`, as far as they were needed; kept by the caller for the next
-                time, so that no block is hashed twice.
-            source: whose first `num_shared` positions it would share.
-            finds: whether there would be an `attach_prefix`.
+            names: names of the first blocks of `tokens` under `key`. Missing names are appended as needed. The caller
+                keeps the list for the next call, so that no block is hashed twice.
+            source: the sequence that would share its first `num_shared` positions.
+            finds: whether `attach_prefix` would be called.
         """
         tables, cache = self._tables, self._tables.prefix_cache
         tail: tuple[int, ...] | None = None
@@ -180,7 +181,7 @@ class KVCache:
         return Beginning(known * self.block_size, self._no_blocks, found)
 
     def beginning_from_host(self, length: int) -> Beginning:
-        """What an empty sequence would hold after an `import_` of `length` tokens."""
+        """Predict an empty sequence's content after an `import_` of `length` tokens."""
         whole = self._tables.blocks(length)
         first_needed = self._tables.first_needed(length)
         return Beginning(length, tuple(whole - self._tables.gone(g, first) for g, first in enumerate(first_needed)))
@@ -188,17 +189,17 @@ class KVCache:
     # Sequences
 
     def attach_prefix(self, seq_id: int, tokens: Sequence[int], key: bytes = b"") -> int:
-        """Continues a sequence with the blocks known for its prompt, and says whose blocks it will write.
+        """Extend a sequence with cached blocks of its prompt, and set the key for the blocks that it will write.
 
-        To be called once a prompt, after any `seq_cp` and also when nothing is expected to match: what the
-        sequence computes from now on is cached under `key`. Costs O(positions held + blocks matched).
+        Call this once per prompt, after any `seq_cp`, even if no hit is expected: the sequence's later blocks are
+        cached under `key`. The cost is O(positions held + hit blocks).
 
         Args:
-            tokens: the whole prompt; its last token is never matched, since its logits are wanted.
-            key: whose blocks may be found, see `prefix_key`.
+            tokens: the whole prompt; its last token is never a hit, because its logits must be computed.
+            key: the owner's key, see `prefix_key`; only blocks under this key are hits.
 
         Returns:
-            Positions that need no evaluation, those held before included.
+            The number of positions that need no evaluation, including those held before.
 
         Raises:
             BatchError: the prompt is empty or too long, does not begin with what the sequence holds, or is
@@ -223,17 +224,17 @@ class KVCache:
         return len(sequence.tokens)
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
-        """Makes positions [p0, p1) of `src` belong to `dst` too.
+        """Share positions [p0, p1) of `src` with `dst`.
 
         Whole blocks are shared; a partly covered last block is shared until one of the two writes to it. With
-        p0 = 0, `dst` also takes over the key under which its blocks are cached.
+        p0 = 0, `dst` also takes over the cache key of `src`.
 
         Args:
-            p0: what `dst` holds, which must be the same tokens that `src` holds there.
+            p0: the number of positions that `dst` holds; their tokens must equal those of `src`.
             p1: one past the last position; None means all that `src` holds.
 
         Raises:
-            BatchError: the range does not fit either sequence, or a window has dropped part of what it needs.
+            BatchError: the range does not fit either sequence, or needed blocks fell behind a window.
         """
         self._assert_idle()
         source = sequence_of(self._tables, src)
@@ -243,11 +244,11 @@ class KVCache:
             self._tables.graft(source, self._tables.sequences[dst], end)
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
-        """Forgets positions [p0, p1) of a sequence: its tail, or all of it.
+        """Remove positions [p0, p1) of a sequence: its tail, or all of it.
 
         Raises:
-            BatchError: the range is not within the sequence, would leave a hole, or ends it where a window
-                has dropped positions that the next token attends to.
+            BatchError: the range is not within the sequence, would leave a hole, or cuts the sequence where the next
+                token attends to positions that fell behind a window.
         """
         self._assert_idle()
         sequence = sequence_of(self._tables, seq_id)
@@ -257,14 +258,14 @@ class KVCache:
             self._tables.truncate(sequence, p0)
 
     def shortest_prefix(self, seq_id: int) -> int:
-        """The fewest positions to which the sequence can be cut or copied; above 1 once a window moved."""
+        """Return the fewest positions to which the sequence can be cut or copied; above 1 once a window moved."""
         return shortest_prefix(self._tables, sequence_of(self._tables, seq_id))
 
     def export(self, seq_id: int) -> tuple[list[int], list[list[int]]]:
-        """What has to be kept of a sequence to bring it back with `import_`.
+        """Return the parts of a sequence that `import_` needs to restore it.
 
         Returns:
-            Its tokens, and per group the ids of the blocks whose content later positions need.
+            The tokens, and per group the ids of the blocks that later positions attend to.
         """
         sequence = sequence_of(self._tables, seq_id)
         tables = zip(sequence.tables, self._tables.kept, self._tables.first_needed(len(sequence.tokens)), strict=True)
@@ -272,15 +273,15 @@ class KVCache:
         return list(sequence.tokens), needed
 
     def import_(self, seq_id: int, tokens: Sequence[int], key: bytes | None = None) -> list[list[int]]:
-        """Gives an empty sequence positions whose KV the caller will write.
+        """Allocate the positions of an empty sequence; the caller writes their KV.
 
         Args:
-            tokens: as `export` returned them.
-            key: under which blocks computed from here on are cached, for content that came from this cache;
-                with None they never are, so that content from elsewhere cannot reach another sequence.
+            tokens: the tokens that `export` returned.
+            key: the cache key of the sequence's later blocks, for content that came from this cache.
+                None keeps the sequence out of the prefix cache, so that foreign content cannot reach another sequence.
 
         Returns:
-            Per group, the new blocks' ids, to be filled with what `export`'s blocks contained, in that order.
+            Per group, the new blocks' ids. The caller fills them with the content of `export`'s blocks, in that order.
 
         Raises:
             BatchError: the sequence is not empty, or there are no tokens or too many.
@@ -295,14 +296,14 @@ class KVCache:
         # guard: content from outside is not shared
         sequence.key = key
         if key is not None and self._tables.prefix_cache is not None:
-            # Named, but not cached: the caller has yet to fill them.
+            # Compute the names, but do not cache the blocks: the caller has not filled them yet.
             self._tables.prefix_cache.extend_hashes(sequence.hashes, sequence.tokens, key)
         return filled
 
     # Capacity
 
     def counts(self, group: int | None = None) -> BlockCounts:
-        """How many blocks a group has, or all groups together."""
+        """Count the blocks of a group, or of all groups together."""
         pools = self._tables.pools if group is None else (self._tables.pools[group],)
         used = sum(pool.num_used for pool in pools)
         total = sum(pool.num_blocks for pool in pools)
@@ -310,21 +311,21 @@ class KVCache:
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """Per group, the blocks that can be allocated."""
+        """Return, per group, the number of blocks that can be allocated."""
         return tuple(pool.num_free for pool in self._tables.pools)
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
-        """The prefix cache with its counters; None while blocks are not shared by content."""
+        """Return the prefix cache with its counters; None if blocks are not shared by content."""
         return self._tables.prefix_cache
 
     def blocks_held(self, seq_id: int) -> tuple[int, ...]:
-        """Per group, the blocks of a sequence's table, shared ones included."""
+        """Return, per group, the number of a sequence's blocks, shared blocks included."""
         sequence = sequence_of(self._tables, seq_id)
         return tuple(len(self._tables.live(group, sequence)) for group in range(len(self.groups)))
 
     def held_only_by(self, seq_ids: Sequence[int]) -> tuple[int, ...]:
-        """Per group, the blocks that would become free if these sequences were removed."""
+        """Return, per group, the number of blocks that removing these sequences would free."""
         counts = []
         for group, pool in enumerate(self._tables.pools):
             holders: Counter[int] = Counter()
@@ -335,10 +336,10 @@ class KVCache:
         return tuple(counts)
 
     def most_held(self, length: int, chunk: int = 1) -> tuple[int, ...]:
-        """Per group, the most blocks that a sequence alone holds on its way to `length` positions.
+        """Return, per group, the most blocks that one sequence holds while it grows to `length` positions.
 
-        A group with a window holds its sinks, what its window spans, and the tokens of the step: what falls behind the
-        window is given back after the step.
+        A group with a window holds its sinks, its window and the step's tokens. Blocks behind the window are released
+        after the step.
 
         Args:
             chunk: most positions that one step adds.
@@ -349,9 +350,9 @@ class KVCache:
         return tuple(whole if span is None else min(whole, kept + self._tables.blocks(span)) for kept, span in most)
 
     def still_to_take(self, seq_id: int, length: int, chunk: int = 1) -> tuple[int, ...]:
-        """Per group, the most blocks that a sequence yet takes on its way to `length` positions.
+        """Return, per group, the most blocks that a sequence still takes while it grows to `length` positions.
 
-        Arguments as for `most_held`.
+        The arguments are those of `most_held`.
         """
         sequence = sequence_of(self._tables, seq_id)
         if length <= len(sequence.tokens):
@@ -359,7 +360,7 @@ class KVCache:
         more = more_blocks(self._tables, sequence, length)
         if not self._tables.windows:
             return tuple(more)
-        # Blocks that others hold, too, do not come free when they fall behind the window.
+        # Count own blocks only: a shared block does not become free when it falls behind the window.
         own = self.held_only_by((seq_id,))
         most = self.most_held(length, chunk)
         for group, _ in self._tables.windows:
@@ -367,7 +368,7 @@ class KVCache:
         return tuple(more)
 
     def still_to_take_from(self, beginning: Beginning, length: int, chunk: int = 1) -> tuple[int, ...]:
-        """The same for a sequence that is yet to be started."""
+        """Return the result of `still_to_take` for a sequence that has not started."""
         draft = self.draft()
         more = self._tables.blocks(length) - self._tables.blocks(beginning.length)
         needed = [cost + more for cost in draft.costs(beginning)]
@@ -377,11 +378,11 @@ class KVCache:
         return tuple(needed)
 
     def is_writable(self, seq_id: int, length: int) -> bool:
-        """Whether a sequence can grow to `length` positions without a new block; it may not know that it can."""
+        """Whether a sequence surely can grow to `length` positions without a new block; False means maybe."""
         return length <= sequence_of(self._tables, seq_id).writable
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless tables, reference counts, pools and the prefix cache agree."""
+        """Check that tables, reference counts, pools and prefix cache agree; raises AssertionError otherwise."""
         self._tables.check_integrity(self._open.replaced() if self._open is not None else ())
 
     # Helpers

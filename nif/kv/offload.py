@@ -1,4 +1,4 @@
-"""KV outside the pools: a sequence saved as bytes, and paused ones in host memory."""
+"""KV outside the pools: saved sequences as bytes, and swapped-out sequences in host memory."""
 
 import hashlib
 import json
@@ -18,8 +18,10 @@ _SAMPLED_BYTES = 256  # of every eighth tensor
 
 
 def fingerprint(model: Model, runner: Runner, block_size: int, adapter: str = "") -> str:
-    """What has to be equal for KV to mean the same: the model, as its config and a few of its weights tell; layout and
-    precision, and the digest of the adapter."""
+    """Return a digest that two contexts must share to exchange KV.
+
+    The digest covers the model's config, a sample of its weights, layout, precision, and the adapter's digest.
+    """
     facts: dict[str, object] = {
         "config": model.config.to_dict(),
         "weights": _sample(model),
@@ -35,18 +37,18 @@ def fingerprint(model: Model, runner: Runner, block_size: int, adapter: str = ""
 
 
 def pack(tokens: Sequence[int], contents: Sequence[torch.Tensor], identity: str) -> bytes:
-    """One file of the tokens and, per layer group, its blocks' content [num_blocks, bytes_per_block] uint8."""
+    """Pack the tokens and each layer group's content, [num_blocks, bytes_per_block] uint8, into one file's bytes."""
     tensors = {f"group.{index}": content.contiguous() for index, content in enumerate(contents)}
     tensors["tokens"] = torch.tensor(list(tokens), dtype=torch.int64)
-    # `save` writes metadata through a keyword that takes strings only.
+    # `save` accepts only strings as metadata.
     return bytes(save(tensors, metadata={"format": FORMAT, "identity": identity}))
 
 
 def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list[torch.Tensor]]:
-    """What `pack` was given.
+    """Unpack the tokens and the contents that `pack` packed.
 
     Raises:
-        BatchError: not such a file, damaged, or of another model, precision or block size.
+        BatchError: the data is no saved sequence, is damaged, or is of another model, precision or block size.
     """
     try:
         size = int.from_bytes(data[:8], "little")
@@ -67,7 +69,7 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
 
 
 def _sample(model: Model) -> str:
-    """A digest of some weights: two models of one config, one of them trained further, differ in all of them."""
+    """Return a digest of some weights. Further training changes all weights, so a sample tells two models apart."""
     digest = hashlib.sha256()
     source = model.weights or ModuleWeights(model.hf)
     for name in sorted(source.names())[::8]:
@@ -76,11 +78,11 @@ def _sample(model: Model) -> str:
 
 
 class HostBlockStore:
-    """Keeps content by key until it is taken back; what does not fit is refused, never evicted.
+    """Stores content by key until it is taken back. Content that does not fit is refused, and nothing is evicted.
 
     Args:
-        max_bytes: the budget; 0 refuses everything.
-        pinned: keep it in page-locked memory, from which a GPU copies fast.
+        max_bytes: the budget in bytes; 0 refuses everything.
+        pinned: whether to keep content in page-locked memory, from which a GPU copies fast.
 
     Raises:
         OptionError: max_bytes < 0, or pinned without CUDA.
@@ -103,27 +105,27 @@ class HostBlockStore:
         return key in self._content
 
     def put(self, key: Hashable, content: Sequence[torch.Tensor]) -> bool:
-        """Keeps one host tensor per layer group; False, keeping nothing, when the budget has no room for them.
+        """Store one host tensor per layer group; returns False and stores nothing if they exceed the budget.
 
         Raises:
-            BatchError: something is kept under this key already.
+            BatchError: the key is in use.
         """
         if key in self._content:
             raise BatchError(f"{key!r} is swapped out already")
         size = _size(content)
         if self.bytes_used + size > self.max_bytes:
             return False
-        # A view would keep the whole of what it looks at alive, outside the budget.
+        # Clone views: a view would keep its whole storage in memory, outside the budget.
         kept = [tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in content]
         self._content[key] = [tensor.pin_memory() for tensor in kept] if self._pinned else kept
         self.bytes_used += size
         return True
 
     def take(self, key: Hashable) -> list[torch.Tensor]:
-        """Gives back what `put` kept and forgets it.
+        """Remove and return the content that `put` stored.
 
         Raises:
-            BatchError: nothing is kept under this key.
+            BatchError: the key has no content.
         """
         if key not in self._content:
             raise BatchError(f"{key!r} is not swapped out")
@@ -132,7 +134,7 @@ class HostBlockStore:
         return content
 
     def drop(self, key: Hashable) -> bool:
-        """Forgets a sequence that will not come back; False when nothing was kept."""
+        """Drop the content of a sequence that will not return; returns False if there is none."""
         if key not in self._content:
             return False
         self.take(key)

@@ -1,4 +1,4 @@
-"""The blocks that a step takes: reserved for real, or drafted on paper with the same arithmetic."""
+"""Reservations and drafts of a step's blocks: a reservation takes blocks, a draft only counts them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ Growing = list[tuple[KVSequence, int]]  # sequences that need the pool, with the
 
 
 class Reservation:
-    """What `KVCache.reserve` returns; ends with exactly one `commit` or `rollback`.
+    """The blocks reserved for one step. It ends with exactly one `commit` or `rollback`.
 
-    Until then the block tables show the new blocks already, while lengths and tokens are the old ones.
+    Until then the block tables include the new blocks, but lengths and tokens are the old ones.
 
     Attributes:
         copies: per group, (source, destination) block pairs to copy before the forward pass.
@@ -31,7 +31,7 @@ class Reservation:
         self.copies: list[list[tuple[int, int]]] = [[] for _ in needed]
         self._tables = tables
         self._entries = entries
-        # (sequence, group, its table's length before, the shared last block that was replaced by a copy)
+        # (sequence, group, table length before the step, shared last block that a copy replaced)
         self._growth: list[tuple[KVSequence, int, int, int | None]] = []
         self._on_end = on_end
         if growing:
@@ -41,11 +41,11 @@ class Reservation:
                 sequence.writable = len(sequence.tables[0]) * tables.block_size
 
     def commit(self, told: Sequence[Sequence[int]] | None = None) -> None:
-        """The step succeeded: the sequences hold the new positions.
+        """Add the new positions to the sequences, after the step has succeeded.
 
         Args:
-            told: each entry's tokens, where those it was reserved with only said how many there would be; where they
-                are fewer, blocks behind them are given back.
+            told: each entry's final tokens; they replace the tokens of `reserve`. If an entry has fewer tokens than it
+                reserved, the blocks behind them are released.
         """
         self._on_end()
         sequences, settle = self._tables.sequences, self._tables.settle
@@ -68,12 +68,12 @@ class Reservation:
             self._tables.trim(sequence)
 
     def rollback(self) -> None:
-        """The step failed: every table, length and reference count is what it was.
+        """Restore every table, length and reference count, after the step has failed.
 
-        Only what was known of the content of the blocks taken is gone, since the step may have written there.
+        The cached content of the taken blocks stays forgotten, because the step may have written to these blocks.
         """
         self._on_end()
-        # In reverse, so that the free blocks lie in the order they had.
+        # Release in reverse, so that the free blocks return to their old order.
         for sequence, group, before, shared in reversed(self._growth):
             table, pool = sequence.tables[group], self._tables.pools[group]
             pool.release(reversed(table[before:]))
@@ -84,11 +84,11 @@ class Reservation:
             sequence.writable = len(sequence.tokens)
 
     def replaced(self) -> Iterator[tuple[int, int]]:
-        """The (group, block) pairs that are still held although no table shows them: rollback needs them."""
+        """Return the (group, block) pairs that copies replaced: no table has them, but a rollback needs them."""
         return ((group, shared) for _, group, _, shared in self._growth if shared is not None)
 
     def _grow(self, group: int, blocks: list[int], growing: Growing) -> None:
-        """Hands a group's new blocks to the tables of the sequences they are for."""
+        """Append a group's new blocks to the tables of the growing sequences."""
         tables, used = self._tables, 0
         for sequence, length in growing:
             table = sequence.tables[group]
@@ -98,7 +98,7 @@ class Reservation:
                 self.copies[group].append((shared, blocks[used]))
                 used += 1
             elif len(sequence.tokens) % tables.block_size:
-                # Nobody else holds it, so it is written in place, and stops being what its hash says.
+                # The step writes this unshared block in place, so its hash becomes wrong.
                 # guard: content that changes loses its name
                 tables.pools[group].drop_hash(table[-1])
             more = tables.blocks(length) - before
@@ -109,13 +109,13 @@ class Reservation:
 
 
 def plan(tables: BlockTables, entries: Entries, cap: int) -> tuple[Growing, list[int]]:
-    """Checks a step's entries and finds what they need, changing nothing.
+    """Check a step's entries and count the blocks that they need. Nothing changes.
 
     Args:
         cap: most positions of one sequence.
 
     Returns:
-        The sequences that need the pool, and per group the blocks they need together.
+        The sequences that need new blocks, and per group the number of blocks they need together.
 
     Raises:
         BatchError: an entry contradicts what its sequence holds.
@@ -142,9 +142,9 @@ def plan(tables: BlockTables, entries: Entries, cap: int) -> tuple[Growing, list
 
 
 def more_blocks(tables: BlockTables, sequence: KVSequence, length: int) -> list[int]:
-    """Per group, the blocks that a step takes in which a sequence grows to `length` positions.
+    """Return, per group, the number of blocks that a step takes for a sequence that grows to `length` positions.
 
-    What falls behind a window is given back after the step only.
+    Blocks that fall behind a window are released only after the step.
     """
     more = max(0, tables.blocks(length) - len(sequence.tables[0]))
     return [more + (tables.shared_tail(group, sequence) is not None) for group in range(len(tables.pools))]
@@ -163,13 +163,13 @@ BlockSet = set[tuple[int, int]]  # (group, block)
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What an empty sequence would start with.
+    """The positions that an empty sequence would start with.
 
     Args:
-        length: positions that it would not have to evaluate.
-        fresh: per group, the blocks to allocate for them, where their content comes from elsewhere.
-        found: (group, block) pairs that are free, and stop being so, since the prefix cache knows their content.
-        tail: per group, the partly filled last block, which somebody else holds, too; None without one.
+        length: number of positions that need no evaluation.
+        fresh: per group, the number of blocks to allocate for imported content.
+        found: free (group, block) pairs that a prefix hit would take.
+        tail: per group, the partly filled last block, shared with another sequence; None if there is none.
     """
 
     length: int
@@ -179,24 +179,24 @@ class Beginning:
 
 
 class StepDraft:
-    """The entries of a step that fit together so far; good until the tables change."""
+    """Counts the blocks of a step's entries and refuses entries that do not fit. Valid until the tables change."""
 
     __slots__ = ("_found", "_growing", "_shared", "_tables", "_taken")
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
         self._taken = [0] * len(tables.pools)  # per group
-        self._found: BlockSet = set()  # free now, and not once the step's sequences have begun
-        self._shared: BlockSet = set()  # last blocks that a beginning shares
+        self._found: BlockSet = set()  # free blocks that the prefix hits of this step's sequences take
+        self._shared: BlockSet = set()  # partly filled last blocks that a new sequence shares
         self._growing: list[KVSequence] = []
 
     @property
     def taken(self) -> tuple[int, ...]:
-        """Per group, the blocks that leave the free ones."""
+        """Return, per group, the number of free blocks that the step takes."""
         return tuple(self._taken)
 
     def grow(self, seq_ids: Sequence[int], length: int) -> bool:
-        """Adds sequences that all grow to `length` positions, or none of them; whether there is room."""
+        """Add sequences that all grow to `length` positions, or none of them; returns whether they fit."""
         tables = self._tables
         needed = [0] * len(self._taken)
         growing = [tables.sequences[seq_id] for seq_id in seq_ids]
@@ -212,7 +212,7 @@ class StepDraft:
         return True
 
     def begin(self, beginning: Beginning, length: int) -> bool:
-        """Adds a sequence that is started and grows to `length` positions; whether there is room."""
+        """Add a new sequence that grows to `length` positions; returns whether it fits."""
         tables = self._tables
         more = tables.blocks(length) - tables.blocks(beginning.length)
         needed = [count + more for count in self.costs(beginning)]
@@ -225,7 +225,7 @@ class StepDraft:
         return True
 
     def reach(self, seq_id: int) -> int:
-        """The most positions to which a sequence that holds some can grow in this step; 0 if it cannot."""
+        """Return the most positions to which a running sequence can grow in this step; 0 if it cannot grow."""
         tables = self._tables
         sequence = tables.sequences[seq_id]
         length = len(sequence.tokens) + 1
@@ -234,19 +234,19 @@ class StepDraft:
         return reach if reach >= length else 0
 
     def reach_from(self, beginning: Beginning) -> int:
-        """The same for a sequence that is yet to be started."""
+        """Return the most positions to which a new sequence can grow in this step; 0 if it cannot start."""
         reach = self._reach(self._tables.blocks(beginning.length), self.costs(beginning))
         return reach if reach > beginning.length else 0
 
     def _more(self, sequence: KVSequence, length: int) -> list[int]:
-        """What a sequence takes to grow, the copy of a last block that a beginning comes to share included."""
+        """Count the blocks for a sequence's growth, including a copy of a last block that a new sequence shares."""
         more = more_blocks(self._tables, sequence, length)
         for group, tail in self._owned_tails(sequence):
             more[group] += (group, tail) in self._shared
         return more
 
     def _owned_tails(self, sequence: KVSequence) -> list[tuple[int, int]]:
-        """The partly filled last blocks that it would write to in place, since nobody else holds them."""
+        """Return the sequence's partly filled, unshared last blocks, which a step writes in place."""
         tables = self._tables
         tails = [(group, tables.partial_tail(group, sequence)) for group in range(len(tables.pools))]
         return [
@@ -254,14 +254,14 @@ class StepDraft:
         ]
 
     def costs(self, beginning: Beginning) -> list[int]:
-        """Per group, what a beginning takes before it grows by a block: the copy of its last one included."""
+        """Return, per group, the blocks that a beginning takes before it grows, including the copy of its tail."""
         costs = list(beginning.fresh)
         for group, _ in beginning.found - self._found:
             costs[group] += 1
         if beginning.tail is not None:
             owned = {tail for sequence in self._growing for tail in self._owned_tails(sequence)} - self._shared
             for group, tail in enumerate(beginning.tail):
-                # Its own copy, and one for the entry that would have written to the block itself.
+                # Count the new sequence's copy, and one for the entry that would have written the block in place.
                 costs[group] += 1 + ((group, tail) in owned)
         return costs
 

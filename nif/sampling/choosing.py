@@ -1,4 +1,4 @@
-"""Choosing: the next token of every sequence of a step, on the device that holds the logits."""
+"""Chooses the next token of every sequence of a step, on the device that holds the logits."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,16 +12,16 @@ from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, gr
 def choose(
     logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
 ) -> list[Sampled | SampleFault]:
-    """One token a row, where the logits are; see `sample`. All ways give the same tokens.
+    """Choose one token per row on the logits' device; see `sample`. Every device gives the same tokens.
 
     Args:
         logits: [R, V] float32; None only if no state reads them.
-        largest: of these rows; None leaves it to be found in the logits.
+        largest: the rows' largest logits; None computes them from the logits.
     """
     try:
         return _choose_all(logits, largest, states, positions)
     except Exception:
-        # What is one state's own fault must not cost the others this step.
+        # A fault of one state must not fail the other rows' step.
         # guard: a sampler's fault is its row's
         return _choose_each(logits, largest, states, positions)
 
@@ -42,10 +42,10 @@ def _choose_all(
 def _choose_each(
     logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
 ) -> list[Sampled | SampleFault]:
-    """One row at a time, where choosing for all together raised.
+    """Choose row by row, after choosing for all rows together raised.
 
     Raises:
-        Exception: it raises for each of several: then no row is to blame.
+        Exception: every one of several rows raised, so the cause is not in a single row.
     """
     drawn: list[Sampled | SampleFault] = []
     errors: list[Exception] = []

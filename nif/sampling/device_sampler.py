@@ -14,10 +14,10 @@ from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, fo
 def sample(
     logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
 ) -> list[Sampled | SampleFault]:
-    """Chooses one token a row; arguments, order of operations and results as in `genbatch.nif.sampling.sampler.sample`.
+    """Choose one token per row; arguments, order of operations and results are those of `sampler.sample`.
 
-    One copy goes to the device and one comes back, whatever the rows ask for (log-probabilities and masks of
-    constraints: one more each).
+    A step makes one copy to the device and one copy back. Log-probabilities and masks of constraints take one more
+    copy each.
     """
     assert logits.shape[0] == len(states) == len(positions)
     if not states:
@@ -49,7 +49,7 @@ def _sample(
 
 
 def row_edits(state: SamplerState) -> RowEdits:
-    """A state's penalties, biases and suppressions, as `edit_logits` wants them."""
+    """Convert a state's penalties, biases and suppressions to the arguments of `edit_logits`."""
     params = state.params
     counts = state.output_counts
     bias_ids, bias = state.bias
@@ -68,7 +68,7 @@ def row_edits(state: SamplerState) -> RowEdits:
 def _with_logprobs(
     logits: torch.Tensor, states: Sequence[SamplerState], results: list[Sampled | SampleFault]
 ) -> list[Sampled | SampleFault]:
-    """Adds the log-probabilities of the model's own logits to the rows that asked for them."""
+    """Add log-probabilities of the model's own logits to the rows that report them."""
     wanted = [
         (row, result.token_id, number)
         for row, (state, result) in enumerate(zip(states, results, strict=True))
@@ -82,7 +82,7 @@ def _with_logprobs(
     most = min(max(number for _, _, number in wanted), logits.shape[1])
     ids = chosen
     if most:
-        # Shifted so that none is above 0, as `ranked` wants them; ties come out as on the host.
+        # Shift the logits so that none is above 0, as `ranked` requires; ties then rank as on the host.
         below_best = chosen_logits - chosen_logits.amax(dim=1, keepdim=True)
         ids = torch.cat((chosen, ranked(pad_to_chunks(below_best), most)[1]), dim=1)
     logprobs = gather_logprobs(chosen_logits, ids)

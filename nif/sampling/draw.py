@@ -1,10 +1,10 @@
-"""How a token is drawn: what a request may ask for, the random numbers, the likeliest candidates, and the draw itself.
+"""Draws tokens: sampling parameters, random numbers, ranking of candidates, and the draw itself.
 
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
     token_ids = draw(logits, logits.argmax(-1), [params], [uniform(params.seed, position)])
 
-A draw is a pure function of a row's logits, its parameters, its seed and its position: no operation mixes rows or
-depends on their number."""
+A draw is a pure function of a row's logits, parameters, seed and position. No operation mixes rows or depends on the
+number of rows."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Beyond these a draw is what it is at them: of the largest logit, and of any token with the same chance. In float32 the
-# divisor would soon be 0 or infinite, and a row without a number to draw from.
+# The limits of temperature. Below the first a draw takes the largest logit, and above the second all tokens are equal.
+# Beyond the limits the float32 divisor would become 0 or infinite, and the row would hold NaN.
 _COLDEST, _HOTTEST = 2.0**-64, 2.0**64
 
 
-# The parameters that a model's files may set, and the values that count.
+# The parameters that a model's files may set, and the check of each value.
 FILE_SAMPLING: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0 < value < 2**31,
     "top_k": lambda value: 0 <= value < 2**31 and value == int(value),
@@ -31,21 +31,21 @@ FILE_SAMPLING: dict[str, Callable[[float], bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling settings of one sequence. Ranges are checked where requests enter; here they are invariants.
+    """Sampling settings of one sequence. The gateways check the ranges; here the ranges are invariants.
 
     Args:
-        seed: keys the random draws, 0 <= seed < 2**64; the same seed at the same position draws the same.
-        temperature: 0 is greedy, otherwise the logits' divisor; kept from 2**-64 to 2**64: beyond, nothing changes.
-        top_k: keep the k most likely tokens and all that tie with the last of them; 0 is off.
+        seed: keys the random draws, 0 <= seed < 2**64; the same seed and position give the same draw.
+        temperature: 0 is greedy, otherwise the logits' divisor, clamped to 2**-64..2**64, as more changes nothing.
+        top_k: keep the k most likely tokens and all that tie with the k-th; 0 is off.
         top_p: keep the fewest most likely tokens that hold this share of the probability; 1 is off.
         min_p: keep tokens at least this fraction as likely as the likeliest one; 0 is off.
-        repetition_penalty: of tokens in the prompt or the output, positive logits are divided by it and
-            negative ones multiplied (the rule of transformers); 1 is off.
-        presence_penalty: taken once from the logit of every token in the output.
-        frequency_penalty: taken from a token's logit as often as the output holds that token.
+        repetition_penalty: divides the positive logits and multiplies the negative logits of tokens in the prompt
+            or the output (the rule of transformers); 1 is off.
+        presence_penalty: subtracted once from the logit of every token in the output.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the output.
         logit_bias: added to the logits of these token ids, which are below the logits' width.
-        logprobs: None for none, else how many of the likeliest tokens to report beside the chosen one.
-        min_tokens: `suppress` cannot be chosen before so many tokens were generated.
+        logprobs: how many of the likeliest tokens to report beside the chosen one; None reports no log-probability.
+        min_tokens: number of generated tokens before the ids in `suppress` are allowed.
         suppress: ids that would end the sequence (EOS, stop ids), below the logits' width.
     """
 
@@ -87,10 +87,10 @@ _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment, 2**64 / golden ratio
 
 
 def uniform(seed: int, position: int) -> float:
-    """Returns the draw of `seed` at `position`, uniform over the multiples of 2**-53 in [0, 1).
+    """Return the draw of `seed` at `position`, uniform over the multiples of 2**-53 in [0, 1).
 
-    It is element `position` of the splitmix64 stream that starts at the mixed seed. The first mix
-    keeps neighbouring seeds apart: without it, seed and position would only enter as their sum.
+    The draw is element `position` of the splitmix64 stream that starts at the mixed seed. The seed is mixed first,
+    because otherwise the draw would depend only on the sum of seed and position.
 
     Args:
         seed: 0 <= seed < 2**64.
@@ -101,18 +101,18 @@ def uniform(seed: int, position: int) -> float:
 
 
 def stream_key(seed: int) -> int:
-    """What `uniforms` wants of a seed."""
+    """Return a seed's key for `uniforms`."""
     return _mix((seed + _GAMMA) & _MASK)
 
 
 def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """`uniform` of many at once, bit for bit.
+    """Return many draws at once, equal to those of `uniform` bit for bit.
 
     Args:
         keys: [N] the `stream_key` of each seed.
         positions: [N] non-negative.
     """
-    # Arrays of uint64 wrap around silently, which is the arithmetic wanted.
+    # Arrays of uint64 wrap around silently, as splitmix64 requires.
     mixed = _mix_all(keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -130,19 +130,19 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-CHUNK = 32  # tokens of which only the best one competes at first; 16 and 64 were slower on 49152 tokens
+CHUNK = 32  # tokens per chunk; only each chunk's best token competes at first. 16 and 64 were slower on 49152 tokens
 _MAGNITUDE = 0x7FFFFFFF  # float32 bits without the sign
 _LOW_WORD = 0xFFFFFFFF
 
 
 def pad_to_chunks(log_weights: torch.Tensor) -> torch.Tensor:
-    """Widens rows [R, V] with -inf to a multiple of CHUNK; returns them unchanged where V is one."""
+    """Pad rows [R, V] with -inf to a multiple of CHUNK; returns them unchanged if V is a multiple."""
     missing = -log_weights.shape[1] % CHUNK
     return torch.nn.functional.pad(log_weights, (0, missing), value=float("-inf")) if missing else log_weights
 
 
 def ranked(log_weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the `count` largest of every row exactly; few of them cost far less than sorting the row.
+    """Find the `count` largest of every row exactly; a small `count` costs far less than sorting the row.
 
     The `count` best tokens lie in the `count` chunks with the best maxima, so a pass over the maxima leaves
     few tokens to compare. Keys are unique, so ties cannot come out differently in another batch.
@@ -168,7 +168,7 @@ def ranked(log_weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
 
 
 def _keys(log_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Packs (-log-weight, id) into int64s that sort like the pair, as the bits of floats >= 0 do."""
+    """Pack (-log-weight, id) into int64s that sort like the pair, because the bits of floats >= 0 sort like them."""
     return ((log_weights.view(torch.int32) & _MAGNITUDE).to(torch.int64) << 32) | ids
 
 
@@ -177,7 +177,7 @@ def _unpack(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _smallest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` smallest of every row, ascending."""
+    """Return the `count` smallest of every row, ascending."""
     if keys.device.type != "cpu":
         return keys.topk(count, largest=False, sorted=True).values
     columns = keys.numpy()  # numpy's vectorised partition and sort take an eighth of torch's time
@@ -186,32 +186,33 @@ def _smallest(keys: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(columns, axis=1))
 
 
-# How many tokens to rank before trying again with more, and at last with all. At temperature 0.7 and top_p
-# 0.95 the first number does for 96% of SmolLM2-135M's rows on technical English, at temperature 1 for 57%;
-# twice as many cost every row 60% more.
+# Numbers of tokens to rank before ranking more, and at last all. At temperature 0.7 and top_p 0.95 the first number
+# suffices for 96% of SmolLM2-135M's rows on technical English, and at temperature 1 for 57%. Doubling the first number
+# costs every row 60% more.
 _STAGES = (128, 4096)
-# Logits ranked at once where all of a row's have to be: each then takes nearly a hundred bytes.
+# Most logits sorted at once when a whole row must be sorted, because each then takes nearly a hundred bytes.
 SORTED_AT_ONCE = 1 << 17
 
 
 def draw(
     logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> torch.Tensor:
-    """Returns a token id per row, [R] int64 on the logits' device.
+    """Draw a token id per row, [R] int64 on the logits' device.
 
-    A row's token is the inverse of its cumulative distribution at its uniform: over ascending ids where
-    nothing truncates, over descending weights otherwise. No operation mixes rows or depends on their number.
+    A row's token is the inverse of its cumulative distribution at its uniform number. The distribution runs over
+    ascending ids, or over descending weights if top_k, top_p or min_p truncates it. No operation mixes rows or depends
+    on the number of rows.
 
     Args:
-        logits: [R, V] float32, already penalised; left as it is.
+        logits: [R, V] float32 with the penalties applied; not changed.
         best: [R] each row's largest logit, finite.
-        params: R of them, with temperature > 0.
+        params: R parameters with temperature > 0.
         uniforms: R numbers in [0, 1).
     """
     device = logits.device
     width = logits.shape[1]
     temperature = torch.tensor([p.temperature for p in params], device=device)[:, None]
-    # The maximum goes first: no temperature, however small, then overflows.
+    # Subtract the maximum first, so that no small temperature overflows.
     log_weights = pad_to_chunks((logits - best[:, None]).div_(temperature))  # [R, V padded], at most 0
     points = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None]
     truncated = [i for i, p in enumerate(params) if 0 < p.top_k < width or p.top_p < 1.0 or p.min_p > 0.0]
@@ -223,7 +224,7 @@ def draw(
         whole = sorted(set(range(len(params))) - set(truncated))
         drawn[whole] = _invert_whole(weights[whole], points[whole])
     if truncated:
-        # Chunks first, then a cumulative sum: how a plain sum adds up depends on the number of rows.
+        # Sum the chunks, then take a cumulative sum: a plain sum's rounding depends on the number of rows.
         total = weights.view(len(params), -1, CHUNK).sum(-1).cumsum(1, dtype=torch.float64)[:, -1:]
         limits = torch.tensor(
             [[p.top_k if p.top_k < width else 0, p.top_p, p.min_p] for p in params],
@@ -267,7 +268,7 @@ def _pick(
     limits: torch.Tensor,  # [R, 3] float64: top_k (0 off), top_p, min_p
     points: torch.Tensor,  # [R, 1] float64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the drawn ids [R] and whether all that may be kept was among the candidates [R]."""
+    """Return the drawn ids [R], and whether the candidates hold every token that truncation keeps [R]."""
     top_k, top_p, min_p = limits[:, :1], limits[:, 1:2], limits[:, 2:]
     limited = top_k > 0
     weights = log_weights.exp().to(torch.float64)
@@ -278,7 +279,7 @@ def _pick(
     total = torch.where(limited, held[:, -1:], total)
     nucleus = top_p * total
     before = torch.nn.functional.pad(held[:, :-1], (1, 0))
-    # top_p = 1 keeps all: rounding may put the sum of a row's parts above its whole.
+    # Treat top_p = 1 as off, because rounding may make the sum of a row's parts exceed its total.
     keep = ((before < nucleus) | (top_p >= 1.0)) & (weights >= min_p)
     drawn = ids.gather(1, _invert(torch.where(keep, weights, 0.0), points)[:, None])[:, 0]
     enough = ((held[:, -1:] >= nucleus) & (top_p < 1.0)) | (weights[:, -1:] < min_p)
@@ -286,21 +287,21 @@ def _pick(
 
 
 def _invert_whole(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """As `_invert`, over whole rows [R, V padded]: first the chunk, then the column in it, without V partial sums."""
+    """Invert whole rows [R, V padded] as `_invert` does: find the chunk, then the column, without V partial sums."""
     chunks = weights.view(len(weights), -1, CHUNK)
     sums = chunks.sum(-1)
     cumulative = sums.cumsum(1, dtype=torch.float64)
     aims = points * cumulative[:, -1:]
     chunk = torch.searchsorted(cumulative, aims, right=True)  # [R, 1]; its sum is not 0
     size = sums.gather(1, chunk).to(torch.float64)
-    # A chunk's sum is rounded to float32, so what is left of the point is taken as a share of it, below 1.
+    # A chunk's sum is rounded to float32, so express the rest of the point as a share of the sum, below 1.
     rest = ((aims - (cumulative.gather(1, chunk) - size)) / size).clamp_(0.0, 1.0 - 2.0**-53)
     rows = torch.arange(len(weights), device=weights.device)
     return chunk[:, 0] * CHUNK + _invert(chunks[rows, chunk[:, 0]], rest)
 
 
 def _invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The column [R] int64 at which the cumulative weight first exceeds points * total; its weight is not 0.
+    """Return the column [R] int64 at which the cumulative weight first exceeds points * total; its weight is not 0.
 
     Such a column exists: with u <= 1 - 2**-53, u * total rounds to a double below total.
     """
@@ -308,13 +309,13 @@ def _invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)[:, 0]
 
 
-# Logits scored at once: a prompt's chunk may have a hundred times as many, and each is copied more than once.
+# Most logits scored at once: a prompt's chunk may have a hundred times as many, and scoring copies each one.
 SCORED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token's log-probability and the likeliest alternatives at its place.
+    """A token's log-probability and the likeliest alternatives at its position.
 
     Args:
         logprob: log_softmax of the raw logits at the token.
@@ -326,12 +327,12 @@ class TokenScore:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> list[TokenScore]:
-    """Scores each row's token; serves generated tokens and prompt tokens alike.
+    """Score each row's token, for generated tokens and for prompt tokens.
 
     Args:
         logits: [T, V] float32, raw; row t predicts token_ids[t].
         token_ids: [T] int64 on the logits' device, below V.
-        top: alternatives to report per row, 0 <= top <= V.
+        top: number of alternatives to report per row, 0 <= top <= V.
     """
     rows_at_once = max(1, SCORED_AT_ONCE // logits.shape[1])
     parts = zip(torch.split(logits, rows_at_once), torch.split(token_ids, rows_at_once), strict=True)
@@ -353,12 +354,12 @@ NOT_FINITE = "the model's logits are not finite"
 
 
 class DrawTable:
-    """A row a sequence: temperature, top_k, top_p, min_p, and the uniform number of its next draw.
+    """A table with a row per sequence: temperature, top_k, top_p, min_p, and the next draw's uniform number.
 
-    That number depends on the seed and the position alone, so it is known before the logits are.
+    The uniform number depends only on seed and position, so it is known before the logits.
 
     Args:
-        params: of each row.
+        params: each row's parameters.
     """
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
@@ -367,7 +368,7 @@ class DrawTable:
         self._keys = np.array([stream_key(p.seed) for p in params if p.temperature > 0.0], np.uint64)
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """The table [R, NUM_PARAMS] float64 of a step's draws; the next call changes it.
+        """Return the table [R, NUM_PARAMS] float64 of a step's draws; the next call overwrites the table.
 
         Args:
             positions: each row's draw counter.

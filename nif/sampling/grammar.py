@@ -1,4 +1,4 @@
-"""Grammars: the constraint that follows an answer token by token, and conversion to llguidance's form."""
+"""Grammars: a constraint that follows an answer token by token, and conversion to llguidance's form."""
 
 import json
 import time
@@ -13,21 +13,21 @@ from llguidance.numpy import fill_next_token_bitmask
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# A sequence whose last mask took longer is prepared beside the steps, so that nobody else waits for it.
+# If a sequence's last mask took longer, its next mask is prepared beside the steps and other sequences do not wait.
 SLOW_S = 0.001
-# Seconds of processor time that a sequence's masks may take, at first and for each token. Ordinary schemas take
-# 0.00005 a token, a schema of 200 optional properties 0.0005.
+# Seconds of processor time for a sequence's masks: a base, and an allowance per token. Ordinary schemas take 0.00005 s
+# per token, and a schema of 200 optional properties takes 0.0005 s.
 FIRST_S = 0.25
 PER_TOKEN_S = 0.002
-MAX_MESSAGE = 300  # characters; llguidance quotes what it was given
+MAX_MESSAGE = 300  # characters; llguidance's messages quote the whole grammar
 
 
 class GrammarConstraint:
-    """One sequence's place in its grammar. Implements `Constraint`.
+    """Tracks one sequence's state in its grammar. Implements `Constraint`.
 
     Args:
-        matcher: over the model's tokenizer, nothing consumed.
-        num_words: of a mask, 32 tokens each; it covers every token that the matcher knows.
+        matcher: a new matcher over the model's tokenizer.
+        num_words: words of a mask, 32 tokens each; the mask covers every token that the matcher knows.
     """
 
     __slots__ = ("_accepted", "_fault", "_is_prepared", "_last_s", "_mask", "_matcher", "_num_tokens", "_spent_s")
@@ -43,7 +43,7 @@ class GrammarConstraint:
         self._last_s = 0.0
 
     def fork(self) -> Self:
-        """An independent constraint with the same past."""
+        """Return an independent copy of this constraint."""
         twin = type(self)(self._matcher.deep_copy(), self._mask.shape[1])
         twin._mask[:] = self._mask
         twin._accepted = list(self._accepted)
@@ -75,7 +75,7 @@ class GrammarConstraint:
     def prepare(self) -> None:
         if self._is_prepared:
             return
-        # Processor time: a busy machine must not make a grammar look expensive.
+        # Measure processor time, because on a busy machine wall time would make a grammar look expensive.
         started = time.thread_time()
         if self._accepted:
             self._matcher.consume_tokens(self._accepted)
@@ -92,12 +92,12 @@ class GrammarConstraint:
 
 
 def one_line(message: str) -> str:
-    """What llguidance says of a fault, fit for an error message."""
+    """Shorten llguidance's message to one line for an error message."""
     text = " ".join(message.replace("<non-verbose/>", "").split())
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"
 
 
-# How many items or states one mask may take before its sequence fails; a few milliseconds' worth.
+# Limits of the items and states for one mask, about a few milliseconds of work. Beyond them the sequence fails.
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
     step_max_items=2_000,
@@ -106,8 +106,8 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-# One way to write JSON, on one line: where whitespace is free, weak models write it without end. "lenient" would let
-# keywords of a schema pass unread.
+# Allow only one way to write JSON, on one line: with free whitespace, weak models write whitespace without end.
+# "lenient" would ignore unknown keywords of a schema.
 _JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -118,7 +118,7 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
 
 
 def build_tokenizer(settings: Mapping[str, Any]) -> LLTokenizer:
-    """llguidance's view of a tokenizer.
+    """Build llguidance's tokenizer from a model's tokenizer.
 
     Args:
         settings: "tokenizer", the JSON of a Hugging Face tokenizer; "n_vocab"; "eos_token", a list of ids.
@@ -127,10 +127,10 @@ def build_tokenizer(settings: Mapping[str, Any]) -> LLTokenizer:
 
 
 def convert(kind: str, text: str) -> str:
-    """A grammar in llguidance's own form.
+    """Convert a grammar to llguidance's own form.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the grammar cannot be read.
     """
     try:
         if kind == "json_schema":
@@ -150,24 +150,25 @@ def convert(kind: str, text: str) -> str:
 
 
 def branches(lark: str, kind: str, text: str) -> str:
-    """The text of a grammar of the kind "branches": a Lark grammar, and a grammar of another kind that it calls
-    `@answer`."""
+    """Build the text of a grammar of the kind "branches".
+
+    The Lark grammar refers to the other grammar, of kind `kind`, as `@answer`.
+    """
     return json.dumps({"lark": lark, "kind": kind, "text": text})
 
 
 def _named_answer(kind: str, text: str) -> dict[str, Any]:
-    """A grammar as a part of another one."""
+    """Convert a grammar to the part `@answer` of another grammar."""
     grammar = convert(kind, text)
     try:
         (part,) = json.loads(grammar)["grammars"]
-    except ValueError:  # it stayed Lark
+    except ValueError:  # the grammar is still Lark text
         part = {"lark_grammar": grammar}
     return {**part, "name": "answer"}
 
 
 def why_unreadable(kind: str, text: str) -> str:
-    """What is wrong with a grammar whatever the model, for its own author, who waits as long as it takes; "" if
-    nothing is."""
+    """Return the fault of a grammar without a model, "" if there is none. The check has no time limit."""
     try:
         fault = LLMatcher.validate_grammar(convert(kind, text))
     except ValueError as error:
@@ -176,10 +177,10 @@ def why_unreadable(kind: str, text: str) -> str:
 
 
 def compile_matcher(tokenizer: LLTokenizer, grammar: str) -> GrammarConstraint:
-    """A constraint for a grammar in llguidance's form.
+    """Compile a constraint from a grammar in llguidance's form.
 
     Raises:
-        ValueError: the grammar is invalid, or beyond a limit.
+        ValueError: the grammar is invalid, or exceeds a limit.
     """
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():

@@ -1,9 +1,9 @@
-"""GrammarChecker: tries a grammar in a process that can be killed, before this one compiles it.
+"""GrammarChecker: compiles a grammar in a child process first, because a child process can be killed.
 
-llguidance's own limits bound most grammars, but not all: there are regular expressions of a few bytes that it compiles
-for seconds. The child compiles under a limit of processor time and memory, which the kernel enforces.
+llguidance's own limits bound most grammars, but some short regular expressions take seconds to compile. The child
+compiles under limits of processor time and memory, which the kernel enforces.
 
-Both sides write one JSON value a line: first the settings, then grammars and answers in turn.
+Both sides write one JSON value per line: first the settings, then grammars and answers in turn.
 """
 
 import json
@@ -17,14 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-MAX_MEMORY = 512 * 2**20  # bytes that one grammar may take beyond what the child had before
+MAX_MEMORY = 512 * 2**20  # bytes that the child may grow by for one grammar
 
 
 class GrammarChecker:
-    """Starts the child when it is first needed, and again after one was killed. One caller at a time.
+    """Starts the child for the first grammar, and again after a child was killed. Use it from one thread at a time.
 
     Args:
-        settings: what `build_tokenizer` takes.
+        settings: the argument of `build_tokenizer`.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -32,13 +32,13 @@ class GrammarChecker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def check(self, kind: str, text: str, max_s: float) -> tuple[str | None, str]:
-        """Compiles a grammar in the child.
+        """Compile a grammar in the child.
 
         Args:
-            max_s: seconds of processor time.
+            max_s: the limit in seconds of processor time.
 
         Returns:
-            The grammar in llguidance's form and "", or None and why it is refused.
+            The grammar in llguidance's form and "", or None and the reason of the refusal.
         """
         if self._child is None:
             self._start()
@@ -49,27 +49,27 @@ class GrammarChecker:
         return answer["grammar"], answer["error"]
 
     def close(self) -> None:
-        """Ends the child."""
+        """End the child."""
         if self._child is None:
             return
         self._child.kill()
         for pipe in (self._child.stdin, self._child.stdout):
             assert pipe is not None
-            with suppress(BrokenPipeError):  # what it did not read is lost with it
+            with suppress(BrokenPipeError):  # the child is gone, and unread input with it
                 pipe.close()
         self._child.wait()
         self._child = None
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "genbatch.nif.sampling.grammar_checker"]
-        # A session of its own: the terminal's Ctrl-C is not for it.
+        # Start a new session, so that the terminal's Ctrl-C does not reach the child.
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
         self._write(self._settings)
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The child's answer; None if it died over it."""
+        """Return the child's answer; None if the child died."""
         assert self._child is not None and self._child.stdout is not None
         self._write(question)
         line = self._child.stdout.readline()
@@ -84,24 +84,24 @@ class GrammarChecker:
             self._child.stdin.write(json.dumps(value).encode() + b"\n")
             self._child.stdin.flush()
         except BrokenPipeError:
-            pass  # its end shows when the answer is read
+            pass  # reading the answer will find the child dead
 
 
 def main() -> None:
-    """The child: answers until its input ends, or until a signal ends it over a grammar."""
+    """Run the child: answer until the input ends, or until a signal ends the child at a limit."""
     from genbatch.nif.sampling.grammar import build_tokenizer, compile_matcher, convert
 
-    # The parent ends it by closing its input. A service manager's SIGTERM goes to all processes of a service, and the
-    # requests that are still served may need a grammar.
+    # Ignore signals: the parent ends this child. A service manager sends SIGTERM to all processes of a service, and
+    # requests that still drain may need a grammar.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(10)  # the model goes first; the limit counts processor time, however long that takes to get
+    os.nice(10)  # the model has priority; the limit counts processor time, so waiting costs nothing
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     tokenizer = build_tokenizer(json.loads(source.readline()))
     for line in source:
         question = json.loads(line)
         _limit_memory()
-        # The default action of SIGPROF ends the process, whatever code it is in.
+        # The default action of SIGPROF ends the process in any code.
         signal.setitimer(signal.ITIMER_PROF, question["max_s"])
         try:
             grammar = convert(question["kind"], question["text"])
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
-    """Lets the process grow by MAX_MEMORY from where it is; only where the kernel tells where that is."""
+    """Limit the process's growth to MAX_MEMORY; without /proc/self/statm there is no limit."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

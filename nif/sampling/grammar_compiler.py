@@ -1,4 +1,4 @@
-"""GrammarCompiler: compiles what answers must match, tried in a process of its own first, and remembers it."""
+"""GrammarCompiler: compiles grammars for answers, tries each in a child process first, and caches the results."""
 
 import hashlib
 from collections import OrderedDict
@@ -23,11 +23,11 @@ class GrammarError(NativeError):
 
 
 class GrammarCompiler:
-    """Compiles for one model; not thread-safe, and slow: for a thread of its own.
+    """Compiles grammars for one model. It is slow and not thread-safe, so give it a thread of its own.
 
     Args:
-        model: whose tokenizer and end-of-sequence tokens.
-        max_s: seconds of processor time that compiling one grammar may take.
+        model: provides the tokenizer and the end-of-sequence tokens.
+        max_s: the limit of processor time for compiling one grammar, in seconds.
     """
 
     def __init__(self, model: "Model", max_s: float) -> None:
@@ -41,18 +41,18 @@ class GrammarCompiler:
         }
         self._checker = GrammarChecker(self._settings)
         self._tokenizer: LLTokenizer | None = None
-        self._cached: OrderedDict[bytes, GrammarConstraint | str] = OrderedDict()  # str: why it was refused
+        self._cached: OrderedDict[bytes, GrammarConstraint | str] = OrderedDict()  # str: the reason of a refusal
 
     def compile(self, kind: str, text: str, owner: bytes, number: int) -> list[GrammarConstraint]:
-        """Constraints for `number` sequences, prepared for their first token.
+        """Return constraints for `number` sequences, prepared for their first token.
 
         Args:
             kind: "json_schema", "grammar" (Lark or GBNF), "lark" (Lark for certain), "regex" or "branches" (see
                 `branches`).
-            owner: whose grammar; what one owner compiled is not found, nor timed, by another.
+            owner: the grammar's owner; one owner's cached grammars are invisible to others, also by timing.
 
         Raises:
-            GrammarError: it is invalid, or beyond a limit.
+            GrammarError: the grammar is invalid, or exceeds a limit.
         """
         if not self._has_end:
             raise GrammarError(_NO_END)
@@ -68,11 +68,11 @@ class GrammarCompiler:
         return [known.fork() for _ in range(number)]
 
     def close(self) -> None:
-        """Ends the checker's process."""
+        """End the checker's process."""
         self._checker.close()
 
     def _compile(self, kind: str, text: str) -> GrammarConstraint | str:
-        """A constraint to fork, or why there is none."""
+        """Compile a constraint to fork; returns the reason of a refusal instead if there is one."""
         grammar, refusal = self._checker.check(kind, text, self._max_s)
         if grammar is None:
             return refusal

@@ -1,45 +1,45 @@
-"""PromptLookup: guesses a sequence's next tokens by looking the last ones up in the sequence itself.
+"""PromptLookup: drafts a sequence's next tokens by finding the last tokens earlier in the same sequence.
 
-lookup = PromptLookup()                 # one a sequence
-lookup.catch_up(tokens)                 # the prompt's
-lookup.draft(4)                         # the tokens that followed when the last tokens stood there before
-lookup.push(token)                      # the token that was drawn; whether the lookup knew it is remembered
+lookup = PromptLookup()                 # one per sequence
+lookup.catch_up(tokens)                 # the prompt's tokens
+lookup.draft(4)                         # the tokens that followed the last tokens at their earlier place
+lookup.push(token)                      # the drawn token; it updates the share of right guesses
 """
 
 from collections.abc import Sequence as ListOf
 
-# Tokens of a prompt, its last ones, in which is looked: a bound for memory and for the time that a first run waits.
+# Only the last tokens of a prompt are indexed. This bounds the memory and the wait before the first run.
 MAX_PROMPT = 32_768
-# From so many tokens in common on a guess is counted apart from those after shorter matches, which are often chance.
+# Matches of at least this many tokens have their own statistics, because shorter matches are often chance.
 SURE_MATCH = 4
-# The share of right guesses that is reckoned with before there was any: too low to draft.
+# The assumed share of right guesses before the first guess: it is too low for drafting.
 UNTRIED = 0.1
-# Weight of the newest guess in the share of right ones, at least.
+# The least weight of the newest guess in the share of right guesses.
 NEWEST = 0.1
 
 
 class PromptLookup:
-    """The last place of each pair of tokens in one sequence; a token costs the same however many came before it."""
+    """Indexes the last place of each pair of tokens in one sequence. Adding a token takes constant time."""
 
     __slots__ = ("_guesses", "_latest", "_match", "_num_seen", "_place", "_right", "_tokens")
 
     def __init__(self) -> None:
-        self._num_seen = 0  # of the sequence's tokens, those before the first of `_tokens` included
+        self._num_seen = 0  # the sequence's tokens so far, including those that `_tokens` leaves out
         self._tokens: list[int] = []
         self._latest: dict[tuple[int, int], int] = {}  # the last place after a pair
-        self._place = 0  # of the token that is guessed to come next; 0: none
-        self._match = 0  # tokens in front of it that are the last ones, too
-        # Of guesses after short and after sure matches the share that was right lately, and how many there were.
+        self._place = 0  # the place of the token that is guessed to come next; 0: no guess
+        self._match = 0  # tokens before `_place` that equal the sequence's last tokens
+        # For guesses after short and after sure matches: the recent share of right guesses, and their number.
         self._right = [UNTRIED, UNTRIED]
         self._guesses = [0, 0]
 
     @property
     def chance(self) -> float:
-        """How likely the next token is the one that a draft begins with; 0 where there is none."""
+        """Return the estimated probability that a draft's first token is right; 0 without a draft."""
         return self._right[self._match >= SURE_MATCH] if self._place else 0.0
 
     def catch_up(self, tokens: ListOf[int]) -> None:
-        """Takes those of the sequence's tokens that it has not seen."""
+        """Add the sequence's tokens that are not indexed yet."""
         if self._num_seen:
             for token in tokens[self._num_seen :]:
                 self.push(token)
@@ -50,15 +50,15 @@ class PromptLookup:
         self._find()
 
     def draft(self, most: int) -> list[int]:
-        """The tokens, at most so many, that followed the last ones where they stood before."""
+        """Return at most `most` tokens that followed the last tokens at their earlier place."""
         if not self._place:
             return []
-        # What is behind the end repeats what is in front of it: a text that goes round goes on so.
+        # Past the end the draft repeats itself, because a text in a loop continues like that.
         tokens, first, period = self._tokens, self._place, len(self._tokens) - self._place
         return [tokens[first + step % period] for step in range(most)]
 
     def push(self, token: int) -> None:
-        """Takes the next token, and guesses the one after it."""
+        """Add the next token, and guess the token after it."""
         self._num_seen += 1
         is_right = False
         if self._place:
@@ -81,7 +81,7 @@ class PromptLookup:
         tokens.append(token)
 
     def _find(self) -> None:
-        """Guesses what followed the last two tokens when they stood together last."""
+        """Guess the token that followed the last earlier place of the last two tokens."""
         tokens = self._tokens
         self._place = place = self._latest.get((tokens[-2], tokens[-1]), 0) if len(tokens) >= 2 else 0
         self._match = match = 2

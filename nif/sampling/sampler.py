@@ -1,7 +1,7 @@
 """Chooses the next token of every sequence from one step's logits.
 
-A Constraint says which tokens may come next in a sequence whose text keeps to a grammar; `choose` draws where the
-logits are, on the host or on the device.
+A Constraint restricts the next token of a sequence, for example to a grammar. `choosing.choose` draws on the device
+that holds the logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,41 +17,41 @@ from genbatch.nif.sampling.draw import SCORED_AT_ONCE, SORTED_AT_ONCE, SamplingP
 
 
 class Constraint(Protocol):
-    """A function of the tokens accepted so far, so whatever happens to a sequence's KV leaves it as it is.
+    """Restricts the next token by the tokens accepted so far. Changes to the sequence's KV do not affect it.
 
-    `accept` only notes a token; the work is in `prepare`, which any one thread may do before the next draw.
+    `accept` only stores a token. `prepare` does the work, on any one thread, before the next draw.
     """
 
     @property
     def fault(self) -> str | None:
-        """Why the sequence cannot go on; None while it can. Valid once prepared."""
+        """Return the reason why the sequence cannot continue; None while it can. Valid after `prepare`."""
         ...
 
     @property
     def is_slow(self) -> bool:
-        """Whether there is work left, and the last such work took long."""
+        """Whether `prepare` has work to do and took long the last time."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Notes the sequence's next token."""
+        """Store the sequence's next token."""
         ...
 
     def prepare(self) -> None:
-        """Finds out which tokens may come next; does nothing the second time."""
+        """Compute the allowed next tokens; a second call does nothing."""
         ...
 
     @property
     def allowed(self) -> npt.NDArray[np.int32]:
-        """[ceil(vocab_size / 32)] a bit a token, from the lowest of the first word; valid once prepared."""
+        """Return the mask [ceil(vocab_size / 32)], a bit per token, lowest bit first. Valid after `prepare`."""
         ...
 
 
 def forbid(logits: torch.Tensor, constraints: Sequence[Constraint | None]) -> None:
-    """Sets to -inf, in place, what each row's constraint does not allow; all of a row whose constraint has a fault.
+    """Set the logits that a row's constraint forbids to -inf, in place. A constraint with a fault forbids all.
 
     Args:
         logits: [R, V] float32 on any device.
-        constraints: R of them; None allows everything.
+        constraints: R constraints; None allows every token.
     """
     rows = [row for row, constraint in enumerate(constraints) if constraint is not None]
     if not rows:
@@ -73,7 +73,7 @@ def forbid(logits: torch.Tensor, constraints: Sequence[Constraint | None]) -> No
 
 
 _NOT_FINITE = "the model's logits are not finite"
-_CHUNK = 64  # columns of which the CPU takes the maximum with vector instructions
+_CHUNK = 64  # columns per maximum that the CPU computes with vector instructions
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Sampled:
 
     Args:
         token_id: the chosen token.
-        logprob: its log_softmax over the raw logits; None if the sequence asked for none.
-        top: (token id, log-probability) of the likeliest tokens, as many as the sequence asked for.
+        logprob: the token's log_softmax over the raw logits; None if the sequence does not report log-probabilities.
+        top: (token id, log-probability) of the likeliest tokens, as many as the sequence's `logprobs`.
     """
 
     failed: ClassVar[Literal[False]] = False
@@ -94,11 +94,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SampleFault:
-    """Why a row has no choice; other rows are not concerned.
+    """The reason why a row has no token; other rows are not affected.
 
     Args:
-        reason: for a person.
-        by_request: whether it is what the caller asked for that cannot be kept to.
+        reason: a message for people.
+        by_request: whether the request's own settings cause the fault.
     """
 
     failed: ClassVar[Literal[True]] = True
@@ -107,12 +107,12 @@ class SampleFault:
 
 
 class SamplerState:
-    """What sampling remembers of one sequence: which tokens it has seen, and how many it generated.
+    """The sampler of one sequence: its parameters, its tokens for the penalties, and its constraint.
 
     Args:
-        params: how tokens are drawn.
-        prompt_token_ids: count for the repetition penalty.
-        constraint: what the output has to keep to, nothing of it generated yet.
+        params: the sampling parameters.
+        prompt_token_ids: the prompt's tokens, for the repetition penalty.
+        constraint: the output's constraint, before its first token.
     """
 
     __slots__ = ("_always_edits", "_always_reads", "_bias", "_counts", "_num_seen", "_ranks", "_seen", "_suppressed",
@@ -129,7 +129,7 @@ class SamplerState:
         bias = params.logit_bias or {}
         self._bias = (_ids(bias), np.fromiter(bias.values(), np.float32, len(bias)))
         self._suppressed = _ids(sorted(params.suppress))
-        # Distinct tokens seen, with how often the output holds each; arrays that grow by doubling.
+        # Distinct tokens seen, and each token's count in the output. The arrays grow by doubling.
         self._ranks: dict[int, int] = {}
         self._num_seen = 0
         self._seen = np.empty(0, np.int64)
@@ -139,16 +139,16 @@ class SamplerState:
                 self._rank(token_id)
 
     def accept(self, token_id: int) -> None:
-        """Records that the sequence goes on with `token_id`; call it once the step has succeeded."""
+        """Add `token_id` to the sequence. Call this after the step has succeeded."""
         self.num_generated += 1
         if self.constraint is not None:
             self.constraint.accept(token_id)
         if self.params.penalised:
-            rank = self._rank(token_id)  # first: it may replace the arrays
+            rank = self._rank(token_id)  # before reading `_counts`, because `_rank` may replace the arrays
             self._counts[rank] += 1.0
 
     def fork(self, seed: int) -> Self:
-        """Returns an independent state with the same past, drawing by `seed`: a parallel sample, a beam."""
+        """Return an independent copy that draws by `seed`, for a parallel sample or a beam."""
         assert self.constraint is None, "a constraint has one sequence"
         twin = type(self)(replace(self.params, seed=seed), ())
         twin.num_generated = self.num_generated
@@ -160,37 +160,37 @@ class SamplerState:
 
     @property
     def edits(self) -> bool:
-        """Whether the next token is chosen from other logits than the model's."""
+        """Whether the next draw edits the model's logits."""
         return self._always_edits or self._suppresses
 
     @property
     def is_slow(self) -> bool:
-        """Whether the next draw has to wait long for the constraint."""
+        """Whether the next draw must wait long for the constraint."""
         return self.constraint is not None and self.constraint.is_slow
 
     @property
     def reads_logits(self) -> bool:
-        """Whether choosing the next token takes more than to know the model's largest logit."""
+        """Whether the next draw needs more than the model's largest logit."""
         return self._always_reads or self._suppresses
 
     @property
     def seen_ids(self) -> npt.NDArray[np.int64]:
-        """Distinct tokens of prompt and output, [S]; empty unless a penalty needs them."""
+        """Return the distinct tokens of prompt and output, [S]; empty unless a penalty needs them."""
         return self._seen[: self._num_seen]
 
     @property
     def output_counts(self) -> npt.NDArray[np.float32]:
-        """How often the output holds each of `seen_ids`, [S]."""
+        """Return each of `seen_ids`' count in the output, [S]."""
         return self._counts[: self._num_seen]
 
     @property
     def bias(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Token ids and what is added to their logits."""
+        """Return token ids and the biases of their logits."""
         return self._bias
 
     @property
     def suppressed_ids(self) -> npt.NDArray[np.int64]:
-        """Tokens that cannot be chosen next."""
+        """Return the tokens that `min_tokens` forbids for the next draw."""
         return self._suppressed if self._suppresses else self._suppressed[:0]
 
     @property
@@ -198,7 +198,7 @@ class SamplerState:
         return self.num_generated < self.params.min_tokens and self._suppressed.size > 0
 
     def _rank(self, token_id: int) -> int:
-        """The token's place in the arrays, made if it is new."""
+        """Return the token's index in the arrays; adds an entry for a new token."""
         rank = self._ranks.setdefault(token_id, self._num_seen)
         if rank == self._num_seen:
             if rank == len(self._seen):
@@ -212,7 +212,7 @@ class SamplerState:
 
 
 def greedy(largest: Largest) -> list[Sampled | SampleFault]:
-    """The tokens of rows that take the model's largest logit as it is, as `sample` gives them."""
+    """Return the largest logit's token of each row, in the form of `sample`'s results."""
     tokens = largest.token_ids.tolist()
     # guard: rows that are no numbers, greedy
     finite = np.isfinite(largest.values)
@@ -227,23 +227,23 @@ def sample(
     positions: Sequence[int],
     largest: Largest | None = None,
 ) -> list[Sampled | SampleFault]:
-    """Chooses one token a row. Neither the logits nor the states change: `accept` a token once it counts.
+    """Choose one token per row. The logits and the states do not change; call `accept` with each accepted token.
 
-    A row's logits go through, in this order: repetition penalty (tokens of prompt and output), frequency and
+    A row's logits are edited in this order: repetition penalty (tokens of prompt and output), frequency and
     presence penalty (tokens of the output), logit_bias, suppression until min_tokens, the constraint, temperature,
-    top_k, top_p, min_p. Temperature 0 takes the largest, the lowest id among equals. Order and meaning are those of
-    transformers' logits processors. Log-probabilities are of the model's own logits, before all that.
+    top_k, top_p, min_p. Temperature 0 takes the largest logit, and the lowest id among equals. Order and meaning are
+    those of transformers' logits processors. Log-probabilities come from the model's own, unedited logits.
 
-    A row's result depends on its logits, its state and its position alone, bit for bit.
+    A row's result depends only on its logits, its state and its position, bit for bit.
 
     Args:
         logits: [R, V] float32 on any device.
-        states: R of them; ids in their params lie below V.
-        positions: R draw counters; a sequence uses each once, and the same one again to repeat a draw.
-        largest: of these logits, if that is known already.
+        states: R states; the ids in their params are below V.
+        positions: R draw counters; a sequence uses each counter once, or again to repeat a draw.
+        largest: the rows' largest logits, if they are known already.
 
     Returns:
-        R results; SampleFault where a row's logits hold NaN or +inf, or leave no token to choose.
+        R results; a SampleFault if a row's logits hold NaN or +inf, or if no token is allowed.
     """
     assert logits.shape[0] == len(states) == len(positions)
     if not states:
@@ -268,7 +268,7 @@ def sample(
 
 
 def nothing_left(state: SamplerState) -> SampleFault:
-    """Why a row of finite logits has no token that may be chosen."""
+    """Return the fault of a row that has finite logits and no allowed token."""
     if state.constraint is not None and state.constraint.fault is not None:
         return SampleFault(state.constraint.fault, by_request=True)
     return SampleFault("what was asked for leaves no token to choose", by_request=True)
@@ -281,7 +281,7 @@ def _choose(
     positions: Sequence[int],
     rows: list[int],
 ) -> list[int | None]:
-    """Tokens of those rows that are not plainly greedy, None where nothing can be chosen."""
+    """Choose the tokens of the rows that edit their logits or draw at random; None if no token is allowed."""
     if len(rows) < logits.shape[0]:
         logits, best = logits[rows], best[rows]
     tokens: list[int | None] = [None] * len(rows)
@@ -310,7 +310,7 @@ def _report(
     tokens: Sequence[int | None],
     faults: Sequence[SampleFault],
 ) -> list[Sampled | SampleFault]:
-    """Joins tokens, faults and the log-probabilities that were asked for."""
+    """Join tokens, faults and the requested log-probabilities."""
     results: list[Sampled | SampleFault] = [
         fault if token is None else Sampled(token) for token, fault in zip(tokens, faults, strict=True)
     ]
@@ -325,7 +325,7 @@ def _report(
 
 
 def _edited(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    """A copy of the logits [R, V] with every state's penalties, biases, suppressions and constraint."""
+    """Return a copy of the logits [R, V] with every state's penalties, biases, suppressions and constraint."""
     logits = logits.clone(memory_format=torch.contiguous_format)
     width = logits.shape[1]
     flat = logits.view(-1)
@@ -355,19 +355,19 @@ def _edited(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tenso
 
 
 def _flat_index(parts: Sequence[tuple[int, npt.NDArray[np.int64]]], width: int) -> npt.NDArray[np.int64]:
-    """Indices into flattened logits of each part's (row, ids)."""
-    # An id beyond the row would silently change the neighbour's logits.
+    """Return the indices of each part's (row, ids) in the flattened logits."""
+    # An id beyond the row would silently change the next row's logits.
     assert all(ids.size == 0 or (ids.min() >= 0 and ids.max() < width) for _, ids in parts)
     return np.concatenate([row * width + ids for row, ids in parts])
 
 
 def _first_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest value (NaN if it holds one) and its lowest index, [R] each."""
+    """Return each row's largest value (NaN if the row holds one) and its lowest index, [R] each."""
     rows, width = logits.shape
     if logits.device.type != "cpu" or width % _CHUNK:
         best, index = logits.max(dim=1)
         return best, index
-    # amax is vectorised and max with indices is not: by chunks it takes a third of the time.
+    # amax is vectorised and max with indices is not, so working by chunks takes a third of the time.
     chunks = logits.reshape(rows, -1, _CHUNK)
     best, chunk = chunks.amax(dim=-1).max(dim=1)
     return best, chunk * _CHUNK + chunks[torch.arange(rows), chunk].argmax(dim=1)
@@ -377,16 +377,16 @@ def _ids(ids: Iterable[int]) -> npt.NDArray[np.int64]:
     return np.fromiter(ids, np.int64)
 
 
-# Bytes a logit: edited, chosen from, divided, as weights, and two passing copies; sorted with the float64 sums; scored.
+# Bytes per logit: for edits, weights and copies while drawing; for sorting with float64 sums; for scoring.
 _DRAWN, _SORTED, _SCORED = 40, 128, 12
 
 
 def choice_bytes(num_draws: int, num_rows: int, vocab_size: int) -> int:
-    """What choosing the tokens of a step takes beside its logits, and scoring those of prompts after that.
+    """Return the bytes that drawing a step's tokens and then scoring prompts need beside the logits.
 
     Args:
-        num_draws: rows of which a token is drawn.
-        num_rows: rows in all.
+        num_draws: rows with a draw.
+        num_rows: all rows.
     """
 
     def at_once(limit: int, rows: int) -> int:

@@ -1,9 +1,9 @@
-"""ThinkingBudget: a constraint that ends a model's thinking after so many tokens, so that its answer follows.
+"""ThinkingBudget: a constraint that ends a model's thinking after a number of tokens, so that its answer follows.
 
-    before -> thinking -> over        the texts <think> and </think> separate them
+    before -> thinking -> over        the texts <think> and </think> separate the states
 
-While it thinks beyond the budget, the only token allowed is the next one of "\n</think>\n\n", written as the model's
-tokenizer writes it. Everything else is left to the constraint inside, if there is one.
+Beyond the budget the only allowed token is the next token of "\n</think>\n\n", in the model's own tokenization.
+Otherwise the inner constraint decides, if there is one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ import numpy.typing as npt
 
 from genbatch.nif.sampling.sampler import Constraint
 
-# Tokens in which the closing mark is looked for. Even by single bytes it has no more.
+# The last tokens to search for the closing mark. Even as single bytes the mark has no more tokens.
 _TAIL = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingMarks:
-    """How a model marks its thinking.
+    """A model's marks around its thinking.
 
     Args:
-        opens: the text in front of it.
-        closes: the text behind it.
-        ending: token ids that end the thinking, the closing mark among them.
-        decode: the text of token ids, special tokens included.
+        opens: the text before the thinking.
+        closes: the text after the thinking.
+        ending: token ids that end the thinking, including the closing mark.
+        decode: decodes token ids to text, special tokens included.
     """
 
     opens: str
@@ -46,11 +46,11 @@ class ThinkingBudget:
     """Implements `Constraint` for one sequence.
 
     Args:
-        marks: of the model.
-        max_tokens: most tokens of thinking, the ending not counted.
-        num_words: of a mask, 32 tokens each; it covers every logit.
+        marks: the model's marks.
+        max_tokens: most tokens of thinking, without the ending.
+        num_words: words of a mask, 32 tokens each; the mask covers every logit.
         thinks: whether the prompt has opened the thinking already.
-        inner: what else the sequence keeps to.
+        inner: the sequence's other constraint; None if there is none.
     """
 
     __slots__ = (
@@ -67,10 +67,10 @@ class ThinkingBudget:
         self._state = _State.THINKING if thinks else _State.BEFORE
         self._all = np.full(num_words, -1, np.int32)
         self._mask = self._all
-        self._pending: list[int] = []  # accepted, not looked at yet
+        self._pending: list[int] = []  # accepted, not processed yet
         self._tail: list[int] = []
         self._num_thought = 0
-        self._num_ending = 0  # tokens of the ending that are written
+        self._num_ending = 0  # tokens of the ending that are generated
 
     @property
     def fault(self) -> str | None:
@@ -100,13 +100,13 @@ class ThinkingBudget:
         if self._state is _State.THINKING and self._num_thought >= self._max_tokens:
             token_id = self._marks.ending[self._num_ending]
             bit = np.int32(np.uint32(1 << token_id % 32).view(np.int32))
-            # Where the constraint inside does not let the thinking end here, it has its way.
+            # The inner constraint has priority: if it forbids the ending here, the thinking continues.
             if within[token_id // 32] & bit:
                 self._mask = np.zeros_like(within)
                 self._mask[token_id // 32] = bit
 
     def _follow(self, token_id: int) -> None:
-        """Moves on by one token."""
+        """Advance the state by one token."""
         if self._state is _State.OVER:
             return
         self._tail = [*self._tail[1 - _TAIL :], token_id]
