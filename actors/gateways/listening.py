@@ -125,6 +125,10 @@ async def open_sockets(address: str, *, of_zeromq: bool = False) -> list[socket.
         host = host.removeprefix("[").removesuffix("]")
         if of_zeromq:
             host = _ZEROMQ_HOSTS.get(host, host)
+            if host == "::":  # clients of IPv4 too, as libzmq listens
+                both = socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+                both.setblocking(False)
+                return [both]
         listeners = await trio.open_tcp_listeners(port, host=None if host == "*" else host, backlog=BACKLOG)
     except OSError as error:
         raise AddressError(address, str(error)) from error

@@ -66,6 +66,10 @@ class Expression:
         """As of `regex`."""
         return self._left.run(self._pattern.search, *args, **named)
 
+    def match(self, *args: Any, **named: Any) -> Any:
+        """As of `regex`."""
+        return self._left.run(self._pattern.match, *args, **named)
+
     def finditer(self, text: str) -> list[Any]:
         """All matches at once."""
         matches: list[Any] = self._left.run(lambda **named: list(self._pattern.finditer(text, **named)))

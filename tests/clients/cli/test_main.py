@@ -143,6 +143,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         allowed_hosts=("gate",),
         allowed_origins=("https://chat.example",),
         batch_dir="the/batches",
+        take_over=True,
         engine="process",
         keys="the/keys",
         tokens="the/tokens",
@@ -225,7 +226,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]
     given += ["--http-insecure", "--http-strict", "--lora=one=some/dir", "--lora=two=other"]
-    given += ["--no-async-batching", "--prompt-lookup", "--otel", "--batch-invariant", "--spare-engine"]
+    given += ["--no-async-batching", "--prompt-lookup", "--otel", "--batch-invariant", "--spare-engine", "--take-over"]
     given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)
     result = run("serve", "some", *given)
@@ -243,9 +244,7 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces the service by one that notes what it is opened with, and fails."""
     opened: list[Any] = []
 
-    def open_service(
-        engine: EngineOptions, batcher: BatcherOptions, service: ServiceOptions, *, progress: object
-    ) -> None:
+    def open_service(engine: EngineOptions, batcher: BatcherOptions, service: ServiceOptions, **more: object) -> None:
         opened.append((engine, batcher, service))
         raise ModelError("some", "the end")
 

@@ -202,7 +202,7 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
     is_narrow = "'query_ptr': '*fp32'" in kernel.variant  # whose dot products are no matrix instructions
     if kernel.name in ATTENTION and not is_narrow and kernel.copies < LEAST_COPIES:
         found.append(f"copies {kernel.copies} times ahead of use, not {LEAST_COPIES}: its loop is not pipelined")
-    if kernel.name == "_decode_attention_kernel" and not is_narrow:
+    if kernel.name == "_decode_attention_kernel" and not is_narrow and kernel.variant:
         head, warps = (int(_constant(kernel.variant, name)) for name in ("HEAD", "num_warps"))
         tile = Tile(0, int(_constant(kernel.variant, "KEYS")), warps, 0)
         room = (SHARED_MEMORY[capability] + 1) * 1024

@@ -24,11 +24,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from transformers import AutoModelForCausalLM, LlamaForCausalLM  # before torch.cuda's classes are replaced
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tests.nif.kernels.offline_compiler import variant_of
 
+assert LlamaForCausalLM
 CUDA = torch.device("cuda", 1)  # not the one that a thread begins with, so that a missing guard is found
 _GRANULE = 512  # bytes, as torch's allocator rounds
 _HOST = -1
@@ -312,8 +314,6 @@ class FakeGpu:
 
     def model(self, config: Any, *, dtype: torch.dtype = torch.float16) -> Any:
         """A model of this configuration, all of its weights on the GPU and none of them anything."""
-        from transformers import AutoModelForCausalLM
-
         from genbatch.nif.models.architectures import layer_groups
         from genbatch.nif.models.loaded_model import Model
         from genbatch.nif.runner import LayerShape

@@ -356,12 +356,10 @@ async def test_docs_list_what_is_served() -> None:
     async with served_http() as served:
         document = (await served.client.get("/openapi.json")).json()
         page = (await served.client.get("/docs")).text
-        for path, methods in document["paths"].items():
+        for path in document["paths"]:
             assert path in page
-            (method,) = methods
             if "{" not in path:
-                other = "POST" if method == "get" else "GET"
-                response = await served.client.request(other, path)
+                response = await served.client.request("PATCH", path)
                 assert response.status_code == 405, path
         assert "<summary>What /v1/chat/completions takes;" in page
         assert "<td><code>number or null</code></td>" in page and "<code>array of object</code>" in page
