@@ -38,7 +38,7 @@ from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import GenbatchError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
 
-# The program that runs the Batcher: others' default deadline and shares of the queue are not for it.
+# The in-process client's identity: remote clients' default deadline and queue shares do not apply to it.
 CLIENT = ""
 
 
@@ -47,7 +47,7 @@ class BatcherClient(AsyncCalls):
 
     Args:
         service: owns the Batcher.
-        thread: where trio runs, for a program on asyncio.
+        thread: the thread that runs trio, for a program on asyncio.
     """
 
     def __init__(self, service: Service, thread: TrioThread | None = None) -> None:
@@ -73,21 +73,21 @@ class BatcherClient(AsyncCalls):
             yield stream
 
     async def _ask(self, request: msgspec.Struct) -> Any:
-        # A struct's constructor checks no types; the dispatcher checks those of a map.
+        # Send a map, because the dispatcher checks the types of a map and a struct's constructor checks none.
         fields = msgspec.structs.asdict(request)
         return await self._dispatcher.call(asked_method(request).name, fields, client=CLIENT, on_token=None)
 
     async def save_session(
         self, messages: Sequence[MessageLike], *, tenant: str = "", model: str | None = None
     ) -> bytes:
-        """The KV of a conversation's beginning, as far as it is evaluated; empty where nothing of it is at hand.
+        """Return the KV of a conversation's evaluated prefix; empty if no KV of it is cached.
 
         Args:
-            tenant: in whose name it was generated.
-            model: with which adapter.
+            tenant: the tenant of the conversation's requests.
+            model: the model or adapter of the conversation's requests.
 
         Raises:
-            InvalidRequest: it is not a conversation.
+            InvalidRequest: the messages are no conversation.
             Unavailable: the model is in another process.
         """
         request = build_tokenize(None, messages, add_special_tokens=True)
@@ -95,15 +95,15 @@ class BatcherClient(AsyncCalls):
         return state
 
     async def load_session(self, state: bytes, *, tenant: str = "", model: str | None = None) -> int:
-        """Takes over what `save_session` gave: requests that begin with it do not evaluate it again.
+        """Load the bytes of `save_session`, so that requests with this prefix do not evaluate it again.
 
-        The bytes are trusted to be the model's own: whoever can change them can change what the model answers.
+        The bytes are trusted: a person who can change the bytes can change the model's answers.
 
         Returns:
-            How many positions it is.
+            The number of loaded positions.
 
         Raises:
-            InvalidRequest: it is damaged, does not fit, or is of another model, precision or block size.
+            InvalidRequest: the data is damaged, does not fit, or is of another model, precision or block size.
             Unavailable: the model is in another process, or no sequence is free.
         """
         length: int = await self._session(LoadSession(state, tenant, model))
@@ -122,7 +122,7 @@ class BatcherClient(AsyncCalls):
 
 
 class BatcherOpening:
-    """What `open_batcher` returns: enter it once, with `async with` on trio or asyncio, or with a plain `with`."""
+    """The context manager of `open_batcher`. Enter it once, with `async with` on trio or asyncio, or with `with`."""
 
     def __init__(self, open_client: Callable[[], AbstractAsyncContextManager[BatcherClient]]) -> None:
         self._open_client = open_client
@@ -165,7 +165,7 @@ def open_batcher(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> BatcherOpening:
-    """Loads a model and serves it to this program; for `async with` on trio or asyncio, and for a plain `with`.
+    """Load a model and serve it to this program, inside `async with` on trio or asyncio, or inside a plain `with`.
 
     On asyncio, and without an event loop, the Batcher runs on a thread of its own.
 
@@ -191,12 +191,12 @@ async def _open_client(
         yield BatcherClient(service)
 
 
-# What transformers' continuous batching calls them.
+# The option names of transformers' continuous batching.
 OTHER_NAMES = {"scheduler_type": "scheduler", "page_size": "block_size"}
 
 
 def split_options(model: str, options: dict[str, Any]) -> tuple[EngineOptions, BatcherOptions, ServiceOptions]:
-    """The three kinds of options out of one set of keywords.
+    """Split keywords into the three kinds of options.
 
     Raises:
         OptionError: there is no such option, or its value is out of range.

@@ -1,4 +1,4 @@
-"""What every client offers and what callers write, whatever carries it: in this process and over a network.
+"""The interface of all clients, in-process and over a network, and the functions that build their requests.
 
     result = await client.generate("The capital of France is", max_tokens=8)
     async with client.stream(messages=[{"role": "user", "content": "Hello"}]) as stream:
@@ -6,7 +6,7 @@
             print(token.text, end="")
     print(stream.result.usage)
 
-Errors of requests are in genbatch.proto.errors; here are those of a client's own use.
+Errors of requests are in genbatch.proto.errors. This module has the errors of a client's misuse.
 """
 
 import struct
@@ -60,7 +60,7 @@ class ClientError(Exception):
 
 
 class StreamNotEnded(ClientError):
-    """The result of a stream was asked for before its last token."""
+    """A stream's result was read before its last token."""
 
     def __init__(self) -> None:
         super().__init__("the stream has no result yet: iterate over its tokens first")
@@ -77,7 +77,7 @@ MessageLike = Message | Mapping[str, object]
 
 
 class GenerateParams(TypedDict, total=False):
-    """The parameters beside the prompt; GenerateRequest tells what each means and its range."""
+    """The parameters beside the prompt; GenerateRequest documents their meanings and ranges."""
 
     max_tokens: int | None
     temperature: float | None
@@ -119,7 +119,7 @@ def build_request(
     messages: Sequence[MessageLike] | None,
     params: GenerateParams,
 ) -> GenerateRequest:
-    """The request for a client's arguments, types checked; the service checks ranges.
+    """Build a request from a client's arguments and check the types; the service checks the ranges.
 
     Raises:
         InvalidRequest: a parameter is unknown or of the wrong type; `field` is its path.
@@ -139,7 +139,7 @@ def build_request(
 def build_tokenize(
     prompt: str | None, messages: Sequence[MessageLike] | None, add_special_tokens: bool, model: str | None = None
 ) -> TokenizeRequest:
-    """As `build_request`, for `Client.tokenize`."""
+    """Build the request of `Client.tokenize`, as `build_request` does."""
     fields: dict[str, object] = {"prompt": prompt, "add_special_tokens": add_special_tokens, "model": model}
     if messages is not None:
         fields["messages"] = _plain(messages)
@@ -151,7 +151,7 @@ Texts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class EmbedParams(TypedDict, total=False):
-    """The parameters beside the texts; EmbedRequest tells what each means and its range."""
+    """The parameters beside the texts; EmbedRequest documents their meanings and ranges."""
 
     dimensions: int | None
     priority: int
@@ -161,7 +161,7 @@ class EmbedParams(TypedDict, total=False):
 
 
 def build_embed(texts: Texts, params: EmbedParams) -> EmbedRequest:
-    """As `build_request`, for `Client.embed`: written as bytes, which are half as long as numbers."""
+    """Build the request of `Client.embed`. It asks for vectors as bytes, which are half as long as numbers."""
     plain: object = texts
     if not isinstance(texts, str) and isinstance(texts, Sequence):
         plain = [one if isinstance(one, str | int) else list(one) for one in texts]
@@ -171,7 +171,7 @@ def build_embed(texts: Texts, params: EmbedParams) -> EmbedRequest:
 
 
 def read_embeddings(answer: Embeddings) -> Embeddings:
-    """The answer with vectors as lists of numbers, however they were written."""
+    """Convert the answer's vectors to lists of numbers."""
     vectors: list[list[float] | str] = []
     for vector in answer.embeddings:
         if isinstance(vector, str):
@@ -183,7 +183,7 @@ def read_embeddings(answer: Embeddings) -> Embeddings:
 
 
 class ScoreParams(TypedDict, total=False):
-    """The parameters beside query and documents; ScoreRequest tells what each means and its range."""
+    """The parameters beside query and documents; ScoreRequest documents their meanings and ranges."""
 
     instruction: str | None
     raw_scores: bool
@@ -196,7 +196,7 @@ class ScoreParams(TypedDict, total=False):
 
 
 def build_score(documents: Sequence[str], query: str | Sequence[str] | None, params: ScoreParams) -> ScoreRequest:
-    """As `build_request`, for `Client.score` and `Client.rerank`."""
+    """Build the request of `Client.score` and `Client.rerank`, as `build_request` does."""
     plain: object = query if query is None or isinstance(query, str) else list(query)
     texts = documents if isinstance(documents, str) else list(documents)
     request: ScoreRequest = check_type({"documents": texts, "query": plain, **params}, ScoreRequest)
@@ -210,27 +210,27 @@ def _plain(messages: Sequence[MessageLike]) -> list[object]:
 
 
 class Stream(Protocol):
-    """Tokens as they come, then the result."""
+    """An iterator over the tokens as they arrive, with the result after the last token."""
 
     def __aiter__(self) -> AsyncIterator[Token]: ...
 
     @property
     def result(self) -> Result:
-        """What it ended with, once the iteration has ended.
+        """Return the result, after the iteration has ended.
 
         Raises:
-            StreamNotEnded: it has not.
+            StreamNotEnded: the iteration has not ended.
         """
 
 
 class SyncStream(Protocol):
-    """As Stream, for a plain `for`."""
+    """A Stream for a plain `for`."""
 
     def __iter__(self) -> Iterator[Token]: ...
 
     @property
     def result(self) -> Result:
-        """As Stream's."""
+        """See `Stream.result`."""
 
 
 class Client(Protocol):
@@ -243,7 +243,7 @@ class Client(Protocol):
         messages: Sequence[MessageLike] | None = None,
         **params: Unpack[GenerateParams],
     ) -> Result:
-        """Generates and returns the whole; cancelling the scope cancels the request.
+        """Generate an answer and return it whole; cancelling the scope cancels the request.
 
         Args:
             prompt: text or token ids; None with `messages`.
@@ -251,7 +251,7 @@ class Client(Protocol):
             params: the other fields of GenerateRequest.
 
         Raises:
-            GenbatchError: the request's error, one of the classes of genbatch.proto.errors.
+            GenbatchError: the request failed; the class is one of genbatch.proto.errors.
         """
 
     def stream(
@@ -261,7 +261,7 @@ class Client(Protocol):
         messages: Sequence[MessageLike] | None = None,
         **params: Unpack[GenerateParams],
     ) -> AbstractAsyncContextManager[Stream]:
-        """As `generate`, token by token; leaving the body early cancels the request.
+        """Generate an answer token by token; leaving the body early cancels the request.
 
         async with client.stream("Hello", max_tokens=8) as stream:
             async for token in stream:
@@ -270,48 +270,48 @@ class Client(Protocol):
         """
 
     async def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
-        """A vector for each text, as lists of numbers; cancelling the scope cancels the request.
+        """Return a vector for each text, as lists of numbers; cancelling the scope cancels the request.
 
         Args:
             texts: a text, the token ids of one, or a list of either.
             params: the other fields of EmbedRequest.
 
         Raises:
-            GenbatchError: the request's error; InvalidRequest where the model gives no embeddings.
+            GenbatchError: the request failed; InvalidRequest if the model gives no embeddings.
         """
 
     async def score(
         self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
     ) -> Scores:
-        """The scores of each document: one number for each of the model's labels (`ModelCard.labels`).
+        """Return each document's scores: one number for each of the model's labels (`ModelCard.labels`).
 
         Args:
             documents: the texts.
-            query: one for all documents, one for each, or None for documents by themselves.
+            query: one query for all documents, one for each document, or None to score documents alone.
             params: the other fields of ScoreRequest.
 
         Raises:
-            GenbatchError: the request's error; InvalidRequest where the model scores nothing.
+            GenbatchError: the request failed; InvalidRequest if the model gives no scores.
         """
 
     async def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
     ) -> Ranking:
-        """The documents by their relevance to a query, the most relevant first.
+        """Sort the documents by their relevance to a query, the most relevant first.
 
         Args:
-            top_n: how many documents are given; None: all.
+            top_n: how many documents to return; None returns all.
             params: the other fields of ScoreRequest.
 
         Raises:
-            GenbatchError: as `score`; also where the model has several labels.
+            GenbatchError: as `score`; also if the model has several labels.
         """
 
     async def ask(self, request: msgspec.Struct) -> Any:
         """Send the request of any method in `proto/methods.py` but a generation, and return its answer."""
 
     async def stats(self) -> dict[str, Any]:
-        """The service's counters; while its engine is down (`engine` says so) only those of the gateway."""
+        """Return the service's counters. While the engine is down (see `engine`), only the gateway's are there."""
 
     async def tokenize(
         self,
@@ -321,47 +321,47 @@ class Client(Protocol):
         add_special_tokens: bool = True,
         model: str | None = None,
     ) -> list[int]:
-        """The token ids that `generate` would evaluate for a text or a conversation.
+        """Return the token ids that `generate` would evaluate for a text or a conversation.
 
         Args:
-            add_special_tokens: put the start token in front of `prompt`, if the model wants one.
-            model: a name that `models` lists; None is the first of them.
+            add_special_tokens: put the start token before `prompt`, if the model uses one.
+            model: a name that `models` lists; None means the first name.
         """
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """The text of token ids, without special tokens; parts of a character become U+FFFD."""
+        """Return the text of token ids, without special tokens; parts of a character become U+FFFD."""
 
     async def models(self) -> tuple[ModelCard, ...]:
-        """The models that are served."""
+        """Return the served models."""
 
     async def health(self) -> Health:
-        """How the service is: "ready", "draining", "stuck" or "down"."""
+        """Return the service's health: "ready", "draining", "stuck" or "down"."""
 
     async def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
-        """Has the service serve a LoRA adapter, too; what it serves then. For the operator.
+        """Load a LoRA adapter into the service; returns the served models. Only the operator may call this.
 
         Args:
-            name: what requests will name as their `model`.
-            path: its directory on the service's machine, absolute.
+            name: the adapter's name, for the `model` of requests.
+            path: the adapter's absolute directory on the service's machine.
         """
 
     async def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
-        """Has the service refuse new requests for an adapter, and waits until those it has have ended.
+        """Unload a LoRA adapter: refuse new requests for it, and wait until its open requests have ended.
 
         Args:
-            timeout_s: seconds after which those that are still open are cancelled.
+            timeout_s: seconds after which open requests are cancelled.
         """
 
     async def drain(self, timeout_s: float = 30.0) -> Drained:
-        """Lets the service take no new requests, and waits until those it has have ended; there is no way back.
+        """Drain the service: refuse new requests, and wait until the open ones have ended. A drain is final.
 
         Args:
-            timeout_s: seconds after which those that are still open are cancelled.
+            timeout_s: seconds after which open requests are cancelled.
         """
 
 
 class SyncClient(Protocol):
-    """A client without an event loop; used by one thread."""
+    """A client without an event loop, for one thread."""
 
     def generate(
         self,
@@ -370,7 +370,7 @@ class SyncClient(Protocol):
         messages: Sequence[MessageLike] | None = None,
         **params: Unpack[GenerateParams],
     ) -> Result:
-        """As Client's."""
+        """See `Client.generate`."""
 
     def stream(
         self,
@@ -379,23 +379,23 @@ class SyncClient(Protocol):
         messages: Sequence[MessageLike] | None = None,
         **params: Unpack[GenerateParams],
     ) -> AbstractContextManager[SyncStream]:
-        """As Client's, with `with` and `for`."""
+        """See `Client.stream`; use it with `with` and `for`."""
 
     def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
-        """As Client's."""
+        """See `Client.embed`."""
 
     def score(
         self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
     ) -> Scores:
-        """As Client's."""
+        """See `Client.score`."""
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
     ) -> Ranking:
-        """As Client's."""
+        """See `Client.rerank`."""
 
     def stats(self) -> dict[str, Any]:
-        """As Client's."""
+        """See `Client.stats`."""
 
     def tokenize(
         self,
@@ -405,29 +405,29 @@ class SyncClient(Protocol):
         add_special_tokens: bool = True,
         model: str | None = None,
     ) -> list[int]:
-        """As Client's."""
+        """See `Client.tokenize`."""
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """As Client's."""
+        """See `Client.detokenize`."""
 
     def models(self) -> tuple[ModelCard, ...]:
-        """As Client's."""
+        """See `Client.models`."""
 
     def health(self) -> Health:
-        """As Client's."""
+        """See `Client.health`."""
 
     def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
-        """As Client's."""
+        """See `Client.load_adapter`."""
 
     def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
-        """As Client's."""
+        """See `Client.unload_adapter`."""
 
     def drain(self, timeout_s: float = 30.0) -> Drained:
-        """As Client's."""
+        """See `Client.drain`."""
 
 
 class CallResult:
-    """Tokens not yet read, and the final once it is there. Subclasses wake who waits in `changed`."""
+    """A call's unread tokens and its result. Subclasses wake the reader in `changed`."""
 
     __slots__ = ("final", "tokens")
 
@@ -436,24 +436,24 @@ class CallResult:
         self.final: outcome.Outcome[Any] | None = None
 
     def push(self, token: Token) -> None:
-        """Takes the next token."""
+        """Add the next token."""
         self.tokens.append(token)
         self.changed()
 
     def finish(self, result: object) -> None:
-        """Takes the result; a final that came before stands."""
+        """Set the result, unless the call has ended already."""
         self._end(outcome.Value(result))
 
     def fail(self, error: GenbatchError) -> None:
-        """Takes the error that ended the call; a final that came before stands."""
+        """Set the error that ended the call, unless the call has ended already."""
         self._end(outcome.Error(error))
 
     def unwrap(self) -> Any:
-        """The result.
+        """Return the result.
 
         Raises:
             GenbatchError: the error that ended the call.
-            StreamNotEnded: it has not ended.
+            StreamNotEnded: the call has not ended.
         """
         match self.final:
             case outcome.Value(value):
@@ -464,17 +464,17 @@ class CallResult:
 
     @property
     def result(self) -> Result:
-        """What a stream ended with.
+        """Return the stream's result.
 
         Raises:
-            GenbatchError: the error that ended it.
-            StreamNotEnded: it has not ended.
+            GenbatchError: the error that ended the stream.
+            StreamNotEnded: the stream has not ended.
         """
         result: Result = self.unwrap()
         return result
 
     def changed(self) -> None:
-        """Called after a token or the final came."""
+        """React to a new token or to the result; called after each."""
 
     def _end(self, final: outcome.Outcome[Any]) -> None:
         if self.final is None:
@@ -483,7 +483,7 @@ class CallResult:
 
 
 class TokenStream(CallResult):
-    """Read by one task; `push`, `finish` and `fail` are called on the event loop."""
+    """A stream for one reading task; `push`, `finish` and `fail` are called on the event loop."""
 
     __slots__ = ("_reader",)
 
@@ -498,20 +498,20 @@ class TokenStream(CallResult):
         if self.tokens or self.final is not None:
             await trio.lowlevel.checkpoint()
         while not self.tokens and self.final is None:
-            await self._wait()  # a checkpoint, too: one that comes on top costs as much as all else here
+            await self._wait()  # waiting is a checkpoint already; another one would double the cost
         if self.tokens:
             return self.tokens.popleft()
         self.unwrap()
         raise StopAsyncIteration
 
     async def ended(self) -> Any:
-        """Waits for the final, whatever tokens come before it, and returns or raises it."""
+        """Wait for the result, skip all tokens before it, and return or raise it."""
         while self.final is None:
             await self._wait()
         return self.unwrap()
 
     def changed(self) -> None:
-        """Wakes the reader."""
+        """Wake the reader."""
         if self._reader is not None:
             trio.lowlevel.reschedule(self._reader)
             self._reader = None
@@ -526,7 +526,7 @@ class TokenStream(CallResult):
 
 
 class ServiceCalls:
-    """The methods of `Client` that are one question and one answer. A subclass asks."""
+    """The methods of `Client` with one request and one answer. A subclass implements `ask`."""
 
     async def ask(self, request: msgspec.Struct) -> Any:
         """Send the request of a method in `proto/methods.py` and return its answer."""
@@ -598,10 +598,10 @@ class ServiceCalls:
 
 
 class SyncServiceCalls:
-    """The same without an event loop."""
+    """The methods of `SyncClient` with one request and one answer. A subclass implements `ask`."""
 
     def ask(self, request: msgspec.Struct) -> Any:
-        """As ServiceCalls'."""
+        """See `ServiceCalls.ask`."""
         raise NotImplementedError
 
     def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
@@ -672,7 +672,7 @@ class SyncServiceCalls:
 async def generate_for(
     client: Client, request: GenerateRequest, on_token: Callable[[Token], None] | None = None
 ) -> Result:
-    """The result of a request that another door has read; `on_token` is called with each token as it comes."""
+    """Generate the result of an already validated request; calls `on_token` with each token as it arrives."""
     params: Any = msgspec.to_builtins(request)  # fields that differ from their default
     prompt = params.pop("prompt", None)
     prompt = params.pop("token_ids", prompt)
@@ -686,7 +686,7 @@ async def generate_for(
 
 
 async def embed_for(client: Client, request: EmbedRequest | ScoreRequest) -> tuple[list[bytes], int]:
-    """The vectors of a request that another door has read, float32 in little endian, and its prompt tokens."""
+    """Return the vectors of an already validated request, float32 in little endian, and its prompt tokens."""
     if isinstance(request, ScoreRequest):
         scores: Scores = await client.ask(request)
         return [struct.pack(f"<{len(row)}f", *row) for row in scores.scores], scores.usage.prompt_tokens
@@ -698,10 +698,10 @@ async def embed_for(client: Client, request: EmbedRequest | ScoreRequest) -> tup
 
 
 def asked_method(request: msgspec.Struct) -> Method:
-    """The method that takes a request.
+    """Return the method of a request.
 
     Raises:
-        TypeError: no method does.
+        TypeError: no method has this request type.
     """
     method = method_of(request)
     if method is None:

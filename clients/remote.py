@@ -6,8 +6,8 @@
     async with RPCClient("unix:///run/user/1000/genbatch/rpc.sock") as client:
         ...
 
-Any number of tasks may use one client at once. It connects again by itself, sends a refused request again when the
-service said when (Retry), and tells the service how long its callers wait (Deadline).
+Any number of tasks may use one client at once. The client reconnects by itself. It retries a refused request if the
+service gave a time for that (Retry). It sends the callers' timeouts to the service (Deadline).
 
     RemoteClient -- RPCCalls -- bytes -- Transport -- the service
          |
@@ -47,17 +47,17 @@ from genbatch.proto.rpc import (
 )
 from genbatch.proto.validation import RequestLimits
 
-# A service takes no longer ones unless its operator says so; a caller who waits for longer waits for ever.
+# A service accepts no longer deadline by default; a caller with a longer timeout counts as one without a timeout.
 MAX_DEADLINE_S = RequestLimits().max_deadline_s
 
 
 class Deadline:
-    """Tells the service when nobody waits any more, so that it need not find out.
+    """Converts the caller's timeout to the request's `deadline_s`, so that the service can stop in time.
 
     Args:
-        request: as the caller wrote it; its own `deadline_s` counts from now.
-        now: the clock, in seconds.
-        scope_ends: when the caller stops waiting, on that clock; infinite if it does not say.
+        request: the caller's request; its own `deadline_s` counts from now.
+        now: returns the clock's time in seconds.
+        scope_ends: the end of the caller's cancel scope on that clock; infinite without a timeout.
     """
 
     def __init__(self, request: GenerateRequest, now: Callable[[], float], scope_ends: float = math.inf) -> None:
@@ -69,7 +69,7 @@ class Deadline:
         self._ends = ends
 
     def remaining_request(self) -> GenerateRequest:
-        """The request with the time that is left; one that has none left is for the service to refuse."""
+        """Return the request with the remaining time. An expired deadline becomes 1 ms, and the service refuses it."""
         asked = self._request.deadline_s
         if math.isinf(self._ends) or (asked is not None and not asked > 0):
             return self._request
@@ -77,17 +77,17 @@ class Deadline:
         return msgspec.structs.replace(self._request, deadline_s=left)
 
 
-# Refusals that follow one another make the waits longer by this factor, and by a share of up to this much at random,
-# so that those who were refused together do not come back together.
+# Each further refusal makes the wait longer by the factor GROWTH. A random share up to JITTER is added, so that clients
+# that were refused together do not return together.
 GROWTH, JITTER = 1.5, 0.25
 
 
 class Attempt(Protocol):
-    """One try; as a context manager it decides about the next when its body raises."""
+    """One attempt. As a context manager it decides about a retry when its body raises."""
 
     @property
     def num(self) -> int:
-        """1, 2, ..."""
+        """Return the attempt's number: 1, 2, ..."""
 
     def __enter__(self) -> None: ...
 
@@ -95,7 +95,7 @@ class Attempt(Protocol):
 
 
 class Attempts(Protocol):
-    """`for attempt in attempts` waits between tries, or `async for`."""
+    """The attempts of one request; `for` or `async for` over them waits between attempts."""
 
     def __iter__(self) -> Iterator[Attempt]: ...
 
@@ -104,21 +104,21 @@ class Attempts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """How often a refused request is sent again.
+    """The retry policy for refused requests.
 
-    Only a request that the service refused, saying when to come back (`retry_after_ms`), and of which no token has
-    arrived; never one whose fate is not known.
+    A request is retried only if the service refused it with a `retry_after_ms` and no token has arrived. A request
+    that the service may have run is never retried.
 
     Args:
-        max_attempts: tries in all; 1 gives every refusal to the caller.
-        timeout_s: seconds after which no further try begins.
+        max_attempts: number of attempts; 1 passes every refusal to the caller.
+        timeout_s: seconds after which no further attempt begins.
     """
 
     max_attempts: int = 5
     timeout_s: float = 30.0
 
     def attempts(self) -> Attempts:
-        """The tries of one request, as its body raises or not."""
+        """Return the attempts of one request."""
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, not {self.max_attempts}")
         wait = _Wait()
@@ -127,7 +127,7 @@ class Retry:
 
 
 class _Wait:
-    """Seconds until the next try after an error; False for errors that another try does not mend."""
+    """Computes the seconds until the next attempt after an error; False for errors that are not retried."""
 
     def __init__(self) -> None:
         self._factor = 1.0
@@ -141,13 +141,13 @@ class _Wait:
 
 
 class RemoteStream(TokenStream):
-    """Read by one task.
+    """A stream from a service, for one reading task.
 
     Args:
         reopen: sends the request again.
-        grant: lets the service send so many tokens more.
-        window: tokens that the service may be ahead of the reader.
-        retry: which refusals are not final.
+        grant: grants the service credit for so many more tokens.
+        window: most tokens that the service may send ahead of the reader.
+        retry: the retry policy for refusals.
     """
 
     __slots__ = ("_grant", "_has_begun", "_num_read", "_reopen", "_retry", "_window")
@@ -175,7 +175,7 @@ class RemoteStream(TokenStream):
         return token
 
     async def _begin(self) -> None:
-        """Waits for the first token or the final. Nothing has come yet, so a refused request may be sent again."""
+        """Wait for the first token or the result. A refused request is retried, because no token has arrived."""
         async for attempt in self._retry.attempts():
             with attempt:
                 if attempt.num > 1:
@@ -189,13 +189,13 @@ class RemoteStream(TokenStream):
 
 
 class RPCCalls:
-    """Which call's result goes where."""
+    """The open calls, and the routing of received messages to their results."""
 
     def __init__(self) -> None:
         self._connection = ClientConnection()
         self._results: dict[int, CallResult] = {}
         self._methods: dict[int, Method] = {}
-        self._carriers: dict[int, int] = {}  # by msgid the connection that a call was sent over
+        self._carriers: dict[int, int] = {}  # by msgid, the connection of each sent call
 
     def __len__(self) -> int:
         return len(self._results)
@@ -207,14 +207,14 @@ class RPCCalls:
         result: CallResult,
         options: StreamOptions = PLAIN_STREAM,
     ) -> tuple[int, bytes]:
-        """Opens a call; returns its msgid and the message to send.
+        """Open a call; returns its msgid and the message to send.
 
         Args:
-            result: where tokens and the final go.
-            options: how a stream's tokens are to come.
+            result: receives the call's tokens and its result.
+            options: the stream's options.
 
         Raises:
-            FrameTooLarge: the service would not take it.
+            FrameTooLarge: the message exceeds the service's limit.
         """
         msgid, message = self._connection.request(method.name, request, options)
         self._results[msgid] = result
@@ -222,37 +222,37 @@ class RPCCalls:
         return msgid, message
 
     def sent(self, msgid: int, connection: int) -> None:
-        """The call went over this connection."""
+        """Record the connection that a call was sent over."""
         if msgid in self._results:
             self._carriers[msgid] = connection
 
     def connection_of(self, msgid: int) -> int:
-        """The connection that a call was sent over; 0 where there is none."""
+        """Return the connection of a sent call; 0 if the call was not sent."""
         return self._carriers.get(msgid, 0)
 
     def connections(self) -> set[int]:
-        """Those that carry open calls."""
+        """Return the connections that carry open calls."""
         return {*self._carriers.values()}
 
     def close(self, msgid: int) -> bytes | None:
-        """Forgets a call; returns the message that cancels it, if it had not ended."""
+        """Remove a call; returns the message that cancels it, or None if the call has ended."""
         if msgid not in self._results:
             return None
         self._take(msgid)
         return self._connection.cancel(msgid)
 
     def credit(self, msgid: int, count: int) -> bytes:
-        """The message that lets the service send `count` more tokens of a stream."""
+        """Return the message that grants the service credit for `count` more tokens of a stream."""
         return self._connection.credit(msgid, count)
 
     def heartbeat(self, lease_s: float) -> bytes:
-        """The message that keeps the open calls for another `lease_s` seconds."""
+        """Return the message that extends the lease of the open calls to `lease_s` seconds from now."""
         return self._connection.heartbeat(lease_s)
 
     def receive(self, message: bytes) -> bool:
-        """Hands a message's content to its call; a message that breaks the protocol ends every call.
+        """Pass a message's content to its call. A message that breaks the protocol ends every call.
 
-        Returns whether it asks the client to leave the connection.
+        Returns whether the message asks the client to leave the connection.
         """
         try:
             event = self._connection.receive(message)
@@ -265,11 +265,11 @@ class RPCCalls:
     def fail_all(
         self, error: GenbatchError, *, spared: Container[int] = (), connection: int | None = None
     ) -> list[tuple[bytes, int]]:
-        """Ends open calls with `error`; returns the messages that cancel them, and their connections.
+        """End open calls with `error`; returns the messages that cancel them, and their connections.
 
         Args:
-            spared: calls that go on.
-            connection: only calls that were sent over it; None is any.
+            spared: calls that continue.
+            connection: end only the calls of this connection; None ends those of all connections.
         """
         cancels = []
         for msgid in [msgid for msgid in self._results if msgid not in spared]:
@@ -306,22 +306,22 @@ class RPCCalls:
         return self._results.pop(msgid), self._methods.pop(msgid)
 
 
-# Seconds. How often the service hears of us while we have calls, and after what silence it may end them.
+# Seconds between heartbeats while calls are open, and the lease after which the service may cancel silent calls.
 HEARTBEAT_S, LEASE_S = 1.0, 5.0
-# Tokens of a stream that the service may be ahead of its reader.
+# Most tokens of a stream that the service may send ahead of the reader.
 WINDOW = 1024
 
 
 class RemoteClient(AsyncCalls):
-    """Has the interface of `Client`, on trio and on asyncio. Use it inside `async with`.
+    """A client of a service, with the interface of `Client`, on trio and on asyncio. Use it inside `async with`.
 
     Any number of tasks may use one client at once.
 
     Args:
         transport: carries the messages.
-        timeout: seconds of silence, not of work, after which the service counts as gone: while connecting, and
-            while calls are open. How long a request may take is its own `deadline_s`.
-        retry: what is done about requests that are refused for now.
+        timeout: seconds of silence after which the service counts as gone, while connecting and while calls are open.
+            It does not limit a request's duration; the request's `deadline_s` does.
+        retry: the retry policy for refused requests.
     """
 
     def __init__(self, transport: Transport, *, timeout: float, retry: Retry | None) -> None:
@@ -353,7 +353,7 @@ class RemoteClient(AsyncCalls):
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
-        """The client, ready for calls on trio."""
+        """Run the client on trio while the body runs."""
         manager = trio.open_nursery()
         self._tasks = await manager.__aenter__()
         try:
@@ -367,7 +367,7 @@ class RemoteClient(AsyncCalls):
         try:
             yield
         finally:
-            # The nursery is not shown the body's exception, which it would wrap in a group.
+            # Do not pass the body's exception to the nursery, which would wrap it in a group.
             self._fail_all(Unavailable("the client was closed"))
             self._is_open = False
             self._tasks.cancel_scope.shield = True
@@ -404,7 +404,7 @@ class RemoteClient(AsyncCalls):
         return await self._ask_again(asked_method(request), lambda: request)
 
     async def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
-        """The answer, after as many tries as it takes or are made."""
+        """Send a request, retry it by the policy, and return its answer."""
         async for attempt in self.retry.attempts():
             with attempt:
                 call = TokenStream()
@@ -422,9 +422,9 @@ class RemoteClient(AsyncCalls):
         call: CallResult,
         options: StreamOptions = PLAIN_STREAM,
     ) -> int:
-        """Sends a request and returns its msgid; waits for the connection if there is none yet.
+        """Send a request and return its msgid; waits for the connection if there is none yet.
 
-        The service must know of the lease before it works for us.
+        The heartbeat goes first, so that the service knows the lease before it runs the request.
         """
         if not self._is_open:
             raise ClientClosed
@@ -447,7 +447,7 @@ class RemoteClient(AsyncCalls):
         return msgid
 
     def _close(self, msgid: int) -> None:
-        """Forgets a call; one that has not ended is cancelled."""
+        """Remove a call, and cancel it if it has not ended."""
         connection = self._calls.connection_of(msgid)
         cancel = self._calls.close(msgid)
         if cancel is not None and self._is_open and not self._transport.try_send(cancel, connection):
@@ -467,14 +467,14 @@ class RemoteClient(AsyncCalls):
         self._part()
 
     def _part(self) -> None:
-        """Closes the connections that were left and carry no call any more."""
-        if self._left and not self._unsent:  # what is being sent may go over any of them
+        """Close the left connections that carry no call."""
+        if self._left and not self._unsent:  # an unsent call may still go over any connection
             for connection in self._left - self._calls.connections():
                 self._left.remove(connection)
                 self._transport.close(connection)
 
     async def _beat(self) -> None:
-        """While there are calls, is heard by the service and listens for it."""
+        """Send heartbeats while calls are open, and end the calls if the service is silent for too long."""
         while True:
             await self._busy.wait()
             started = trio.current_time()
@@ -483,7 +483,7 @@ class RemoteClient(AsyncCalls):
                 self._busy = trio.Event()
                 continue
             now = trio.current_time()
-            self._last_heard += now - started - HEARTBEAT_S  # while the event loop was held up nobody could be heard
+            self._last_heard += now - started - HEARTBEAT_S  # do not count time in which the event loop was blocked
             if now - self._last_heard > self.timeout:
                 self._fail_all(Unavailable(f"the service at {self.address} was silent for {self.timeout:g} s"))
             else:
@@ -491,15 +491,15 @@ class RemoteClient(AsyncCalls):
                     self._transport.try_send(self._calls.heartbeat(LEASE_S), connection)
 
     def _fail_all(self, error: GenbatchError, connection: int | None = None) -> None:
-        """Ends all calls: what was asked over a connection that is lost will not be answered over the next one.
+        """End all sent calls, because a new connection does not answer a lost connection's calls.
 
-        What has not been asked yet will be.
+        Unsent calls continue.
 
         Args:
-            connection: the one that is lost; None where nothing is expected of any.
+            connection: the lost connection; None ends the calls of all connections.
         """
         for cancel, carrier in self._calls.fail_all(error, spared=self._unsent, connection=connection):
-            # If it can be sent at all; a service that hears nothing ends them itself.
+            # The message may be lost. Then the service ends the call when the lease runs out.
             self._transport.try_send(cancel, carrier)
         self._part()
 
@@ -510,8 +510,8 @@ class RPCClient(RemoteClient):
     Args:
         address: the service's, unix://PATH or rpc://HOST:PORT.
         timeout, retry: see RemoteClient.
-        token: what the service knows this client by, where it asks for one.
-        tls: how to trust a service that encrypts TCP, such as `tls.client_context()`; None: it does not.
+        token: the client's token, for a service that requires one.
+        tls: the TLS context for a service that encrypts TCP, such as `tls.client_context()`; None means no TLS.
     """
 
     def __init__(
@@ -530,10 +530,10 @@ class ZeroMQClient(RemoteClient):
     """A client of one service; has the interface of `Client`. Use it inside `async with`.
 
     Args:
-        address: the service's, ipc://PATH or tcp://HOST:PORT; None is where `genbatch serve` listens by default.
+        address: the service's ipc://PATH or tcp://HOST:PORT; None means the default address of `genbatch serve`.
         timeout, retry: see RemoteClient.
-        client_key: file with this client's keys, for a service that asks for them.
-        server_key: the service's public key, or its file; None where the client's file has it too.
+        client_key: the file with this client's keys, for a service that requires keys.
+        server_key: the service's public key, or its file; None if the client's file holds it, too.
 
     Raises:
         KeyFileError: a file of keys is missing, faulty, or exposed to others.

@@ -49,14 +49,14 @@ from genbatch.proto.rpc import PLAIN_STREAM, StreamOptions
 
 
 class SyncTokenStream(CallResult):
-    """Read by one thread.
+    """A stream from a service, for one reading thread.
 
     Args:
         wait_for: receives messages until its argument, called without arguments, is true.
         reopen: sends the request again.
-        grant: lets the service send so many tokens more.
-        window: tokens that the service may be ahead of the reader.
-        retry: which refusals are not final.
+        grant: grants the service credit for so many more tokens.
+        window: most tokens that the service may send ahead of the reader.
+        retry: the retry policy for refusals.
     """
 
     __slots__ = ("_grant", "_has_begun", "_num_read", "_reopen", "_retry", "_wait_for", "_window")
@@ -97,12 +97,12 @@ class SyncTokenStream(CallResult):
         return self.tokens.popleft()
 
     def ended(self) -> Any:
-        """Waits for the final, whatever tokens come before it, and returns or raises it."""
+        """Wait for the result, skip all tokens before it, and return or raise it."""
         self._wait_for(lambda: self.final is not None)
         return self.unwrap()
 
     def _begin(self) -> None:
-        """Waits for the first token or the final. Nothing has come yet, so a refused request may be sent again."""
+        """Wait for the first token or the result. A refused request is retried, because no token has arrived."""
         for attempt in self._retry.attempts():
             with attempt:
                 if attempt.num > 1:
@@ -117,21 +117,21 @@ class SyncTokenStream(CallResult):
         return bool(self.tokens) or self.final is not None
 
 
-# Seconds. Heartbeats leave only while a method waits, so the lease covers what a program does between two tokens.
+# Seconds. Heartbeats are sent only while a method waits, so the lease covers the program's work between two tokens.
 HEARTBEAT_S, LEASE_S = 1.0, 60.0
-# Tokens of a stream that the service may be ahead of its reader.
+# Most tokens of a stream that the service may send ahead of the reader.
 WINDOW = 1024
 
 
 class SyncRemoteClient(SyncServiceCalls):
-    """Has the interface of `SyncClient`. Use it inside `with`.
+    """A client of a service, with the interface of `SyncClient`. Use it inside `with`.
 
     One thread uses a client; several streams may be open at once and be read in turns.
 
     Args:
         transport: carries the messages.
-        timeout: seconds of silence, not of work, after which the service counts as gone.
-        retry: what is done about requests that are refused for now.
+        timeout: seconds of silence after which the service counts as gone; it does not limit a request's duration.
+        retry: the retry policy for refused requests.
     """
 
     def __init__(self, transport: SyncTransport, *, timeout: float, retry: Retry | None) -> None:
@@ -183,7 +183,7 @@ class SyncRemoteClient(SyncServiceCalls):
             yield call
 
     def wait_for(self, is_true: Callable[[], bool]) -> None:
-        """Receives messages until `is_true()`; a stream's `for` waits here."""
+        """Receive messages until `is_true()`; a stream's `for` waits here."""
         if is_true():
             return
         if not self._is_open:
@@ -207,7 +207,7 @@ class SyncRemoteClient(SyncServiceCalls):
         return self._ask_again(asked_method(request), lambda: request)
 
     def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
-        """The answer, after as many tries as it takes or are made."""
+        """Send a request, retry it by the policy, and return its answer."""
         for attempt in self.retry.attempts():
             with attempt, self._call(method, request) as call:
                 return call.ended()
@@ -217,7 +217,7 @@ class SyncRemoteClient(SyncServiceCalls):
     def _call(
         self, method: Method, request: Callable[[], msgspec.Struct], options: StreamOptions = PLAIN_STREAM
     ) -> Iterator[SyncTokenStream]:
-        """An open call; one that has not ended when the body does is cancelled."""
+        """Open a call for the body's duration, and cancel it if it has not ended by then."""
         msgid = 0
 
         def open_call() -> None:
@@ -248,7 +248,7 @@ class SyncRemoteClient(SyncServiceCalls):
                 self._leave()
 
     def _leave(self) -> None:
-        """Closes a connection that the service asked to leave, while no call is open."""
+        """Close the connection if the service asked for that and no call is open."""
         for message in self._transport.unread():
             self._is_to_leave |= self._calls.receive(message)
         if self._is_to_leave:
@@ -256,8 +256,8 @@ class SyncRemoteClient(SyncServiceCalls):
             self._transport.reopen()
 
     def _connect(self) -> None:
-        """Waits until messages can be sent. The service must know of the lease before it works for us."""
-        if len(self._calls) == 1:  # the one being opened
+        """Wait until messages can be sent. A heartbeat goes first, so that the service knows the lease."""
+        if len(self._calls) == 1:  # only the call that is being opened
             self._leave()
             self._transport.forget_losses()
         try:
@@ -280,7 +280,7 @@ class SyncRemoteClient(SyncServiceCalls):
                 self._transport.send(cancel)
 
 
-# Seconds between attempts to connect, and in which the last cancellations may leave.
+# Seconds between attempts to connect, and the timeout for sending the last cancellations.
 RECONNECT_S, LINGER_S = 0.05, 0.5
 MAX_BYTES = 2**16
 
@@ -303,7 +303,7 @@ class SyncRPCTransport:
         self._link: RPCLink
         self._outgoing = bytearray()
         self._incoming: list[bytes] = []
-        self._lost: GenbatchError | None = None  # told once its last messages have been taken
+        self._lost: GenbatchError | None = None  # raised after the connection's last messages were returned
 
     def open(self) -> None:
         """See `SyncTransport.open`."""
@@ -334,8 +334,8 @@ class SyncRPCTransport:
     def connect(self, timeout: float) -> None:
         """See `SyncTransport.connect`."""
         end = time.monotonic() + timeout
-        self._exchange(0)  # notices an end that came while nobody waited
-        if self._lost is not None:  # other calls are to be told
+        self._exchange(0)  # notice a connection that ended while no method waited
+        if self._lost is not None:  # other calls must get this error
             lost, self._lost = self._lost, None
             raise lost
         while self._socket is None:
@@ -352,7 +352,7 @@ class SyncRPCTransport:
                 self._outgoing = bytearray(self._link.greeting)
 
     def send(self, message: bytes) -> None:
-        """See `SyncTransport.send`; what does not leave at once does while somebody receives."""
+        """See `SyncTransport.send`. Bytes that cannot be sent at once are sent during later receives."""
         if self._socket is not None:
             self._outgoing += message
             self._exchange(0)
@@ -386,7 +386,7 @@ class SyncRPCTransport:
         return made
 
     def _exchange(self, timeout: float) -> None:
-        """Sends and receives what is possible, waiting up to `timeout` seconds for something to be."""
+        """Send and receive as much as possible; waits up to `timeout` seconds until something is possible."""
         if self._socket is None:
             return
         try:
@@ -403,7 +403,7 @@ class SyncRPCTransport:
             self._lose(error)
 
     def _has_pending(self) -> bool:
-        """Whether TLS has read more than it gave; the operating system does not tell of that."""
+        """Whether TLS holds decrypted bytes, which the operating system's selector does not report."""
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _write(self, connection: socket.socket) -> None:
@@ -436,7 +436,7 @@ class SyncRPCTransport:
 
 
 class SyncZeroMQTransport:
-    """Implements `SyncTransport`; ZeroMQ itself connects, now and again.
+    """Implements `SyncTransport`; ZeroMQ itself connects and reconnects.
 
     Args:
         address: ipc://PATH or tcp://HOST:PORT.
@@ -482,7 +482,7 @@ class SyncZeroMQTransport:
         while self._refusal is None and time.monotonic() < end:
             poller = zmq.Poller()
             poller.register(self._monitor, zmq.POLLIN)
-            if self._is_connected:  # else it may take messages for a connection that has ended
+            if self._is_connected:  # otherwise ZeroMQ may accept messages for a connection that has ended
                 poller.register(self._socket, zmq.POLLOUT)
             ready = dict(poller.poll(max(0, round((end - time.monotonic()) * 1000))))
             if self._monitor in ready:
@@ -504,7 +504,7 @@ class SyncZeroMQTransport:
         ready = dict(poller.poll(round(timeout * 1000)))
         if self._socket in ready:
             return self._take()
-        if self._monitor in ready and not self._read_monitor():  # after what was sent before the connection ended
+        if self._monitor in ready and not self._read_monitor():  # after the last messages
             raise self._refusal or Unavailable(f"the connection to {self.address} was lost")
         return []
 
@@ -531,7 +531,7 @@ class SyncZeroMQTransport:
         return messages
 
     def _read_monitor(self) -> bool:
-        """Takes one event; whether a connection stands by it."""
+        """Read one event; returns whether it reports an established connection."""
         event, *_ = self._monitor.recv_multipart()
         self._is_connected = is_connected(event)
         if not self._is_connected:
@@ -564,10 +564,10 @@ class SyncZeroMQClient(SyncRemoteClient):
     """A client of one service; has the interface of `SyncClient`. Use it inside `with`.
 
     Args:
-        address: the service's, ipc://PATH or tcp://HOST:PORT; None is where `genbatch serve` listens by default.
+        address: the service's ipc://PATH or tcp://HOST:PORT; None means the default address of `genbatch serve`.
         timeout, retry: see SyncRemoteClient.
-        client_key: file with this client's keys, for a service that asks for them.
-        server_key: the service's public key, or its file; None where the client's file has it too.
+        client_key: the file with this client's keys, for a service that requires keys.
+        server_key: the service's public key, or its file; None if the client's file holds it, too.
 
     Raises:
         KeyFileError: a file of keys is missing, faulty, or exposed to others.

@@ -1,4 +1,4 @@
-"""What carries a client's messages to a service and back: ZeroMQ, or msgpack-RPC over a socket, in one interface."""
+"""Transports: carry a client's messages to a service and back, over ZeroMQ or msgpack-RPC, behind one interface."""
 
 import ssl
 import struct
@@ -22,9 +22,9 @@ OnLost = Callable[[GenbatchError, int], None]
 
 
 class Transport(Protocol):
-    """For trio. It connects when there is something to send, and again after a connection was lost.
+    """A transport for trio. It connects at the first send, and reconnects after a connection was lost.
 
-    Each connection has a number, from 1. There is one for new requests, and those that were left before.
+    Connections are numbered from 1. One connection takes new requests; connections that were left stay for old calls.
     """
 
     address: str
@@ -32,86 +32,85 @@ class Transport(Protocol):
     async def run(
         self, on_message: OnMessage, on_lost: OnLost, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Works until cancelled.
+        """Run the transport until cancelled.
 
         Args:
-            on_message: called with each message that arrives, and its connection; must not block or raise.
-            on_lost: called when nothing will be answered of what was sent over a connection so far; the same.
+            on_message: called with each message and its connection; it must not block or raise.
+            on_lost: called when a connection is lost, so that its calls get no answer; it must not block or raise.
             task_status: started once `send` may be called.
 
         Raises:
-            Unavailable: it is not an address.
+            Unavailable: the address is malformed.
         """
 
     async def send(self, messages: Sequence[bytes]) -> int:
-        """Sends, as soon as there is a connection: all of them or, if cancelled, none. Returns the connection.
+        """Wait for a connection and send all messages; if cancelled, none is sent. Returns the connection's number.
 
         Raises:
-            Unauthenticated: the service does not let this client in.
+            Unauthenticated: the service rejects this client.
         """
         ...
 
     def try_send(self, message: bytes, connection: int) -> bool:
-        """Sends over a connection if that needs no waiting; whether it did."""
+        """Send over a connection without waiting; returns whether the message was sent."""
 
     def leave(self, connection: int) -> None:
-        """New messages go over another connection from now on; this one stays until `close`."""
+        """Send new messages over another connection from now on; this connection stays open until `close`."""
 
     def close(self, connection: int) -> None:
-        """Closes a connection that was left."""
+        """Close a connection that was left."""
 
     def no_answer(self, timeout: float) -> str:
-        """What to say when `send` did not get through within `timeout` seconds."""
+        """Return the error text for a `send` that timed out after `timeout` seconds."""
 
 
 class SyncTransport(Protocol):
-    """Without an event loop; used by one thread."""
+    """A transport without an event loop, for one thread."""
 
     address: str
 
     def open(self) -> None:
-        """Makes ready; connects later.
+        """Prepare the transport; `connect` connects.
 
         Raises:
-            Unavailable: it is not an address.
+            Unavailable: the address is malformed.
         """
 
     def close(self) -> None:
-        """Ends the connection, after a moment for what was sent last."""
+        """Close the connection, after a short wait for the last messages to leave."""
 
     def reopen(self) -> None:
-        """Ends the connection, so that the next request makes another one."""
+        """Close the connection, so that the next request opens a new one."""
 
     def unread(self) -> list[bytes]:
-        """The messages that have arrived, without waiting."""
+        """Return the messages that have arrived, without waiting."""
         ...
 
     def forget_losses(self) -> None:
-        """Nobody has asked for anything: connections that were lost until now are not told of."""
+        """Do not report connections lost so far, because no call is open."""
 
     def connect(self, timeout: float) -> None:
-        """Waits until there is a connection.
+        """Wait for a connection.
 
         Raises:
-            Unavailable: none came about within `timeout` seconds, or the one that there was is lost.
-            Unauthenticated: the service does not let this client in.
+            Unavailable: connecting timed out after `timeout` seconds, or the earlier connection is lost.
+            Unauthenticated: the service rejects this client.
         """
 
     def send(self, message: bytes) -> None:
-        """Sends what the connection takes; what it does not take has nobody to read it, which silence will tell."""
+        """Send a message; if the connection does not take it, the service is not reading and a timeout will follow."""
 
     def receive(self, timeout: float) -> list[bytes]:
-        """The messages that have arrived; waits for one, up to `timeout` seconds.
+        """Return the messages that have arrived; waits up to `timeout` seconds for one.
 
         Raises:
-            GenbatchError: the connection was lost, once its last messages were taken: nothing more will be answered
-                of what was sent so far.
+            GenbatchError: the connection was lost and its last messages were returned, so open calls get no answer.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class RPCAddress:
-    """The file of a Unix socket, or a host and a port."""
+    """A Unix socket's file, or a host and a port."""
 
     path: str | None = None
     host: str = ""
@@ -119,10 +118,10 @@ class RPCAddress:
 
 
 def read_rpc_address(address: str) -> RPCAddress:
-    """Reads unix://PATH, rpc://HOST:PORT or tcp://HOST:PORT.
+    """Parse unix://PATH, rpc://HOST:PORT or tcp://HOST:PORT.
 
     Raises:
-        Unavailable: it has another form.
+        Unavailable: the address has another form.
     """
     transport, _, rest = address.partition("://")
     if transport == "unix" and rest:
@@ -134,11 +133,11 @@ def read_rpc_address(address: str) -> RPCAddress:
 
 
 def no_address(address: str, wanted: str) -> Unavailable:
-    """The error for what no client can connect to; it says what was meant.
+    """Return the error for a malformed address, with a hint at the right form.
 
     Args:
-        address: what was given.
-        wanted: the forms that the client takes.
+        address: the malformed address.
+        wanted: the forms that the client accepts.
     """
     scheme, separator, _ = address.partition("://")
     if scheme in ("http", "https"):
@@ -165,11 +164,13 @@ HELLO_MSGID = 0
 
 
 class RPCLink:
-    """Splits what arrives into messages, and says hello before anything else: over TCP always, elsewhere with a token.
+    """Splits received bytes into messages, and provides the greeting.
+
+    A client must send the greeting first over TCP, and elsewhere if it has a token.
 
     Args:
-        address: where it leads.
-        token: what to show; None where none is asked for.
+        address: the service's address.
+        token: the client's token; None if the service needs none.
     """
 
     def __init__(self, address: str, token: str | None) -> None:
@@ -180,11 +181,11 @@ class RPCLink:
         self.greeting = encode([0, HELLO_MSGID, "hello", [HelloRequest(token=token)]]) if says_hello else b""
 
     def receive(self, data: bytes) -> list[bytes]:
-        """The messages that end in `data`, without the answer to the greeting, which others may come before.
+        """Return the messages that end in `data`, without the answer to the greeting.
 
         Raises:
             Unauthenticated: the service does not know the token.
-            Unavailable: it has no room for one more client now.
+            Unavailable: the service has no room for another client now.
             MalformedMessage, FrameTooLarge: the service does not speak the protocol.
         """
         try:
@@ -216,15 +217,15 @@ class RPCLink:
         return others
 
 
-_SHORT_ARRAY = 0x90  # how every message of msgpack-RPC begins; ZeroMQ, HTTP and TLS begin otherwise
+_SHORT_ARRAY = 0x90  # the first byte of every msgpack-RPC message; ZeroMQ, HTTP and TLS begin with other bytes
 
 
 def _is_welcome(message: bytes) -> bool:
-    """Whether the service answers the greeting and lets the client in.
+    """Whether the message answers the greeting and accepts the client.
 
     Raises:
-        Unauthenticated, Unavailable: it does not.
-        MalformedMessage: it does not speak the protocol.
+        Unauthenticated, Unavailable: the service rejects the client.
+        MalformedMessage: the service does not speak the protocol.
     """
     match decode(message, RESPONSE_LIMITS):
         case [1, 0, None, dict(hello)]:
@@ -239,13 +240,13 @@ def _is_welcome(message: bytes) -> bool:
     return False
 
 
-# Seconds between attempts to connect, and in which the last cancellations may leave.
+# Seconds between attempts to connect, and the timeout for sending the last cancellations.
 RECONNECT_S, LINGER_S = 0.05, 0.5
 MAX_RECEIVE_BYTES = 2**16
 
 
 class _Connection:
-    """A stream, and what is to be written to it."""
+    """A stream and its outgoing bytes."""
 
     def __init__(self, number: int, stream: trio.abc.Stream, link: RPCLink) -> None:
         self.number = number
@@ -260,7 +261,7 @@ class _Connection:
         self.mail.set()
 
     async def write(self) -> None:
-        """Writes until the connection breaks, which reading tells."""
+        """Write until the connection breaks; `_read` reports the break."""
         while True:
             await self.mail.wait()
             self.mail = trio.Event()
@@ -376,7 +377,7 @@ class RPCTransport:
             await self._serve_until_lost(connection)
 
     async def _serve_until_lost(self, connection: _Connection) -> None:
-        """Reads until the connection ends; writes what is left when the client is closed."""
+        """Read until the connection ends. If the client is closed, write the remaining bytes first."""
         lost: GenbatchError = Unavailable(f"the connection to {self.address} was lost")
         try:
             async with trio.open_nursery() as nursery:
@@ -412,15 +413,15 @@ class RPCTransport:
 
 
 async def _open_unix_stream(path: str) -> trio.SocketStream:
-    """Connects to a file.
+    """Connect to a Unix socket's file.
 
     Raises:
-        OSError: nobody listens there, or so many connect just now that there is no room for one more.
+        OSError: no service listens there, or the queue of connecting clients is full.
     """
     stream = await trio.open_unix_socket(path)
     try:
-        # A Unix socket connects at once or, where the queue there is full, not at all (EAGAIN). Trio takes the latter
-        # for a connection on its way, and then for one that stands.
+        # If the listener's queue is full, a Unix socket does not connect at all (EAGAIN). Trio treats this as a pending
+        # connection and then as an established one, so check the peer here.
         stream.socket.getpeername()
     except OSError:
         await trio.aclose_forcefully(stream)
@@ -428,16 +429,16 @@ async def _open_unix_stream(path: str) -> trio.SocketStream:
     return stream
 
 
-# Milliseconds in which the last cancellations may leave.
+# Milliseconds for sending the last cancellations.
 LINGER_MS = 500
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-# What a client listens for beside its messages: a connection that stands, its end, and a service that shuts the door.
+# The monitor events for a client: a connection is established, a connection ends, the service rejects the client.
 CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
-_EVENT = struct.Struct("=HI")  # what happened; a descriptor, a status or a reason
+_EVENT = struct.Struct("=HI")  # the event's kind; a descriptor, a status or a reason
 
 
 def load_client_keys(client_key: str | None, server_key: str | None) -> ClientKeys | None:
-    """The keys in these files; None where none are given.
+    """Load the keys from these files; returns None if no file is given.
 
     Raises:
         KeyFileError: a file is missing, faulty, or exposed to others.
@@ -451,23 +452,23 @@ def load_client_keys(client_key: str | None, server_key: str | None) -> ClientKe
 
 
 def socket_options(address: str, keys: ClientKeys | None) -> Iterator[tuple[int, Any]]:
-    """What a DEALER is set to before it connects, beside what every socket is."""
+    """Yield a DEALER's own socket options, to be set before it connects."""
     yield zmq.MAXMSGSIZE, RESPONSE_LIMITS.max_bytes
-    yield zmq.RCVHWM, 0  # as much as we asked for; a full queue would cut the connection off
-    yield zmq.IMMEDIATE, 1  # nothing is queued for a service that may never come
+    yield zmq.RCVHWM, 0  # no limit: answers are bounded by our requests, and a full queue would cut the connection
+    yield zmq.IMMEDIATE, 1  # queue nothing before the connection is established
     yield zmq.IPV6, int(address.startswith("tcp://["))
     if keys is not None:
         yield from keys.options()
 
 
 def is_connected(event: bytes) -> bool:
-    """Whether the monitor tells of a connection that stands."""
+    """Whether the monitor's event reports an established connection."""
     kind, _ = _EVENT.unpack(event)
     return bool(kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 def read_refusal(event: bytes, address: str, *, has_keys: bool) -> Unauthenticated | None:
-    """Why the service at `address` does not let this client in, if that is what the monitor's event says."""
+    """Return the error if the monitor's event reports that the service rejects this client; else None."""
     kind, _ = _EVENT.unpack(event)
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return Unauthenticated(f"the service at {address} does not have this client's key on its list")
@@ -479,7 +480,7 @@ def read_refusal(event: bytes, address: str, *, has_keys: bool) -> Unauthenticat
 
 
 def no_answer(address: str, timeout: float, *, has_keys: bool) -> str:
-    """What to say when no connection came about."""
+    """Return the error text for a connection that timed out."""
     other = "another one than the server key belongs to" if has_keys else "one that asks for a key"
     hint = f", or it is {other}, or the address is no --bind" if has_keys or address.startswith("tcp://") else ""
     return f"no service answers at {address} within {timeout:g} s{hint}"
@@ -489,22 +490,22 @@ MESSAGES_PER_TURN = 64
 
 
 class _ZeroMQConnection:
-    """A socket and its connection, which ZeroMQ makes again whenever it is lost."""
+    """A socket and its connection; ZeroMQ reconnects it after a loss."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.scope = trio.CancelScope()
-        self.socket: ZeroMQSocket | None = None  # None before its task has begun, and at its end
-        # Between the news that a connection has ended and the next one ZeroMQ still takes messages, and loses them.
+        self.socket: ZeroMQSocket | None = None  # None before its task begins and after it ends
+        # ZeroMQ accepts messages between two connections and loses them, so wait for this event before sending.
         self.connected = trio.Event()
 
 
 class ZeroMQTransport:
-    """Implements `Transport`; ZeroMQ itself connects, now and again.
+    """Implements `Transport`; ZeroMQ itself connects and reconnects.
 
     Args:
         address: ipc://PATH or tcp://HOST:PORT.
-        keys: where the service asks for them.
+        keys: the client's keys, for a service that requires keys.
     """
 
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
@@ -532,7 +533,7 @@ class ZeroMQTransport:
             raise group.exceptions[0] from None
         finally:
             self._is_closed = True
-            self._current.connected.set()  # who waits for a connection is told that none will come
+            self._current.connected.set()  # wake the waiting senders, which then raise Unavailable
 
     async def send(self, messages: Sequence[bytes]) -> int:
         """See `Transport.send`."""
@@ -551,7 +552,7 @@ class ZeroMQTransport:
         raise self._refusal
 
     async def _connected(self) -> _ZeroMQConnection:
-        """The connection for new messages, once it stands."""
+        """Wait until the connection for new messages is established, and return it."""
         while True:
             connection = self._current
             await connection.connected.wait()
@@ -584,7 +585,7 @@ class ZeroMQTransport:
     async def _serve(
         self, connection: _ZeroMQConnection, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Works until it is closed."""
+        """Run the connection until it is closed."""
         with connection.scope:
             async with open_socket(zmq.DEALER, linger_ms=LINGER_MS) as socket:
                 for option, value in socket_options(self.address, self._keys):

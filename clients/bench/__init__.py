@@ -1,1 +1,1 @@
-"""Loads with fixed seeds against any service, and what its callers see of them."""
+"""Loads with fixed seeds against any service, and the latencies that callers see."""

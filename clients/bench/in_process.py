@@ -1,6 +1,6 @@
-"""What is measured without a service: the batch manager, and the floor of a decode step.
+"""Measurements without a service: the batch manager, and the floor of a decode step's time.
 
-GptManagerClient has its callbacks as a client's streams, and counts the logits that come back.
+GptManagerClient turns the batch manager's callbacks into a client's streams, and counts the returned logits.
 
 async with open_gpt_manager(model, [load], n_parallel=8, gather_context_logits=True) as client:
     async with client.stream([5, 6, 7], max_tokens=4, ignore_eos=True) as stream: ...
@@ -36,11 +36,11 @@ _NO_END = -1
 
 @dataclass(slots=True)
 class LogitsSeen:
-    """What the responses brought; a dummy tensor brings nothing.
+    """Counts of the returned logits, without dummy tensors.
 
     Args:
         context_rows, generation_rows: rows of logits, each as wide as the vocabulary.
-        num_bytes: of both.
+        num_bytes: bytes of both kinds of rows.
     """
 
     context_rows: int = 0
@@ -49,7 +49,7 @@ class LogitsSeen:
 
 
 class GptManagerClient:
-    """Streams over a GptManager; used on the event loop it was made on."""
+    """Streams over a GptManager. Use it on the event loop on which it was made."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -58,13 +58,13 @@ class GptManagerClient:
         self._ids = count(1)
         self._waiting: list[InferenceRequest] = []
         self._stopped: set[int] = set()
-        self._streams: dict[int, tuple[TokenStream, int]] = {}  # with the prompt's length
+        self._streams: dict[int, tuple[TokenStream, int]] = {}  # by request id, with the prompt's length
 
     @asynccontextmanager
     async def stream(
         self, prompt: Sequence[int], *, max_tokens: int, ignore_eos: bool = True
     ) -> AsyncIterator[TokenStream]:
-        """As `Client.stream`, of token ids and to the end of `max_tokens`."""
+        """Stream as `Client.stream` does, for token ids and always to the end of `max_tokens`."""
         assert ignore_eos, "the batch manager is asked for scripted lengths"
         request_id, stream = next(self._ids), TokenStream()
         tensors = {
@@ -82,12 +82,12 @@ class GptManagerClient:
                 self._stopped.add(request_id)
 
     def take_logits(self) -> LogitsSeen:
-        """What has come since this was asked last."""
+        """Return the counts since the last call, and reset them."""
         seen, self.seen = self.seen, LogitsSeen()
         return seen
 
     def stop_all(self) -> None:
-        """Nothing more is wanted of any request."""
+        """Stop all requests."""
         self._waiting.clear()
         self._stopped.update(self._streams)
 
@@ -138,14 +138,14 @@ class GptManagerClient:
 async def open_gpt_manager(
     model: Model, loads: Sequence[ScriptedLoad], n_parallel: int, **build: bool
 ) -> AsyncIterator[GptManagerClient]:
-    """A batch manager with room for the loads, for as long as the body runs.
+    """Run a batch manager with room for the loads while the body runs.
 
     Args:
-        n_parallel: requests in flight.
-        build: which logits to gather, fields of BuildConfig.
+        n_parallel: most requests in flight.
+        build: fields of BuildConfig, which select the logits to gather.
 
     Raises:
-        OptionError: its KV does not fit into memory.
+        OptionError: the manager's KV does not fit into memory.
     """
     client = GptManagerClient(model.vocab_size)
     requests = [request for load in loads for request in load.requests]
@@ -177,7 +177,7 @@ async def open_gpt_manager(
             await trio.to_thread.run_sync(manager.close)
 
 
-# Steps timed, and steps before that.
+# The number of timed steps, and of warm-up steps before them.
 STEPS, WARM_UP = 25, 3
 
 
@@ -185,7 +185,7 @@ class DecodeFloor:
     """A model's runner over a KV pool of its own.
 
     Args:
-        options: of the engine whose floor this is.
+        options: the options of the measured engine.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -196,9 +196,9 @@ class DecodeFloor:
         self._new_runner = choose_runner(self._model, options)
 
     def measure(self, sequences: int, context: int, steps: int = STEPS) -> float:
-        """Seconds of a step in which `sequences` sequences get their `context`-th position each, the median.
+        """Return the median seconds of a step in which `sequences` sequences each get position `context`.
 
-        Each row's likeliest token is found as well, which is all that greedy decoding needs.
+        The step also finds each row's likeliest token, as greedy decoding needs it.
         """
         runner = self._new_runner(sequences)
         blocks = -(-context // self._options.block_size)

@@ -1,10 +1,10 @@
-"""A run of a load: sends it to a service, notes when everything came back, and sums it up in vLLM's terms.
+"""Runs a load: sends it to a service, records the times of all tokens, and summarizes them in vLLM's terms.
 
     run = await run_load(client, load, arrivals=arrival_times(64, 2.5, seed=1))
     print(len(run.times), run.duration_s)
 
-RequestTimes are what its caller saw of one request; Goodput the requests a second that kept every promise; the summary
-is plain data, ready for JSON.
+RequestTimes are the times of one request on the client's clock. Goodput is the number of requests per second that met
+every target. The summary is plain data, ready for JSON.
 """
 
 import math
@@ -26,13 +26,13 @@ from genbatch.clients.bench.workloads import Case, LoadRequest, ScriptedLoad
 from genbatch.clients.interface import Stream
 from genbatch.proto.errors import GenbatchError
 
-# What decides how fast the CPU kernels of any engine are.
+# The CPU flags that determine the speed of any engine's CPU kernels.
 _NOTABLE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimddp", "i8mm")
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine(cpuinfo: Path = _CPUINFO) -> str:
-    """The CPU's name, how many cores this process may use, and the instructions that matter."""
+    """Return the CPU's name, the number of cores for this process, and the CPU's relevant instruction sets."""
     fields = _first_processor(cpuinfo)
     name = fields.get("model name") or platform.processor() or platform.machine()
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
@@ -52,7 +52,7 @@ def _first_processor(cpuinfo: Path) -> dict[str, str]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of `values` are, linear between two neighbours.
+    """Return the percentile of `values`, with linear interpolation between two neighbours.
 
     Raises:
         ValueError: there are no values, or `percent` is not within 0 to 100.
@@ -71,12 +71,12 @@ class RequestTimes:
     """Seconds on the client's clock.
 
     Args:
-        prompt_tokens, max_tokens: what was asked for.
-        sent_at: when the client began to send it.
-        token_at: when each token reached the caller.
-        ended_at: when the result did.
+        prompt_tokens, max_tokens: the request's numbers of tokens.
+        sent_at: the time at which the client began to send the request.
+        token_at: the time at which each token reached the caller.
+        ended_at: the time at which the result reached the caller.
         cached_tokens: prompt tokens that the service did not evaluate.
-        error: why it failed, the code; None if it did not.
+        error: the error's code if the request failed; else None.
     """
 
     prompt_tokens: int
@@ -89,23 +89,23 @@ class RequestTimes:
 
     @property
     def ttft(self) -> float:
-        """Time to the first token."""
+        """Return the time to the first token."""
         return self.token_at[0] - self.sent_at
 
     @property
     def e2el(self) -> float:
-        """From sending to the result."""
+        """Return the time from sending to the result."""
         return self.ended_at - self.sent_at
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of a token after the first; None with one token."""
+        """Return the mean time per token after the first; None with one token."""
         count = len(self.token_at)
         return (self.e2el - self.ttft) / (count - 1) if count > 1 else None
 
     @property
     def itl(self) -> list[float]:
-        """Times between two tokens that follow one another."""
+        """Return the times between consecutive tokens."""
         return [later - earlier for earlier, later in pairwise(self.token_at)]
 
 
@@ -113,7 +113,7 @@ METRICS = ("ttft", "tpot", "e2el")
 
 
 class GoodputError(ValueError):
-    """A promise that cannot be read; the message names it."""
+    """A goodput target cannot be parsed; the message names it."""
 
     def __init__(self, text: str) -> None:
         super().__init__(
@@ -123,16 +123,16 @@ class GoodputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Promises in seconds, by metric."""
+    """Latency targets in seconds, by metric."""
 
     limits_s: Mapping[str, float]
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Goodput":
-        """Reads "ttft:500", in milliseconds; several may stand in one text, with spaces between them.
+        """Parse targets such as "ttft:500", in milliseconds. One text may hold several, separated by spaces.
 
         Raises:
-            GoodputError: one of them cannot be read, or its metric was there already.
+            GoodputError: a target cannot be parsed, or its metric appears twice.
         """
         limits: dict[str, float] = {}
         for text in " ".join(texts).split():
@@ -147,7 +147,7 @@ class Goodput:
         return cls(limits)
 
     def keeps(self, times: RequestTimes) -> bool:
-        """Whether a request ended well and in time; one token has no TPOT and breaks no promise of it."""
+        """Whether a request succeeded and met every target; a single token has no TPOT and cannot miss that target."""
         if times.error is not None:
             return False
         values = {name: getattr(times, name) for name in self.limits_s}
@@ -172,8 +172,8 @@ class LoadRun:
     """A load that has been sent.
 
     Args:
-        times: one for each request, in the load's order.
-        duration_s: from the first one sent to the last one ended.
+        times: each request's times, in the load's order.
+        duration_s: seconds from the first request's start to the last request's end.
     """
 
     load: ScriptedLoad
@@ -189,12 +189,12 @@ async def run_load(
     max_concurrency: int | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> LoadRun:
-    """Sends every request at its time and reads its tokens as they come.
+    """Send every request at its arrival time, and read its tokens as they arrive.
 
     Args:
         arrivals: seconds from the start for each request; None sends all at once.
-        max_concurrency: most requests under way at once. One that has to wait for others is sent late, and its
-            latencies count from then, as vLLM's do.
+        max_concurrency: most requests under way at once. A request that waits for others is sent late, and its
+            latencies count from its start, as in vLLM.
         on_end: called as each request ends.
     """
     run = _Run(client, load, trio.CapacityLimiter(max_concurrency or len(load.requests)), on_end)
@@ -216,7 +216,7 @@ class _Run:
         self._slots = slots
         self._on_end = on_end
         self.times = [RequestTimes(len(one.prompt), one.max_tokens, 0.0) for one in load.requests]
-        # Only where a request waits for the others' tokens does anyone count them.
+        # Count tokens only if a request waits for the others' tokens.
         self._awaited = max(one.after_tokens for one in load.requests)
         self._ended: set[int] = set()
         self._others = [index for index, one in enumerate(load.requests) if not one.after_tokens]
@@ -249,7 +249,7 @@ class _Run:
             times.error = INCOMPLETE
 
     def _count(self) -> None:
-        """Lets the request start that waits for others; one that has ended holds it up no longer."""
+        """Start the waiting request once every other request has enough tokens or has ended."""
         if all(len(self.times[one].token_at) >= self._awaited or one in self._ended for one in self._others):
             self._reached.set()
 
@@ -258,7 +258,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def summary(run: LoadRun, goodput: Goodput | None = None) -> dict[str, Any]:
-    """Throughputs a second and latencies in milliseconds (mean, p50, p99) of the requests that did not fail."""
+    """Return throughputs per second and latencies in milliseconds (mean, p50, p99) of the successful requests."""
     good = [times for times in run.times if times.error is None]
     failures = Counter(times.error for times in run.times if times.error is not None)
     output = sum(len(times.token_at) for times in good)
@@ -283,7 +283,7 @@ def summary(run: LoadRun, goodput: Goodput | None = None) -> dict[str, Any]:
 
 
 def latencies(times: Sequence[RequestTimes]) -> dict[str, Any]:
-    """The latencies of these requests; None where there is none, as of the ITL of single tokens."""
+    """Return the latencies of these requests; None if a metric has no value, such as the ITL of single tokens."""
     found = {
         "ttft": [one.ttft for one in times],
         "tpot": [one.tpot for one in times if one.tpot is not None],
@@ -294,7 +294,7 @@ def latencies(times: Sequence[RequestTimes]) -> dict[str, Any]:
 
 
 def spread_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, p50 and p99 in milliseconds."""
+    """Return mean, p50 and p99 in milliseconds."""
     if not seconds:
         return None
     return {
@@ -305,9 +305,9 @@ def spread_ms(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def decode_rate(times: Sequence[RequestTimes]) -> float | None:
-    """Tokens a second of all requests together while every one of them decodes; None if there is no such time.
+    """Return tokens per second of all requests while every one decodes; None if there is no such time.
 
-    That is from the last one's first token to the first one's last token.
+    The time lasts from the latest first token to the earliest last token.
     """
     if not times or any(one.error is not None for one in times):
         return None
@@ -319,7 +319,7 @@ def decode_rate(times: Sequence[RequestTimes]) -> float | None:
 
 
 def prefill_rate(times: Sequence[RequestTimes]) -> float | None:
-    """Prompt tokens a second until every request has its first token; what the first ones decode then is in it."""
+    """Return prompt tokens per second until every request has its first token; early decodes share that time."""
     if not times or any(one.error is not None for one in times):
         return None
     elapsed = max(one.token_at[0] for one in times) - min(one.sent_at for one in times)
@@ -327,7 +327,7 @@ def prefill_rate(times: Sequence[RequestTimes]) -> float | None:
 
 
 def disturbance(times: Sequence[RequestTimes]) -> dict[str, Any]:
-    """W6: the ITL of all requests but the last, before the last one was sent and until its first token came."""
+    """Return W6's ITL of all requests but the last: before the last was sent, and until its first token."""
     *others, last = times
     if last.error is not None:
         return {"itl_before_ms": None, "itl_during_ms": None}
@@ -351,7 +351,9 @@ async def run_case(
     goodput: Goodput | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The case's figures, see `summary`; with a fixed batch its rates, with a long prefill what it did to the others.
+    """Run a case and return its figures, see `summary`.
+
+    A fixed batch adds its rates. A long prefill adds its disturbance of the other requests.
 
     Args:
         arrivals, max_concurrency, on_end: see `run_load`.
@@ -391,7 +393,7 @@ _NAMES = {
 
 
 def results_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """A column for each run; latencies in milliseconds, p50 and p99."""
+    """Format a column for each run; latencies are p50 and p99 in milliseconds."""
     table = Table(caption="latencies in ms: p50 / p99", header_style="bold")
     table.add_column()
     for run in runs:

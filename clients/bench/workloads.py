@@ -1,8 +1,8 @@
-"""Workloads: scripted requests, the same wherever and whenever they are made, and when each is sent.
+"""Workloads: reproducible scripted requests and their arrival times.
 
-Prompts are token ids and lengths are scripted, so that every engine does the same work. Lengths come from the seed
-alone; the tokens of the prompts from seed, salt and the load's name, so that no load's are found in the prefix cache
-after another one, nor after the same one with another salt. Arrivals are in vLLM's terms: a rate, and how bursty it is.
+Prompts are token ids and lengths are scripted, so that every engine does the same work. Lengths depend only on the
+seed. Prompts depend on seed, salt and the load's name. So a load never hits the prefix cache after another load, or
+after the same load with another salt. Arrivals are in vLLM's terms: a rate and a burstiness.
 A Case is one load at one rate.
 """
 
@@ -14,13 +14,13 @@ from enum import StrEnum
 
 
 def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> list[float]:
-    """Seconds from the start at which each of `count` requests is sent, ascending.
+    """Draw the arrival times of `count` requests in seconds from the start, ascending.
 
     The gaps are drawn from a gamma distribution with shape `burstiness`: 1 is a Poisson process, less is burstier,
-    more is evener. They are scaled so that the load takes count / rate seconds, whatever was drawn.
+    more is more even. The gaps are scaled so that every load takes count / rate seconds.
 
     Args:
-        rate: requests a second; infinite sends all at once.
+        rate: requests per second; infinite sends all at once.
         burstiness: above 0.
     """
     if math.isinf(rate):
@@ -40,12 +40,12 @@ DEFAULT_SEED = 20260101
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request that nothing ends early.
+    """A request with an answer of a fixed length.
 
     Args:
         prompt: token ids.
-        max_tokens: of its answer, exactly.
-        after_tokens: it starts once every other request has had so many tokens; 0: with the load.
+        max_tokens: the exact number of tokens of the answer.
+        after_tokens: start the request once every other request has so many tokens; 0 starts it with the load.
     """
 
     prompt: tuple[int, ...]
@@ -55,11 +55,11 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedLoad:
-    """What is asked of a service.
+    """The requests of one load.
 
     Args:
-        name: of the load, with what sets it apart.
-        requests: in the order of their arrival.
+        name: the load's unique name.
+        requests: the requests in the order of their arrival.
     """
 
     name: str
@@ -67,11 +67,11 @@ class ScriptedLoad:
 
     @property
     def max_positions(self) -> int:
-        """Positions that the longest request comes to need."""
+        """Return the number of positions of the longest request."""
         return max(len(one.prompt) + one.max_tokens for one in self.requests)
 
     def positions_of(self, count: int) -> int:
-        """Positions that the `count` longest requests need together: a KV pool in which nobody waits for memory."""
+        """Return the positions of the `count` longest requests together: a KV pool in which no request waits."""
         return sum(sorted(len(one.prompt) + one.max_tokens for one in self.requests)[-count:])
 
 
@@ -80,7 +80,7 @@ class Prompts:
 
     Args:
         vocab_size: token ids are below it.
-        key: decides the draws.
+        key: the seed of the draws.
     """
 
     def __init__(self, vocab_size: int, key: str) -> None:
@@ -88,23 +88,23 @@ class Prompts:
         self._range = range(min(FIRST_TOKEN, vocab_size - 1), vocab_size)
 
     def tokens(self, length: int) -> tuple[int, ...]:
-        """The next `length` token ids."""
+        """Draw the next `length` token ids."""
         return tuple(self._draw.choices(self._range, k=length))
 
 
 def lognormal_lengths(draw: random.Random, median: float, sigma: float, cap: int) -> Iterator[int]:
-    """Whole lengths from 1 to `cap` without end."""
+    """Yield lengths from 1 to `cap`, without end."""
     while True:
         yield max(1, min(cap, round(median * draw.lognormvariate(0.0, sigma))))
 
 
-# W2: what chats look like; median, sigma of the logarithm and cap, in tokens.
+# W2: lengths of chats as median, sigma of the logarithm, and cap, in tokens.
 CHAT_INPUT = (150, 1.0, 1024)
 CHAT_OUTPUT = (180, 0.8, 512)
 CHAT_REQUESTS = 64
 # W3
 SYSTEM_PROMPT_TOKENS = 512
-# W4: shares of the requests a second that a service answers when all come at once.
+# W4: shares of a service's capacity, the requests per second that it answers when all arrive at once.
 POISSON_LOADS = (0.3, 0.6, 0.9)
 # W5
 FIXED_BATCHES = (1, 8, 16, 32)
@@ -130,14 +130,14 @@ class Workload(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What all workloads depend on.
+    """The options of all workloads.
 
     Args:
-        vocab_size: the model's.
-        seed: decides lengths and arrivals, and with the salt the tokens.
-        salt: another one changes the tokens and nothing else.
-        num_prompts: requests of W2, W3 and W4.
-        scale: multiplies every length; 1 is the workload as it is defined, less fits a smaller model.
+        vocab_size: the model's vocabulary size.
+        seed: the seed of lengths and arrivals, and with the salt of the tokens.
+        salt: changes only the tokens.
+        num_prompts: number of requests of W2, W3 and W4.
+        scale: multiplies every length; 1 is the defined workload, and less suits a smaller model.
     """
 
     vocab_size: int
@@ -147,27 +147,27 @@ class LoadOptions:
     scale: float = 1.0
 
     def prompts(self, name: str) -> Prompts:
-        """Where the tokens of the load of this name come from."""
+        """Return the source of tokens for the load of this name."""
         return Prompts(self.vocab_size, f"{name} {self.seed} {self.salt}")
 
     def scaled(self, length: int) -> int:
-        """`length` times the scale, at least 1."""
+        """Return `length` times the scale, at least 1."""
         return max(1, round(length * self.scale))
 
 
 def chat(options: LoadOptions, name: str = "W2 chat") -> ScriptedLoad:
-    """W2, and the requests of W4: lengths of prompts and answers are lognormal."""
+    """Make W2, also the requests of W4: prompts and answers have lognormal lengths."""
     lengths = _chat_lengths(options)
     prompts = options.prompts(name)
     return ScriptedLoad(name, tuple(LoadRequest(prompts.tokens(prompt), answer) for prompt, answer in lengths))
 
 
 def shared_prompt(options: LoadOptions, *, sharing: bool = True) -> ScriptedLoad:
-    """W3: W2 with 512 tokens in front of every prompt.
+    """Make W3: W2 with 512 more tokens before every prompt.
 
     Args:
-        sharing: whether these are the same for all; else each request has its own, so that nothing can be shared and
-            the work of a service that does not share is the same.
+        sharing: whether all requests have the same 512 tokens. Otherwise each request has its own, so that nothing can
+            be shared and the work without sharing is the same.
     """
     length = options.scaled(SYSTEM_PROMPT_TOKENS)
     name = f"W3 {length} tokens {'shared by all' if sharing else 'of its own each'}"
@@ -183,11 +183,11 @@ def shared_prompt(options: LoadOptions, *, sharing: bool = True) -> ScriptedLoad
 def fixed_batch(
     options: LoadOptions, batch: int, context: int, *, output: int = FIXED_OUTPUT, shared_prefix: int = 0
 ) -> ScriptedLoad:
-    """W5: `batch` prompts of `context` tokens at once.
+    """Make W5: `batch` prompts of `context` tokens at once.
 
     Args:
-        output: steps in which all of them decode, at least.
-        shared_prefix: tokens in front of every prompt, the same for all.
+        output: least number of steps in which all requests decode.
+        shared_prefix: number of equal tokens at the start of every prompt.
     """
     length = options.scaled(context)
     name = f"W5 B={batch} context {length}" + (f" after a shared {shared_prefix}" if shared_prefix else "")
@@ -198,7 +198,7 @@ def fixed_batch(
 
 
 def long_prefill(options: LoadOptions) -> ScriptedLoad:
-    """W6: the last request brings a long prompt once all others are in mid decode."""
+    """Make W6: the last request has a long prompt and arrives while all others decode."""
     length = options.scaled(LONG_PROMPT)
     name = f"W6 a prefill of {length} in mid decode"
     prompts = options.prompts(name)
@@ -210,7 +210,7 @@ def long_prefill(options: LoadOptions) -> ScriptedLoad:
 
 
 def _chat_lengths(options: LoadOptions) -> Sequence[tuple[int, int]]:
-    """Prompt and answer lengths; more requests begin with the same ones."""
+    """Draw prompt and answer lengths; a longer list begins with the same lengths."""
     inputs = lognormal_lengths(random.Random(f"inputs {options.seed}"), *CHAT_INPUT)
     outputs = lognormal_lengths(random.Random(f"outputs {options.seed}"), *CHAT_OUTPUT)
     return [(options.scaled(next(inputs)), options.scaled(next(outputs))) for _ in range(options.num_prompts)]
@@ -218,12 +218,12 @@ def _chat_lengths(options: LoadOptions) -> Sequence[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is run and summed up together.
+    """One load at one rate, with its own summary.
 
     Args:
-        request_rate: requests a second; infinite sends all at once.
-        batch, context: of W5, else None.
-        floor_s: seconds of W5's step by the kernels alone, where that is known.
+        request_rate: requests per second; infinite sends all at once.
+        batch, context: W5's numbers; None for other workloads.
+        floor_s: seconds of W5's step in the kernels alone, if known.
     """
 
     load: ScriptedLoad
@@ -235,13 +235,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOptions:
-    """What one workload has beyond another.
+    """The options of single workloads.
 
     Args:
-        request_rate: of W2 and W3.
-        sharing: of W3.
-        batches, contexts: of W5, each with each.
-        loads: of W4, shares of the capacity.
+        request_rate: requests per second of W2 and W3.
+        sharing: whether W3's requests share their first tokens.
+        batches, contexts: W5's numbers; every pair is a case.
+        loads: W4's shares of the capacity.
     """
 
     request_rate: float = math.inf
@@ -252,10 +252,10 @@ class CaseOptions:
 
 
 def cases_of(workload: Workload, load: LoadOptions, options: CaseOptions, capacity: float = math.inf) -> list[Case]:
-    """The cases of a workload, in the order they are run.
+    """Return the cases of a workload, in the order of their runs.
 
     Args:
-        capacity: requests a second of which W4's loads are shares.
+        capacity: the requests per second that W4's loads are shares of.
     """
     match workload:
         case Workload.W2:

@@ -3,9 +3,9 @@
     async with open_fleet(replicas, FleetOptions(rule=ScaleRule(max_replicas=4)), service) as gateway:
         print(gateway.addresses)
 
-Twice a second: which replicas are there (Ray says), how is each (it says itself, over ZeroMQ), how many should there be
-(a rule says). No state is kept anywhere but in Ray's list of names, so any number of gateways do this at once: two that
-want the same replica get the same one, and one that drains a replica shows it by its health.
+Twice a second the gateway lists the replicas (from Ray), asks each for its health (over ZeroMQ), and computes the
+wanted number of replicas (by a rule). The only shared state is Ray's list of names, so any number of gateways can run
+at once. Two gateways that create the same replica get the same one. A draining replica shows that by its health.
 """
 
 import logging
@@ -32,26 +32,26 @@ from genbatch.proto.messages import DrainRequest, HealthRequest, Models, ModelsR
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the fleet.
+# Seconds between two checks of the fleet.
 LOOK_S = 0.5
-# Seconds in which a replica tells how it is; a model loads for longer, and is asked again.
+# The timeout for a replica's description. Loading a model takes longer, so the gateway asks again.
 ASK_S = 2.0
-# Seconds after which another version's replica that is still not ready never will be.
+# Seconds after which another version's replica that is not ready counts as failed.
 START_S = 600.0
-# Seconds that a replica has to end its requests in when it is let go.
+# The timeout for draining a replica.
 DRAIN_S = 30.0
-# Seconds in which the finals of a drained replica reach the other gateways, before it is ended.
+# Seconds between a replica's drain and its end, so that its last results reach the other gateways.
 LAST_FINALS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """How a gateway keeps its fleet.
+    """The options of a gateway's fleet.
 
     Args:
         router: see `build_router`.
-        rule: how many replicas there should be.
-        limits: of this gateway.
+        rule: computes the number of replicas.
+        limits: the limits of this gateway.
     """
 
     router: str = "prefix"
@@ -72,7 +72,7 @@ class FleetGateway:
     """See the module's docstring.
 
     Args:
-        name: another one for each gateway of the fleet; None draws one.
+        name: this gateway's name, unique in the fleet; None draws a name.
         sockets: see Listeners.
     """
 
@@ -89,23 +89,23 @@ class FleetGateway:
         self._replicas, self._options = replicas, options
         self._listeners = Listeners(self.fleet, service, self.telemetry, sockets=sockets)
         self._known: dict[str, _Known] = {}  # by the actor's name
-        self._asked: set[str] = set()  # to describe themselves
+        self._asked: set[str] = set()  # replicas whose description is awaited
         self._ending: set[str] = set()
         self._enough_since: float | None = None
-        self._ready: list[str] = []  # replicas of our version that were, at the last look
+        self._ready: list[str] = []  # replicas of our version that were ready at the last check
         self._seen_at: dict[
             str, float
-        ] = {}  # other versions' replicas that are not ready, and since when they are seen
+        ] = {}  # other versions' replicas that are not ready, with the time of their discovery
         self._fault: RayUnavailable | None = None
         self._nursery: trio.Nursery
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where clients can connect."""
+        """Return the addresses for clients."""
         return self._listeners.addresses
 
     async def describe(self) -> tuple[Models, dict[str, Any]]:
-        """What is served, and the stats; with no replica yet, no model."""
+        """Return the served models and the stats; there is no model before the first replica."""
         try:
             models = await self.fleet.call(ModelsRequest())
         except Unavailable:
@@ -113,17 +113,17 @@ class FleetGateway:
         return models, await self.fleet.call(StatsRequest())
 
     async def drain(self, timeout_s: float) -> None:
-        """This gateway takes nothing new, ends what is open within `timeout_s` seconds, and returns."""
+        """Drain this gateway: refuse new requests, and wait up to `timeout_s` seconds for the open ones."""
         await self.fleet.call(DrainRequest(timeout_s=timeout_s))
         await trio.sleep(LAST_WORDS_S)
 
     async def retire(self, timeout_s: float) -> None:
-        """This gateway serves the clients that are connected until they have gone, for `timeout_s` seconds at most."""
+        """Serve only the connected clients until they disconnect, for at most `timeout_s` seconds."""
         await retire(self._listeners, self.fleet, timeout_s)
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator["FleetGateway"]:
-        """Keeps the fleet and listens, once as many replicas as it must have are ready."""
+        """Run the fleet, and listen for clients once the minimum number of replicas is ready."""
         supervisor = Supervisor([self._listeners.child()], name="fleet", registry=Registry(), telemetry=self.telemetry)
         async with background() as self._nursery:
             self._nursery.start_soon(self._keep)
@@ -153,7 +153,7 @@ class FleetGateway:
             await trio.sleep(LOOK_S)
 
     async def _meet(self, name: str) -> None:
-        """Waits until the replica is ready, and stays with it for as long as it lives."""
+        """Wait until the replica is ready, and watch it until its end."""
         try:
             described = await self._replicas.describe(name, ASK_S)
         except RayUnavailable as fault:
@@ -174,7 +174,7 @@ class FleetGateway:
                 try:
                     card, *adapters = (await connection.ask(ModelsRequest())).models
                 except GenbatchError:
-                    return  # it was not as ready as it said, or is gone
+                    return  # the replica is not ready after all, or is gone
                 self._known[name] = _Known(described, connection, scope)
                 self.fleet.join(life, connection, card, tuple(adapters))
                 logger.info("replica %s joins", name)
@@ -186,7 +186,7 @@ class FleetGateway:
                     logger.info("replica %s leaves", name)
 
     async def _watch(self, name: str, life: str, described: Described, connection: ReplicaConnection) -> None:
-        """Returns when this life of the replica is over."""
+        """Report the replica's health until the replica restarts."""
         while True:
             try:
                 self.fleet.report(life, await connection.ask(HealthRequest()))
@@ -205,14 +205,14 @@ class FleetGateway:
 
     async def _scale(self, names: list[str]) -> None:
         if self._replicas.is_superseded(names):
-            return  # the gateways of the later version see to the fleet
+            return  # the later version's gateways scale the fleet
         ours = [name for name in names if self._replicas.is_ours(name) and name not in self._ending]
         wanted = wanted_replicas(self._options.rule, self._load(len(ours)))
         taken = {int(name.rsplit(" ", 1)[1]) for name in names if self._replicas.is_ours(name)}
         free = (index for index in range(len(taken) + wanted + 1) if index not in taken)
         for _ in range(wanted - len(ours)):
             await self._replicas.create(next(free))
-        # One that starts is some gateway's wish, and what that one needs is seen of it only once it is ready.
+        # Do not shrink while the set of ready replicas changes: another gateway may need a replica that is starting.
         ready = [name for name in ours if name in self._known]
         if len(ours) <= wanted or ready != self._ready or not ready:
             self._ready, self._enough_since = ready, None
@@ -221,13 +221,13 @@ class FleetGateway:
         elif trio.current_time() - self._enough_since >= self._options.rule.idle_s:
             self._enough_since = None
             self._let_go(ready[-1])
-        # Another version's replicas serve until ours can, and then go one by one.
+        # Another version's replicas serve until ours are ready; then they are drained one by one.
         others = [name for name in names if not self._replicas.is_ours(name) and self._may_go(name)]
         if len(ready) >= max(1, wanted) and others and not self._ending:
             self._let_go(others[0])
 
     def _may_go(self, name: str) -> bool:
-        """Whether it can be drained, or has had the time to become ready and is not."""
+        """Whether the replica can be drained, or has not become ready within START_S."""
         if name in self._known:
             return True
         seen_at = self._seen_at.setdefault(name, trio.current_time())
@@ -257,7 +257,7 @@ class FleetGateway:
                 await self.fleet.emptied(life, DRAIN_S)
                 await trio.sleep(LAST_FINALS_S)
         except (GenbatchError, KeyError):
-            pass  # it is gone, which is what was wanted
+            pass  # the replica is gone already
         await self._replicas.end(name)
         self._part(name)
         self._ending.discard(name)
@@ -267,10 +267,10 @@ class FleetGateway:
 async def open_fleet(
     replicas: RayReplicas, options: FleetOptions, service: ServiceOptions, sockets: ListeningSockets | None = None
 ) -> AsyncIterator[FleetGateway]:
-    """Runs a gateway over a fleet for as long as the body runs.
+    """Run a gateway over a fleet while the body runs.
 
     Raises:
-        AddressError, KeyFileError, RouterError: before anything is started.
+        AddressError, KeyFileError, RouterError: an option is wrong; nothing was started.
         RayUnavailable: a replica cannot be started.
     """
     check_listeners(service)

@@ -1,22 +1,23 @@
-"""Replicas as Ray's actors: Ray places them, starts them anew and says which there are; tokens never pass through it.
+"""Replicas as Ray's actors: Ray places, restarts and lists them. Tokens never pass through Ray.
 
-    replicas = RayReplicas("smollm2", ReplicaOptions(...), address=None)   # a Ray of its own, or one that is there
+    replicas = RayReplicas("smollm2", ReplicaOptions(...), address=None)   # joins this machine's Ray or starts one
     await replicas.create(0)
     for name in await replicas.names(): print(await replicas.describe(name))
 
-A replica is a whole service of three processes (ADR 20), started in an actor that Ray restarts for ever. Its name is
-`genbatch FLEET SINCE-OPTIONS INDEX`, so that whoever wants replica 3 of a version gets the one that is there, and any
-number of gateways can keep one fleet without knowing of one another. A version is when it was first wanted and a digest
-of its options: the latest is the one to be served, and the gateways of that one let the others' replicas go.
+A replica is a whole service of three processes (ADR 20), started in an actor that Ray restarts for ever. The actor's
+name is `genbatch FLEET SINCE-OPTIONS INDEX`. So every gateway finds replica 3 of a version by its name, and any number
+of gateways can run one fleet without knowing one another. A version is the time of its first use and a digest of its
+options. The latest version is served; its gateways drain the replicas of earlier versions.
 
     gateway --(Ray: our public key)--> ReplicaHost.describe --(Ray: its public key)--> gateway
     gateway ================ ZeroMQ over TCP, CURVE with these keys ================= replica
 
-On a cluster replicas listen on their node's address. Each makes keys at its start, and lets in the gateways that show
-it theirs by way of Ray: whoever may call Ray's actors may run anything there anyway. No secret key leaves its process.
+On a cluster, replicas listen on their node's address. Each replica makes keys at its start. A replica accepts gateways
+that pass their public keys through Ray. This adds no risk: a caller of Ray's actors can run any code there already. No
+secret key leaves its process.
 
-Several ranks of a model are several actors in one placement group (`RankedReplica`), so that Ray finds room for all of
-them or none; they meet as torchrun's ranks do, and as there all of them are started anew when one ends.
+The ranks of a model are actors in one placement group (`RankedReplica`), so that Ray finds room for all of them or
+none. The ranks meet as torchrun's ranks do. As with torchrun, all ranks restart when one ends.
 """
 
 import fcntl
@@ -50,21 +51,21 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import NativeError, how_to_install
 
 NAMESPACE = "genbatch"
-# Bytes of Ray's object store on a Ray of our own: nothing is ever put there.
+# Bytes of the object store of a Ray that we start; we store nothing there.
 OBJECT_STORE = 80 * 1024 * 1024
-# What the names of replicas' folders begin with.
+# The prefix of the names of replicas' folders.
 FOLDER = "genbatch-replica-"
-# What an actor says that cannot start, however often it is tried.
+# The beginning of the error of an actor that no restart can help.
 NOT_STARTED = "the replica did not start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """What each replica is.
+    """The options of a fleet's replicas.
 
     Args:
-        engine, batcher: as of a service.
-        cpus, gpus: what Ray is asked for, for each rank of a replica.
+        engine, batcher: the options of a service.
+        cpus, gpus: the resources to reserve from Ray for each rank of a replica.
     """
 
     engine: EngineOptions
@@ -74,18 +75,18 @@ class ReplicaOptions:
 
     @property
     def digest(self) -> str:
-        """Another one for other options: a model, its precision, its limits."""
+        """Return a digest of the options."""
         plain = bytes(encode_options(self.engine)) + bytes(encode_options(self.batcher))
         return hashlib.sha256(plain).hexdigest()[:8]
 
 
 class ReplicaHost:
-    """The actor: a service in a thread of its own, whose children end with this process.
+    """The actor of a replica: it runs a service in a thread of its own. The service's children end with this process.
 
     Args:
-        engine, batcher: the options, encoded.
-        is_reachable: whether gateways on other nodes are to reach it; else only those of this machine's user.
-        meeting: where its ranks meet, a host and a port, when they are Ray's.
+        engine, batcher: the encoded options.
+        is_reachable: whether gateways on other nodes can connect; otherwise only those of this machine's user.
+        meeting: the host and port where Ray's ranks meet; None for a replica without such ranks.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class ReplicaHost:
         self._batcher = decode_options(batcher, BatcherOptions)
         self._is_reachable = is_reachable
         self._keys: KeyStore | None = None
-        # Ranks of Ray's are started anew all together, by their end.
+        # Ray restarts all ranks together, so a rank must not restart its engine alone.
         self._max_restarts = ServiceOptions().max_restarts if meeting is None else 0
         if meeting is not None:
             _be_rank(0, self._engine.tensor_parallel, meeting)
@@ -109,7 +110,7 @@ class ReplicaHost:
             raise RuntimeError(f"{NOT_STARTED}: {self._fault}") from self._fault
 
     def describe(self, public_key: str) -> tuple[str, str, tuple[int, ...], str | None]:
-        """The fields of Described; the gateway with this key is let in."""
+        """Return the fields of Described, and authorise the gateway with this key."""
         server_key = None
         if self._keys is not None:
             server_key = read_public_key(str(self._keys.server_key))
@@ -119,13 +120,13 @@ class ReplicaHost:
         return self._life, self._processes.addresses[0], tuple(pid for pid in pids if pid is not None), server_key
 
     def join(self) -> None:
-        """Returns never: who waits for it sees the actor's end."""
+        """Block for ever, so that a caller that waits for this call notices the actor's end."""
         threading.Event().wait()
 
     def _run(self) -> None:
         from genbatch.actors.service.processes import open_processes
 
-        # No method: one that is asynchronous would make this an actor of asyncio's, whose calls wait for one another.
+        # This is no method, because an async method would make this an asyncio actor, which serializes its calls.
         async def serve() -> None:
             with own_folder() as folder:
                 options = self._listening(folder)
@@ -137,7 +138,7 @@ class ReplicaHost:
             trio.run(serve)
         except BaseException as fault:
             self._fault = fault
-            if self._ready.is_set():  # it has served, and gives up: Ray is to start another
+            if self._ready.is_set():  # the service ran and failed, so Ray must restart the actor
                 os._exit(1)
             self._ready.set()
 
@@ -152,9 +153,9 @@ class ReplicaHost:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder for a replica's sockets and keys; removes those of replicas that were killed."""
+    """Create a folder for a replica's sockets and keys; removes the folders of killed replicas."""
     for other in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        # Whoever lives holds the lock of its folder; others' folders, and one that is being made, are left alone.
+        # A live replica holds its folder's lock. Folders of other users and unfinished folders raise OSError and stay.
         with suppress(OSError), (other / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other)
@@ -167,10 +168,10 @@ def own_folder() -> Iterator[Path]:
 
 
 class RankHost:
-    """The actor of a rank that is not the first."""
+    """The actor of a rank other than rank 0."""
 
     def run(self, engine: bytes, rank: int, meeting: tuple[str, int]) -> None:
-        """Follows rank 0 until that is gone."""
+        """Follow rank 0 until rank 0 is gone."""
         from genbatch.nif.context.tensor_parallel import follow
 
         options = decode_options(engine, EngineOptions)
@@ -181,15 +182,15 @@ class RankHost:
             raise RuntimeError(f"{NOT_STARTED}: rank {rank}: {error}") from error
         except BaseException:
             traceback.print_exc()
-        os._exit(1)  # what a backend's threads wait for will not come
+        os._exit(1)  # a backend's threads may wait for ever
 
 
 class RankedReplica:
-    """The actor that stands for a replica of several ranks: its placement group and its ranks end with it.
+    """The actor of a replica with several ranks; its placement group and its ranks end with this actor.
 
     Args:
-        bundle: what Ray is asked for, for each rank.
-        others: as of ReplicaHost.
+        engine, batcher, is_reachable: see ReplicaHost.
+        bundle: the resources to reserve from Ray for each rank.
     """
 
     def __init__(self, engine: bytes, batcher: bytes, is_reachable: bool, bundle: dict[str, float]) -> None:
@@ -199,12 +200,12 @@ class RankedReplica:
         size = decode_options(engine, EngineOptions).tensor_parallel
         self._ray: Any = ray
         name = ray.get_runtime_context().get_actor_name()
-        with suppress(ValueError):  # the group of this actor's last life would keep its place
+        with suppress(ValueError):  # a group of this actor's earlier run would keep its resources
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
         self._group = placement_group([bundle] * size, strategy="PACK", name=name)
         ray.get(self._group.ready())
         meeting = ray.get(self._at(0, ray.remote(free_address)).remote())
-        # Rank 0 is ready when it has met the others, which are therefore begun first.
+        # Start the other ranks first, because rank 0 becomes ready only after it has met them.
         ranks = [self._at(rank, ray.remote(RankHost), bundle).remote() for rank in range(1, size)]
         ends = [host.run.remote(engine, rank, meeting) for rank, host in enumerate(ranks, start=1)]
         self._ranks = ranks
@@ -213,7 +214,7 @@ class RankedReplica:
         )
         ready = self._host.__ray_ready__.remote()
         first, _ = ray.wait([ready, *ends], num_returns=1)
-        ray.get(first)  # raises what kept a rank from starting
+        ray.get(first)  # raises the error of a rank that did not start
         ends.append(self._host.join.remote())
         threading.Thread(target=self._end_with, args=(ends,), daemon=True).start()
 
@@ -224,7 +225,7 @@ class RankedReplica:
         return described
 
     def placed(self) -> list[str]:
-        """The node of each rank, by rank."""
+        """Return each rank's node, in the order of ranks."""
         nodes = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [nodes[rank] for rank in sorted(nodes)]
 
@@ -236,13 +237,13 @@ class RankedReplica:
         return remote.options(scheduling_strategy=place, **wanted, **options)
 
     def _end_with(self, ends: Sequence[Any]) -> None:
-        """A rank that ends takes all along; Ray starts this actor anew."""
+        """End this process when a rank ends; Ray then restarts this actor and all ranks."""
         self._ray.wait(list(ends), num_returns=1)
         os._exit(1)
 
 
 def free_address() -> tuple[str, int]:
-    """This node's address and a port of it that nobody uses."""
+    """Return this node's address and one of its free ports."""
     host = _node_address()
     with socket.create_server((host, 0)) as probe:
         return host, probe.getsockname()[1]
@@ -254,7 +255,7 @@ def _node_address() -> str:
 
 
 def _be_rank(rank: int, size: int, meeting: tuple[str, int]) -> None:
-    """As torchrun tells its processes; each of Ray's sees its own GPUs alone."""
+    """Set torchrun's environment variables. LOCAL_RANK is 0, because each of Ray's processes sees only its own GPUs."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -266,16 +267,16 @@ def _be_rank(rank: int, size: int, meeting: tuple[str, int]) -> None:
 
 
 class RayReplicas:
-    """Makes, finds and ends replicas. Everything that asks Ray runs on a thread, as Ray's interface blocks.
+    """Creates, finds and ends replicas. Calls to Ray run on a thread, because Ray's interface blocks.
 
     Args:
-        fleet: its name; gateways that say the same name share its replicas.
-        options: of the replicas that are made from here.
-        address: of the Ray to join; None joins the one of this machine, or starts one that ends with this process;
-            "local" starts one whatever there is.
+        fleet: the fleet's name; gateways with the same name share its replicas.
+        options: the options of new replicas.
+        address: the Ray to join. None joins this machine's Ray, or starts one that ends with this process.
+            "local" always starts a new Ray.
 
     Raises:
-        RayUnavailable: there is no Ray.
+        RayUnavailable: Ray is not installed or cannot be reached.
     """
 
     def __init__(self, fleet: str, options: ReplicaOptions, address: str | None) -> None:
@@ -284,10 +285,10 @@ class RayReplicas:
             self._ray: Any = import_module("ray")
         except ImportError as error:
             raise RayUnavailable(f"replicas need Ray; {how_to_install('ray')}") from error
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that it runs
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # disable Ray's usage reports
         settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
         try:
-            # Replicas outlive a gateway only on a cluster that outlives it, too; and only there are there other nodes.
+            # Only on a cluster do replicas outlive a gateway, and only a cluster has other nodes.
             self._is_cluster = (
                 address not in (None, "local") if self._ray.is_initialized() else self._join(address, settings)
             )
@@ -301,10 +302,10 @@ class RayReplicas:
         self._version = ""
 
     def _join(self, address: str | None, settings: dict[str, Any]) -> bool:
-        """Joins the Ray at this address, or of this machine; whether there is one.
+        """Join the Ray at this address, or this machine's Ray; returns whether a Ray was joined.
 
         Raises:
-            ConnectionError: there is none where there should be.
+            ConnectionError: there is no Ray at the given address.
         """
         if address == "local":
             return False
@@ -317,35 +318,35 @@ class RayReplicas:
         return True
 
     async def settle(self) -> None:
-        """Finds the version of our options among those that are there, or makes them a new one, the latest."""
+        """Find the existing version of our options, or create a new version, which becomes the latest."""
         theirs = {_version_and_index(name)[0] for name in await self.names()}
         ours = [version for version in theirs if version.endswith(f"-{self.options.digest}")]
         self._version = max(ours) if ours else new_version(theirs, self.options.digest)
 
     @property
     def prefix(self) -> str:
-        """What the names of this fleet's replicas begin with."""
+        """Return the prefix of the names of this fleet's replicas."""
         return f"{NAMESPACE} {self.fleet} "
 
     def name_of(self, index: int) -> str:
-        """The name of a replica of our version."""
+        """Return the name of a replica of our version."""
         return f"{self.prefix}{self._version} {index}"
 
     def is_ours(self, name: str) -> bool:
-        """Whether a replica of the fleet has the version that is made from here."""
+        """Whether a replica has this gateway's version."""
         return name.startswith(f"{self.prefix}{self._version} ")
 
     def is_superseded(self, names: list[str]) -> bool:
-        """Whether there is a later version than the one that is made from here."""
+        """Whether a later version than this gateway's exists."""
         return any(_version_and_index(name)[0] > self._version for name in names)
 
     async def names(self) -> list[str]:
-        """The fleet's replicas, of all versions, by version and index."""
+        """List the fleet's replicas of all versions, by version and index."""
         found = await _on_thread(partial(self._ray.util.list_named_actors, all_namespaces=False))
         return sorted((name for name in found if name.startswith(self.prefix)), key=_version_and_index)
 
     async def create(self, index: int) -> str:
-        """Makes the replica with this index, unless it is there; does not wait until it is ready."""
+        """Create the replica with this index unless it exists; does not wait until the replica is ready."""
         name = self.name_of(index)
         engine, batcher = bytes(encode_options(self.options.engine)), bytes(encode_options(self.options.batcher))
         arguments: list[Any] = [engine, batcher, self._is_cluster]
@@ -363,15 +364,15 @@ class RayReplicas:
             max_concurrency=2,
             **resources,
         )
-        # Without the cluster's own lifetime a replica lives for as long as somebody holds it.
+        # Keep a handle: without a detached lifetime an actor ends with its last handle.
         self._held[name] = await _on_thread(partial(host.remote, *arguments))
         return name
 
     async def describe(self, name: str, timeout_s: float) -> Described | None:
-        """What the replica says of itself, once it is ready; None if it is not within `timeout_s`, or gone.
+        """Wait until the replica is ready and return its description; None after `timeout_s`, or if it is gone.
 
         Raises:
-            RayUnavailable: it cannot be started; the message says why.
+            RayUnavailable: the replica cannot start; the message gives the reason.
         """
 
         def ask() -> Described | None:
@@ -390,23 +391,23 @@ class RayReplicas:
         return described
 
     def connect(self, described: Described) -> ReplicaConnection:
-        """The way to a replica."""
+        """Make a connection to a replica."""
         server = described.server_key
         keys = None if server is None else ClientKeys(server.encode(), self._keys)
         return ReplicaConnection(ZeroMQTransport(described.address, keys))
 
     async def end(self, name: str) -> None:
-        """Ends a replica for good."""
+        """End a replica for good."""
 
         def kill() -> None:
-            with suppress(ValueError):  # it is gone
+            with suppress(ValueError):  # the actor is gone
                 self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
         await _on_thread(kill)
         self._held.pop(name, None)
 
     def close(self) -> None:
-        """Leaves Ray; one of our own ends with all its replicas."""
+        """Disconnect from Ray. A Ray that we started ends with all its replicas."""
         self._ray.shutdown()
 
 
@@ -415,7 +416,7 @@ async def _on_thread(work: Any) -> Any:
 
 
 def new_version(others: Collection[str], digest: str) -> str:
-    """A version that is later than all others, also where the wall clock was set back or another node's is ahead."""
+    """Return a version that sorts after all others, even if the wall clock was set back or another node's is ahead."""
     latest = max((int(version.partition("-")[0]) for version in others), default=0)
     return f"{max(time.time_ns(), latest + 1):020d}-{digest}"
 

@@ -1,6 +1,6 @@
-"""Replicas: where a gateway's replicas come from. Ray is one place (ray_replicas); tests have another.
+"""Replicas: the interface for creating and finding replicas. Ray is one implementation (ray_replicas).
 
-A ReplicaConnection is a gateway's way to one of them.
+A ReplicaConnection is a gateway's connection to one replica.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from genbatch.proto.messages import (
     Token,
 )
 
-# Seconds of silence after which a replica counts as gone while it has calls.
+# The timeout in seconds after which a silent replica with open calls counts as gone.
 SILENCE_S = 5.0
 
 
@@ -37,7 +37,7 @@ class ReplicaConnection:
     """
 
     def __init__(self, transport: Transport, timeout: float = SILENCE_S) -> None:
-        # What is tried again, and where, is the fleet's decision.
+        # No retry here: the fleet decides about retries and their replica.
         self._client = RemoteClient(transport, timeout=timeout, retry=Retry(max_attempts=1))
 
     async def __aenter__(self) -> Self:
@@ -68,30 +68,30 @@ class ReplicaConnection:
 
 @contextmanager
 def _unavailable_once_closed() -> Iterator[None]:
-    """A replica that is let go takes its connection along, under requests that were just about to be sent."""
+    """Raise Unavailable for a closed connection: a retired replica's connection may close just before a send."""
     try:
         yield
-    except Unauthenticated as error:  # our fault or the replica's, never the client's
+    except Unauthenticated as error:  # the gateway or the replica is at fault, never the client
         raise Unavailable(str(error)) from error
     except (trio.ClosedResourceError, ClientClosed) as error:
         raise Unavailable("the connection to the replica was closed") from error
 
 
 class RayUnavailable(OptionError):
-    """Ray is not installed, or not reachable."""
+    """Ray is not installed or cannot be reached."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("replicas", reason)
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What a replica says of itself.
+    """A replica's description of itself.
 
     Args:
-        life: another one each time it is started.
-        address: where it listens.
-        pids: its supervisor's, gateway's and engine's process ids.
-        server_key: its public key, in Z85, where it listens on a network.
+        life: an id that changes at each start of the replica.
+        address: the address that the replica listens on.
+        pids: the process ids of its supervisor, gateway and engine.
+        server_key: the replica's public key in Z85, if it listens on a network; else None.
     """
 
     life: str
@@ -101,38 +101,38 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class Replicas(Protocol):
-    """Makes, finds and ends replicas; a replica's name ends with a space and its index."""
+    """Creates, finds and ends replicas; a replica's name ends with a space and its index."""
 
     async def settle(self) -> None:
-        """Finds the version that is wanted among those that are there, or makes it a new one, the latest."""
+        """Find the existing version of this gateway's options, or create a new version, which becomes the latest."""
 
     async def names(self) -> list[str]:
-        """The fleet's replicas, of all versions, by version and index."""
+        """List the fleet's replicas of all versions, by version and index."""
         ...
 
     async def create(self, index: int) -> str:
-        """Makes the replica of the wanted version with this index, unless it is there; its name."""
+        """Create this gateway's replica with this index unless it exists; returns the replica's name."""
         ...
 
     async def describe(self, name: str, timeout_s: float) -> Described | None:
-        """What the replica says of itself, once it is ready; None if it is not within `timeout_s`, or gone.
+        """Wait until the replica is ready and return its description; None after `timeout_s`, or if it is gone.
 
         Raises:
-            RayUnavailable: it cannot be started; the message says why.
+            RayUnavailable: the replica cannot start; the message gives the reason.
         """
         ...
 
     def connect(self, described: Described) -> ReplicaConnection:
-        """The way to a replica."""
+        """Make a connection to a replica."""
         ...
 
     async def end(self, name: str) -> None:
-        """Ends a replica for good."""
+        """End a replica for good."""
 
     def is_ours(self, name: str) -> bool:
-        """Whether a replica has the version that is wanted."""
+        """Whether a replica has this gateway's version."""
         ...
 
     def is_superseded(self, names: list[str]) -> bool:
-        """Whether there is a later version than the one that is wanted."""
+        """Whether a later version than this gateway's exists."""
         ...

@@ -1,1 +1,1 @@
-"""`genbatch plan`: how many replicas a load needs, before they are there."""
+"""`genbatch plan`: predicts how many replicas a load needs."""

@@ -1,4 +1,4 @@
-"""Runs a trace on a fleet that is not there: the real routers and step schedulers against a fitted step time.
+"""Simulates a trace on a fleet: the real routers and step schedulers run against a fitted step time.
 
     run = run_fleet(trace, step_time, SimulatedFleet(replicas=8, router="prefix"))
     print(percentile(run.ttft_s, 50))
@@ -7,15 +7,15 @@
                         ^                                     |
                         +------- reports, every report_s -----+
 
-The clock jumps from event to event. Steps in which only decodes take part are summed in closed form up to the next end
-or arrival, so a run costs what its requests cost, not what their tokens cost. That is also why the loop is a heap and
-no library of processes: a run of steps that an arrival cuts short is one entry that is put again.
+The clock jumps from event to event. Steps with decodes only are summed in closed form up to the next end or arrival.
+So the cost of a run grows with its requests and not with their tokens. For the same reason the loop is a heap and no
+process library: if an arrival cuts a run of steps short, the run's single entry is pushed again.
 
-What is simulated: queues and their bound, slots, chunked prefill as the named scheduler plans it, KV positions
-and the prefix cache with its least lately used blocks given away, reports that are old, several gateways that do not
-talk to one another. What is not: pauses (a request is admitted when all its positions fit), swapping, deaths, networks.
+The simulation has bounded queues, slots, chunked prefill by the named scheduler, KV positions, an LRU prefix cache,
+stale reports, and several gateways that do not communicate. It has no pauses (a request is admitted when all its
+positions fit), no swapping, no failures and no networks.
 
-What the runs say is a row for each size of the fleet, as a table and as a plot.
+The result is a row for each size of the fleet, as a table and as a plot.
 """
 
 import heapq
@@ -42,18 +42,18 @@ from genbatch.nif.step_costs import StepTime, StepWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFleet:
-    """A fleet.
+    """The options of a simulated fleet.
 
     Args:
         router: see `build_router`.
         scheduler: "fifo" or "prefill_first".
-        n_parallel, n_ctx, max_batch_tokens, target_inter_token_latency_ms: of each replica, as of the Batcher.
-        max_queue: sequences that may wait in a replica; None: 4 a slot. What comes beyond is refused.
-        batch_timeout_s: what an idle replica waits before it starts, `batch_quiet` of the Batcher.
-        gateways: each with a router of its own, taking turns.
-        report_s: seconds between two reports of a replica; 0: every gateway knows everything at once.
-        tell_prefixes: whether the reports say which prefixes a replica has been given; else a gateway knows of those
-            alone that it has sent there.
+        n_parallel, n_ctx, max_batch_tokens, target_inter_token_latency_ms: each replica's Batcher options.
+        max_queue: most waiting sequences of a replica; None means 4 per slot. Further requests are refused.
+        batch_timeout_s: the time that an idle replica waits before it starts, `batch_quiet` of the Batcher.
+        gateways: number of gateways, each with its own router; requests go to them in turn.
+        report_s: seconds between two reports of a replica; 0 means that every gateway is always up to date.
+        tell_prefixes: whether the reports list a replica's prefixes; otherwise a gateway knows only the prefixes
+            that it has sent to the replica itself.
     """
 
     replicas: int
@@ -72,17 +72,17 @@ class SimulatedFleet:
 
 @dataclass(slots=True)
 class FleetRun:
-    """What came of a trace.
+    """The result of a simulated trace.
 
     Args:
-        ttft_s, tpot_s: of each request that was answered; TPOT is NaN with one token.
-        gaps: (seconds, how many) between tokens that follow one another.
-        refused: requests for which there was no room.
-        prompt_tokens, cached_tokens, output_tokens: of those answered.
-        duration_s: until the last one ended.
-        busy_s: of all replicas together.
-        most_of_one: the largest share of all requests that one replica had, times the number of replicas.
-        route_us: of the machine that simulates, a request.
+        ttft_s, tpot_s: latencies of each answered request; TPOT is NaN with one token.
+        gaps: (seconds, count) of the gaps between consecutive tokens.
+        refused: number of refused requests.
+        prompt_tokens, cached_tokens, output_tokens: tokens of the answered requests.
+        duration_s: seconds until the last request ended.
+        busy_s: busy seconds of all replicas together.
+        most_of_one: the largest share of all requests on one replica, times the number of replicas.
+        route_us: routing time per request, in microseconds of the simulating machine.
     """
 
     replicas: int
@@ -100,7 +100,7 @@ class FleetRun:
 
 
 def run_fleet(trace: Trace, step_time: StepTime, options: SimulatedFleet) -> FleetRun:
-    """Runs the trace to its end.
+    """Run the trace to its end.
 
     Raises:
         TraceError: a request is longer than a replica's context.
@@ -119,12 +119,12 @@ class _Sequence(LlmRequest):
     asked: TraceRequest
     sent_at: float
     first_at: float = 0.0
-    private: int = 0  # positions reserved that no name stands for
-    pinned: int = 0  # of its blocks, those that it holds in the cache
+    private: int = 0  # reserved positions outside named blocks
+    pinned: int = 0  # number of its blocks that it holds in the cache
 
 
 class _Blocks:
-    """The positions of a replica: reserved ones, and named blocks that are in use or may be given away."""
+    """A replica's positions: private ones, and named blocks that are in use or can be evicted."""
 
     def __init__(self, n_ctx: int, block_tokens: int) -> None:
         self.n_ctx, self.block_tokens = n_ctx, block_tokens
@@ -133,14 +133,14 @@ class _Blocks:
         self._spare: OrderedDict[int, None] = OrderedDict()
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many of these from the first on are here."""
+        """Return the length of the prefix hit: the number of leading blocks that are cached."""
         for place, block in enumerate(blocks):
             if block not in self._in_use and block not in self._spare:
                 return place
         return len(blocks)
 
     def admit(self, sequence: _Sequence, hits: int) -> bool:
-        """Reserves all positions that the sequence comes to need, unless there is no room for them."""
+        """Reserve all positions that the sequence will need; returns False if they do not fit."""
         blocks = sequence.asked.blocks
         private = sequence.asked.prompt + sequence.asked.output - hits * self.block_tokens
         woken = sum(1 for block in blocks[:hits] if block in self._spare)
@@ -154,7 +154,7 @@ class _Blocks:
         return True
 
     def computed(self, sequence: _Sequence) -> None:
-        """Names the blocks of its prompt that are computed by now."""
+        """Cache the prompt's blocks that are computed by now."""
         blocks = sequence.asked.blocks
         for block in blocks[sequence.pinned : sequence.num_computed // self.block_tokens]:
             self._pin(block)
@@ -164,7 +164,7 @@ class _Blocks:
         self._evict()
 
     def release(self, sequence: _Sequence) -> None:
-        """The sequence has ended; what it named stays until the room is needed, beginnings longest."""
+        """Release an ended sequence. Its named blocks stay cached until eviction; prefixes are evicted last."""
         self.private -= sequence.private
         for block in reversed(sequence.asked.answered):
             if block not in self._in_use:
@@ -200,7 +200,7 @@ class _Replica:
         self.running: list[_Sequence] = []
         self.tokens_waiting = 0
         self.num_requests = 0
-        self.version = 0  # of its entry in the heap; one that was put again is void
+        self.version = 0  # the version of its heap entry; older entries are void
         self.plan: _Step | _DecodeRun | None = None
 
     @property
@@ -211,7 +211,7 @@ class _Replica:
         return bool(self.waiting) and len(self.running) < self.max_running
 
     def admit(self) -> None:
-        """Takes from the queue what has a slot and room, in turn."""
+        """Admit sequences from the queue in order while slots and positions are free."""
         while self.can_admit():
             sequence = self.waiting[0]
             hits = self.blocks.match(sequence.asked.blocks)
@@ -220,14 +220,14 @@ class _Replica:
             if not self.blocks.admit(sequence, hits):
                 return
             self.waiting.popleft()
-            self.tokens_waiting -= cached - sequence.num_cached  # more, or less, than when it came
+            self.tokens_waiting -= cached - sequence.num_cached  # the hit may have changed since the arrival
             sequence.num_cached = sequence.num_computed = cached
             self.running.append(sequence)
 
 
 @dataclass(slots=True)
 class _Step:
-    """One step with prompts in it."""
+    """One step that evaluates prompts."""
 
     begun_at: float
     seconds: float
@@ -238,7 +238,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _DecodeRun:
-    """Steps in which every running sequence decodes."""
+    """A run of steps in which every running sequence decodes."""
 
     begun_at: float
     steps: int
@@ -249,7 +249,7 @@ class _DecodeRun:
         return steps * self.first_s + self.growth_s * steps * (steps - 1) / 2
 
     def steps_at(self, now: float) -> int:
-        """Steps that have begun by `now`, at least one."""
+        """Return the number of steps that have begun by `now`, at least one."""
         elapsed = now - self.begun_at
         half = self.first_s - self.growth_s / 2
         if self.growth_s <= 0:
@@ -278,7 +278,7 @@ class _Fleet:
         ]
         self.rosters = [Roster(views) for views in self.views]
         self.changed: set[int] = set()
-        self.news: list[tuple[int, str, Sequence[int]]] = []  # gateway, replica, blocks that it was sent
+        self.news: list[tuple[int, str, Sequence[int]]] = []  # gateway, replica, blocks of the routed prompt
         self.next_report = 0.0
         self.events: list[tuple[float, int, int]] = []
         self.result = FleetRun(options.replicas)
@@ -356,7 +356,7 @@ class _Fleet:
         replica.waiting.append(sequence)
         if replica.plan is None:
             if not replica.running and len(replica.waiting) == 1:
-                # An idle replica waits a little for more; a step with nothing in it.
+                # An idle replica waits for more requests; an empty step models the wait.
                 self._put(replica, asked.at, _Step(asked.at, self.options.batch_timeout_s, (), (), {}))
         elif isinstance(replica.plan, _DecodeRun) and replica.can_admit():
             plan = replica.plan
@@ -467,7 +467,7 @@ class PlotError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """A run of a trace on a fleet of one size, in figures; latencies are (p50, p99) in milliseconds."""
+    """The figures of a trace on a fleet of one size; latencies are (p50, p99) in milliseconds."""
 
     replicas: int
     completed: int
@@ -475,26 +475,26 @@ class PlanRow:
     ttft_ms: tuple[float, float]
     tpot_ms: tuple[float, float]
     itl_ms: tuple[float, float]
-    good: float  # share of all requests that were answered within the target
-    goodput: float  # requests a second that were
+    good: float  # share of all requests answered within the target
+    goodput: float  # requests per second answered within the target
     output_tok_s: float
-    hit_rate: float  # share of the prompt tokens that were not computed
+    hit_rate: float  # share of the prompt tokens that were prefix hits
     busy: float  # share of the replicas' time
-    most_of_one: float  # what the replica with most requests had, as a multiple of an even share
+    most_of_one: float  # requests of the busiest replica, as a multiple of an even share
     route_us: float
     cost_hour: float
-    cost_million: float  # of a million output tokens
+    cost_million: float  # cost of a million output tokens
 
     @classmethod
     def of(cls, run: FleetRun, limits_s: Mapping[str, float], cost_hour: float) -> "PlanRow":
-        """The figures of a run.
+        """Compute the figures of a run.
 
         Args:
-            limits_s: the target, of "ttft" and "tpot".
-            cost_hour: of one replica.
+            limits_s: the targets for "ttft" and "tpot" in seconds.
+            cost_hour: the cost of one replica per hour.
         """
         ttft, tpot = np.array(run.ttft_s), np.array(run.tpot_s)
-        # A single token has no TPOT and breaks no promise of it.
+        # A single token has no TPOT, so it cannot miss the TPOT target.
         kept = (ttft <= limits_s.get("ttft", math.inf)) & ~(tpot > limits_s.get("tpot", math.inf))
         count = len(ttft) + run.refused
         cost = cost_hour * run.replicas
@@ -518,7 +518,7 @@ class PlanRow:
 
 
 def plan_table(rows: Sequence[PlanRow], *, target_share: float, with_cost: bool) -> Table:
-    """A row for each size; the smallest that meets the target is marked."""
+    """Format a row for each size; the smallest size that meets the target is marked."""
     table = Table(header_style="bold", caption="latencies in ms: p50 / p99")
     columns = ["replicas", "refused", "TTFT", "TPOT", "ITL", "good", "goodput/s", "tok/s", "hits", "busy", "max/even"]
     for title in [*columns, *(["cost/h", "cost/Mtok"] if with_cost else [])]:
@@ -543,15 +543,15 @@ def plan_table(rows: Sequence[PlanRow], *, target_share: float, with_cost: bool)
 
 
 def smallest(rows: Sequence[PlanRow], target_share: float) -> PlanRow | None:
-    """The smallest fleet of which at least `target_share` of all requests keep the target; None if none does."""
+    """Return the smallest fleet in which at least `target_share` of all requests meet the target; None without one."""
     return min((row for row in rows if row.good >= target_share), key=lambda row: row.replicas, default=None)
 
 
 def plot_plan(rows: Sequence[PlanRow], path: Path, *, title: str, target_share: float) -> None:
-    """Draws TTFT, TPOT and the share of good requests over the number of replicas.
+    """Plot TTFT, TPOT and the share of good requests over the number of replicas.
 
     Raises:
-        PlotError: matplotlib is not there, or cannot write such a file.
+        PlotError: matplotlib is not installed, or cannot write a file of this kind.
     """
     try:
         from matplotlib.figure import Figure

@@ -30,14 +30,14 @@ class MeasuredStepTime:
 
     Args:
         time: the costs.
-        error: the largest relative error at the measured points, of a decode step and of a prefill.
+        error: the largest relative errors at the measured points, for decode steps and for prefills.
     """
 
     time: StepTime
     error: tuple[float, float]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the fit in one line."""
         time = self.time
         return (
             f"step: {1e3 * time.base:.2f} ms + {1e3 * time.decode:.3f} ms a sequence + {1e6 * time.key:.3f} us a key, "
@@ -47,10 +47,10 @@ class MeasuredStepTime:
 
 
 def read_step_time(path: Path) -> MeasuredStepTime:
-    """The model fitted to a file that `genbatch bench -w w5 --out` wrote.
+    """Fit the model to a file that `genbatch bench -w w5 --out` wrote.
 
     Raises:
-        StepTimeError: the file is not such a report, or has too few runs.
+        StepTimeError: the file is no such report, or has too few runs.
     """
     try:
         report = json.loads(path.read_text())
@@ -65,10 +65,10 @@ def read_step_time(path: Path) -> MeasuredStepTime:
 
 
 def fit_step_time(report: Mapping[str, Any]) -> MeasuredStepTime:
-    """The model that comes nearest to a report of W5's runs.
+    """Fit the model to a report of W5's runs.
 
     Raises:
-        StepTimeError: too few runs.
+        StepTimeError: the report has too few runs.
     """
     try:
         runs = [_Run.of(run) for run in report["runs"]]
@@ -88,13 +88,13 @@ def _largest_error(time: StepTime, measured: list[tuple[StepWork, float]]) -> fl
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One fixed batch: what was measured."""
+    """The measurements of one fixed batch."""
 
     batch: int
     context: float
     output: float
     prefill_s: float
-    step_s: float | None  # with all of them decoding; None where there was no such time
+    step_s: float | None  # while all sequences decode; None if there was no such time
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> "_Run":
@@ -115,12 +115,12 @@ class _Run:
 
     @property
     def decode_work(self) -> StepWork:
-        """One step in which all decode, in the middle of the run."""
+        """Return the work of one step in the middle of the run, in which all sequences decode."""
         return StepWork(decodes=self.batch, keys=self.batch * (self.context + self.output / 2))
 
     @property
     def prefill_work(self) -> StepWork:
-        """The prompts, in steps of 512 tokens; the first sequences decode while the last ones are evaluated."""
+        """Return the work of the prompts in steps of 512 tokens; the first sequences decode during the last prompts."""
         meanwhile = self.batch * (self.tokens // STEP_TOKENS) / 2
         return StepWork(
             steps=-(-self.tokens // STEP_TOKENS),

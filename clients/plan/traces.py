@@ -1,14 +1,14 @@
-"""Traces: when requests come, how long they are, and which beginnings they share.
+"""Traces: the requests' arrival times, lengths and shared prefixes.
 
     trace = read_trace(Path("conversation_trace.jsonl"))     # or chat_trace(TraceOptions(rate=50)), agents_trace, ...
 
-A file has a JSON object a line, in the format of Mooncake's open traces:
+A file has one JSON object per line, in the format of Mooncake's open traces:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-`timestamp` is in milliseconds; each id names one block of the prompt together with all before it, of `block_tokens`
-tokens (512 in those traces). Two fields of ours may be there too: `tenant`, whose blocks are shared with nobody else's,
-and `answer_ids`, the names of the whole blocks that prompt and answer make together, which the next turn begins with.
+`timestamp` is in milliseconds. Each id names one block of `block_tokens` tokens (512 in those traces) together with
+all blocks before it. Our own format has two more optional fields. Blocks of one `tenant` are not shared with other
+tenants. `answer_ids` names the whole blocks of prompt and answer together, with which the next turn begins.
 """
 
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-# Tokens of a block in Mooncake's files, and in the traces made here.
+# Tokens per block in Mooncake's files and in the generated traces.
 FILE_BLOCK, MADE_BLOCK = 512, 64
 
 
@@ -34,11 +34,11 @@ class TraceRequest:
     """One request of a trace.
 
     Args:
-        at: seconds from the trace's start.
-        prompt, output: tokens.
-        blocks: names of the prompt's whole blocks, each with all before it; the tenant is in them.
-        answered: names of the whole blocks of prompt and answer that follow those.
-        tenant: in whose name.
+        at: arrival in seconds from the trace's start.
+        prompt, output: numbers of tokens.
+        blocks: names of the prompt's whole blocks; a name covers the tenant and all earlier blocks.
+        answered: names of the following whole blocks of prompt and answer.
+        tenant: the request's tenant.
     """
 
     at: float
@@ -54,7 +54,7 @@ class Trace:
     """Requests in the order of their arrival.
 
     Args:
-        block_tokens: tokens that a name stands for.
+        block_tokens: tokens per named block.
     """
 
     name: str
@@ -63,19 +63,19 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """Seconds until the last one comes."""
+        """Return the arrival of the last request in seconds."""
         return self.requests[-1].at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """What the made traces depend on.
+    """The options of generated traces.
 
     Args:
-        rate: requests a second, on average.
-        duration_s: seconds in which they come.
-        scale: multiplies every length; less fits a small model.
-        tenants: whose requests these are, drawn evenly.
+        rate: average requests per second.
+        duration_s: the trace's duration in seconds.
+        scale: multiplies every length; a value below 1 suits a small model.
+        tenants: number of tenants; each request's tenant is drawn evenly.
     """
 
     rate: float = 10.0
@@ -101,7 +101,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_trace(path: Path, block_tokens: int = FILE_BLOCK) -> Trace:
-    """Reads a file; requests are put in the order of their timestamps.
+    """Read a file and sort its requests by timestamp.
 
     Raises:
         TraceError: the file cannot be read, or a line is no request.
@@ -126,7 +126,7 @@ def read_trace(path: Path, block_tokens: int = FILE_BLOCK) -> Trace:
                 at=line.timestamp / 1e3,
                 prompt=line.input_length,
                 output=line.output_length,
-                # The last block of a prompt is rarely whole, and what is not whole is not shared.
+                # The last block of a prompt is rarely whole, and only whole blocks are shared.
                 blocks=_of_tenant(line.hash_ids[:whole], line.tenant),
                 answered=_of_tenant(line.answer_ids, line.tenant),
                 tenant=line.tenant,
@@ -139,7 +139,7 @@ def read_trace(path: Path, block_tokens: int = FILE_BLOCK) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes a trace that `read_trace` reads again, with the same block size."""
+    """Write a trace for `read_trace` with the same block size."""
     with path.open("w") as file:
         for request in trace.requests:
             line = {
@@ -156,7 +156,7 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def chat_trace(options: TraceOptions) -> Trace:
-    """People who talk: 40 applications with a system prompt each, some turns a conversation, half a minute between."""
+    """Generate chats: 40 applications with a system prompt each, some turns per chat, half a minute between turns."""
     draw = random.Random(f"chat {options.seed}")
     lengths = _Lengths(draw, options.scale)
     systems = [lengths.lognormal(300, 0.6, 2000) for _ in range(40)]
@@ -177,8 +177,10 @@ def chat_trace(options: TraceOptions) -> Trace:
 
 
 def agents_trace(options: TraceOptions) -> Trace:
-    """Programs that call again and again: 30 kinds of agent with instructions and tools of some thousand tokens each,
-    ten calls a task, each with all before it and a tool's result, some seconds apart."""
+    """Generate agents' tasks: 30 kinds of agents with some thousand tokens of instructions and tools each.
+
+    A task has ten calls, some seconds apart. Each call has the whole task so far and a tool's result as its prompt.
+    """
     draw = random.Random(f"agents {options.seed}")
     lengths = _Lengths(draw, options.scale)
     instructions = [lengths.lognormal(3000, 0.5, 8000) for _ in range(30)]
@@ -199,7 +201,7 @@ def agents_trace(options: TraceOptions) -> Trace:
 
 
 def batch_trace(options: TraceOptions) -> Trace:
-    """A file of prompts, all there at the start: the same instructions, a document, a short answer."""
+    """Generate a batch whose prompts all arrive at the start: equal instructions, a document, a short answer."""
     draw = random.Random(f"batch {options.seed}")
     lengths = _Lengths(draw, options.scale)
     instructions = lengths.scaled(512)
@@ -227,7 +229,7 @@ class _Lengths:
 
 
 class _Names:
-    """Names the blocks of one session, whose prompt only grows."""
+    """Names the blocks of one session; its prompt only grows."""
 
     def __init__(self, tenant: str, draw: random.Random) -> None:
         self._tenant, self._draw = tenant, draw
@@ -236,14 +238,14 @@ class _Names:
         self.num_tokens = 0
 
     def extend(self, what: str | None, length: int) -> None:
-        """Adds tokens that are the same wherever `what` follows the same, or None: that nobody else has."""
+        """Add tokens. Equal `what` after equal prefixes gives equal block names; None gives unique names."""
         self.num_tokens += length
         self._parent = hash_of(what or str(self._draw.getrandbits(60)), self._parent)
         while len(self._names) < self.num_tokens // MADE_BLOCK:
             self._names.append(hash_of(str(len(self._names)), self._parent))
 
     def request(self, at: float, output: int) -> TraceRequest:
-        """The request at this point; its answer becomes part of the session."""
+        """Make the request at this point, and add its answer to the session."""
         blocks, prompt = tuple(self._names), self.num_tokens
         self.extend(None, output)
         return TraceRequest(
@@ -265,13 +267,13 @@ def _sessions(
     *,
     warm_s: float,
 ) -> Trace:
-    """Sessions that begin at random, the first `warm_s` before the trace, so that it begins in mid flow."""
+    """Draw the starts of sessions. The first begins `warm_s` before the trace, so that the trace starts under load."""
     requests: list[TraceRequest] = []
     at = -warm_s
     while (at := at + draw.expovariate(options.rate / mean_requests)) < options.duration_s:
         tenant = "" if options.tenants == 1 else f"tenant {draw.randrange(options.tenants)}"
         requests += session(at, _Names(tenant, draw))
-    # Sessions that go on after the end are cut there, or the load would fade out.
+    # Cut the sessions at the trace's end; otherwise the load would fade out.
     requests = [request for request in requests if 0 <= request.at < options.duration_s]
     if not requests:
         raise TraceError(f"rate: {options.rate:g} a second brings no request in {options.duration_s:g} s")
@@ -280,7 +282,7 @@ def _sessions(
 
 
 def hash_of(text: str, parent: int = 0) -> int:
-    """The same in every process, unlike `hash`; 60 bits."""
+    """Return a hash of 60 bits that is equal in every process, unlike `hash`."""
     return int.from_bytes(blake2b(f"{parent} {text}".encode(), digest_size=8).digest()) >> 4
 
 
