@@ -1,4 +1,4 @@
-"""The grammar of an answer: thinking, then calls, or the format that was asked for.
+"""Builds the grammar of an answer: thinking, then calls or the requested format.
 
     answer ── [ <think> … </think> ] ──┬── call, call …      each held to its tool's schema, or free
                                        └── @answer           what `response_format`, `grammar` or `regex` says
@@ -13,11 +13,11 @@ from typing import Any
 
 from genbatch.nif.text.tools import HERMES, THINK_CLOSE, THINK_OPEN, Shape, ToolFormat
 
-# Calls of one answer where a grammar holds it to calls: a small model might never stop by itself.
+# Most calls of one answer that a grammar restricts to calls: a small model might never stop by itself.
 MAX_FORCED_CALLS = 8
-# Levels of a schema that are looked into.
+# The depth to which a schema is searched.
 _MAX_DEPTH = 32
-# With one of these beside it an object may need properties that it does not name itself.
+# With one of these keywords an object may need properties that it does not name itself.
 _COMBINING = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"))
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -27,12 +27,12 @@ TokenId = Callable[[str], int | None]
 
 
 def is_json(format: ToolFormat) -> bool:
-    """Whether calls of this format have arguments in JSON, which a schema can hold."""
+    """Whether calls of this format have JSON arguments, which a schema can restrict."""
     return format.shape in (Shape.JSON, Shape.NAMED_JSON)
 
 
 def forced_format(format: ToolFormat) -> ToolFormat:
-    """The format of calls that a grammar enforces: the model's own where it is JSON, else Hermes'."""
+    """Return the format of enforced calls: the model's own format if it is JSON, else Hermes'."""
     return format if is_json(format) else HERMES
 
 
@@ -41,11 +41,11 @@ class Calls:
     """The calls that an answer may have.
 
     Args:
-        format: how they are written; one of `forced_format`, unless they are free.
-        tools: those that may be called, each with a key "strict".
+        format: the format of the calls; one of `forced_format`, unless the calls are free.
+        tools: the tools that may be called, each with a key "strict".
         several: whether there may be more than one call.
-        forced: whether the answer is calls and nothing else.
-        free: whether no schema holds them: once a mark has opened a call anything may follow.
+        forced: whether the answer must be calls only.
+        free: whether no schema restricts the calls: any text may follow the mark that opens a call.
     """
 
     format: ToolFormat
@@ -56,19 +56,19 @@ class Calls:
 
     @property
     def beginnings(self) -> tuple[str, ...]:
-        """Texts, one of which an answer begins with that is calls and nothing else."""
+        """Return the texts with which an answer of calls only can begin."""
         if self.format.bare and not self.free:
             return tuple("".join(_head(self.format, tool["name"])) for tool in self.tools)
         return self.format.opens
 
 
 def answer_grammar(calls: Calls | None, token_id: TokenId, *, has_format: bool, thinks: bool) -> str:
-    """A Lark grammar of an answer.
+    """Build a Lark grammar of an answer.
 
     Args:
-        calls: what it may call; None is nothing.
-        token_id: the id of a mark that is one special token; None for any other text.
-        has_format: whether an answer that is no call must match `@answer`; otherwise it is free text with calls in it.
+        calls: the allowed calls; None allows no call.
+        token_id: returns the id of a mark that is one special token, and None for other text.
+        has_format: whether an answer without a call must match `@answer`; otherwise the answer is text with calls.
         thinks: whether thinking may come first.
     """
     rules: list[str] = []
@@ -80,14 +80,14 @@ def answer_grammar(calls: Calls | None, token_id: TokenId, *, has_format: bool, 
             branches.append("mixed")
         rules += _call_rules(calls, _Marks(token_id), is_mixed="mixed" in branches)
     start = " | ".join(branches)
-    if thinks and "mixed" not in branches:  # which lets any text through
+    if thinks and "mixed" not in branches:  # "mixed" allows any text anyway
         start = f"thinking? ({start})"
         rules += _thinking_rules(_Marks(token_id))
     return "\n".join(["%llguidance {}", f"start: {start}", *dict.fromkeys(rules)])
 
 
 class _Marks:
-    """Marks as a grammar writes them."""
+    """Writes marks in the grammar's syntax."""
 
     def __init__(self, token_id: TokenId) -> None:
         self._token_id = token_id
@@ -98,7 +98,7 @@ class _Marks:
 
 
 def _thinking_rules(written: _Marks) -> list[str]:
-    """A region of thinking, and the empty lines behind it."""
+    """Return the rules of a region of thinking and of the empty lines after it."""
     opens, closes = written(THINK_OPEN), written(THINK_CLOSE)
     if closes.startswith("<["):
         thought = [f"thought: TEXT {closes}", _TEXT]
@@ -108,7 +108,7 @@ def _thinking_rules(written: _Marks) -> list[str]:
 
 
 def _call_rules(calls: Calls, written: _Marks, *, is_mixed: bool) -> list[str]:
-    """Rules of `calls`, which is calls and nothing else, or of `mixed`, which is text with calls in it."""
+    """Return the rules of `calls`, for calls only, or of `mixed`, for text with calls."""
     format, opens = calls.format, written(calls.format.opens[0])
     if calls.free:
         return [f"calls: {opens} {_ANY_TOKENS}"]
@@ -135,7 +135,7 @@ def _call_rules(calls: Calls, written: _Marks, *, is_mixed: bool) -> list[str]:
 
 
 def _tool_rules(calls: Calls, written: _Marks) -> list[str]:
-    """Rules of `tool`: a call without the marks around it."""
+    """Return the rules of `tool`: a call without its marks."""
     format = calls.format
     rules = []
     for number, tool in enumerate(calls.tools):
@@ -153,14 +153,18 @@ def _tool_rules(calls: Calls, written: _Marks) -> list[str]:
 
 
 def _head(format: ToolFormat, name: str) -> tuple[str, ...]:
-    """What comes before a call's arguments, cut up as a JSON schema's grammar is: of two branches that begin with the
-    same text, the one with the longer pieces would hide the other."""
+    """Return the text before a call's arguments, in the same pieces as a JSON schema's grammar.
+
+    If two branches begin with the same text, the branch with the longer pieces would hide the other.
+    """
     return "{", '"name"', ": ", json.dumps(name), ", ", json.dumps(format.key), ": "
 
 
 def _closed(schema: Any, depth: int = 0) -> Any:
-    """A schema whose objects have no properties but those that it names, where it does not say: small models go on
-    naming more. What validates against it validates against `schema`."""
+    """Return the schema with additional properties forbidden where it does not mention them.
+
+    Small models would keep adding properties. Every value of the result is also valid for `schema`.
+    """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return schema
     made = dict(schema)

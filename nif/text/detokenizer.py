@@ -1,4 +1,4 @@
-"""Text out of tokens, piece by piece: characters that tokens cut in two, and strings that end an answer."""
+"""Converts tokens to text piece by piece: it joins characters split between tokens and finds stop strings."""
 
 import codecs
 from collections.abc import Sequence
@@ -15,10 +15,9 @@ class TokenizerError(NativeError):
 
 
 def raised(fault: BaseException) -> BaseException:
-    """The exception to raise for one that the tokenizers package has raised.
+    """Convert a panic of the tokenizers package to a TokenizerError; other exceptions are returned unchanged.
 
-    A panic of that package derives from BaseException, so that `except Exception` lets it end a whole service. It
-    becomes a TokenizerError; every other exception stays as it is.
+    A panic of that package derives from BaseException, so `except Exception` would let it end a whole service.
     """
     if type(fault).__name__ != "PanicException":
         return fault
@@ -26,11 +25,11 @@ def raised(fault: BaseException) -> BaseException:
 
 
 class StopMatcher:
-    """Watches one text that arrives in pieces.
+    """Finds stop strings in a text that arrives in pieces.
 
-    However the text is cut into pieces, what comes out joined is the whole text up to the first occurrence
-    of any stop string, that one excluded. Where two occurrences overlap, the one that begins first counts.
-    Each character costs amortised constant time per stop string (Knuth, Morris and Pratt).
+    The joined output is the text before the first occurrence of any stop string, for every split into pieces. If two
+    occurrences overlap, the one that begins first counts. Each character costs amortised constant time per stop string
+    (Knuth, Morris and Pratt).
 
     Example:
         >>> matcher = StopMatcher(["END"])
@@ -43,21 +42,21 @@ class StopMatcher:
     def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
         assert all(stop), "an empty stop string would end every text at once"
         self._stop = list(dict.fromkeys(stop))
-        self._keep = keep  # whether the stop string found is part of the text
+        self._keep = keep  # whether the found stop string is part of the text
         self._borders = [_borders(word) for word in self._stop]
-        self._matched = [0] * len(self._stop)  # how much of each stop string the text now ends with
-        self._held = ""  # text that is not out yet
-        self._found: int | None = None  # where in the held text the earliest match so far begins
-        self._word = ""  # the stop string found there
+        self._matched = [0] * len(self._stop)  # per stop string, the length of its longest prefix at the text's end
+        self._held = ""  # text that was not returned yet
+        self._found: int | None = None  # the start of the earliest match in the held text
+        self._word = ""  # the stop string of that match
         self._stopped = False
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
-        """Takes the next piece and returns what may be shown, and whether the text has ended.
+        """Add the next piece; returns the text that is final now, and whether the text has ended.
 
-        A stop string that is complete where the text may not end yet is text like any other.
+        A stop string that completes where the text may not end yet is ordinary text.
 
-        A stop string that lies inside the beginning of a longer one ends the text once the longer one is out
-        of the question. After the end, every further piece gives ("", True).
+        A stop string inside the beginning of a longer one ends the text once the longer one cannot match any more.
+        After the end every further piece gives ("", True).
         """
         if self._stopped:
             return "", True
@@ -71,8 +70,8 @@ class StopMatcher:
                 self._found = None
             if self._found is not None and self._settled(end):
                 return self._finish()
-        # Everything before the longest partial match is out of reach of any stop string. A match that is not
-        # settled lies behind the beginning of that one.
+        # No stop string can begin before the longest partial match, so that text is final. An unsettled match begins
+        # after the longest partial match's beginning.
         keep = len(self._held) - max(self._matched)
         if self._found is not None:
             self._found -= keep
@@ -80,23 +79,23 @@ class StopMatcher:
         return emit, False
 
     def flush(self) -> str:
-        """Returns what was held back, cut at a stop string if one was found; the text has ended."""
+        """End the text; returns the held text, cut at a stop string if one was found."""
         if self._stopped:
             return ""
         return self._finish()[0]
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended the text; one still in question at the end counts after `flush`."""
+        """Whether a stop string ended the text; an unsettled match counts only after `flush`."""
         return self._stopped and self._found is not None
 
     @property
     def found(self) -> str | None:
-        """The stop string that ended the text; None as long as none has."""
+        """Return the stop string that ended the text; None if no stop string has."""
         return self._word if self.stopped else None
 
     def _advance(self, character: str, end: int) -> None:
-        """Moves every stop string's automaton by one character; `end` counts the held ones up to it."""
+        """Advance every stop string's automaton by one character; `end` is the held text's length up to it."""
         for i, (word, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
             matched = self._matched[i]
             while matched and (matched == len(word) or word[matched] != character):
@@ -110,7 +109,7 @@ class StopMatcher:
                     self._found, self._word = start, word
 
     def _settled(self, end: int) -> bool:
-        """Whether no partial match began before the found one."""
+        """Whether no partial match begins before the found match."""
         assert self._found is not None
         found = self._found
         return all(
@@ -128,7 +127,7 @@ class StopMatcher:
 
 
 def _borders(word: str) -> list[int]:
-    """For each prefix of `word`, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `word`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(word)
     length = 0
     for i in range(1, len(word)):
@@ -140,23 +139,23 @@ def _borders(word: str) -> list[int]:
     return borders
 
 
-_REPLACEMENT = "\ufffd"  # what decoders give for bytes that are not, or not yet, a code point
-_CONTEXT_TOKENS = 8  # enough to tell a word's first token from one inside a text
-_INVALID = _REPLACEMENT * 4  # an incomplete code point lacks its last byte: at most three are waiting
+_REPLACEMENT = "\ufffd"  # decoders return it for bytes that are no complete code point
+_CONTEXT_TOKENS = 8  # enough context for a decoder to know that a token is not a text's first
+_INVALID = _REPLACEMENT * 4  # an incomplete code point has at most three bytes, so four replacements are invalid bytes
 
 
 class Detokenizer:
     """Decodes one sequence's output token by token, skipping special tokens and ids without a token.
 
-    Pieces joined, with the flush, are what the tokenizer decodes from all ids at once. The one exception is a
-    run of byte tokens that is not UTF-8, with a tokenizer that is not byte-level: byte fallback would turn
-    even its valid part, already shown, into U+FFFD. There the text shown stays.
+    The joined pieces with the flush equal the tokenizer's decoding of all ids at once. There is one exception: a
+    tokenizer that is not byte-level, and byte tokens that are not UTF-8. Its byte fallback would turn even the valid
+    bytes, which were returned already, into U+FFFD. There the returned text stays.
 
     Args:
         tokenizer: the fast tokenizer's backend (`backend_tokenizer` of transformers' class).
-        prompt_token_ids: what precedes the output. Tokenizers that drop the space before a text's first word
-            keep it in an output that follows a prompt; without a prompt they drop it.
-        shown: special tokens whose text is shown all the same, such as the marks around a tool call.
+        prompt_token_ids: the tokens before the output. Some tokenizers drop the space before a text's first word.
+            After a prompt they keep the output's first space; without a prompt they drop it.
+        shown: special tokens with visible text, such as the marks around a tool call.
     """
 
     __slots__ = ("_decoding",)
@@ -172,11 +171,11 @@ class Detokenizer:
             self._decoding = _WindowDecoding(vocabulary, prompt_token_ids)
 
     def push(self, token_id: int) -> str:
-        """Returns the text that is final now; "" while a code point is incomplete."""
+        """Add a token and return the text that is final now; "" while a code point is incomplete."""
         return self._decoding.push(token_id)
 
     def flush(self) -> str:
-        """Returns the rest, an incomplete code point as U+FFFD; the sequence has ended."""
+        """End the sequence and return the remaining text, with U+FFFD for an incomplete code point."""
         return self._decoding.flush()
 
 
@@ -186,7 +185,7 @@ class _Decoding(Protocol):
 
 
 class _Vocabulary:
-    """The tokens that have a text."""
+    """Maps ids to tokens that have a text."""
 
     __slots__ = ("_special", "bytes", "shown", "tokenizer")
 
@@ -198,7 +197,7 @@ class _Vocabulary:
         self._special = {token_id for token_id, token in added.items() if token.special} - shown
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None if it has no text."""
+        """Return the token's spelling in the vocabulary; None if the token has no text."""
         if token_id in self._special:
             return None
         token: str | None = self.tokenizer.id_to_token(token_id)
@@ -207,12 +206,12 @@ class _Vocabulary:
 
 @lru_cache(maxsize=4)
 def _vocabulary(tokenizer: Tokenizer, shown: frozenset[int]) -> _Vocabulary:
-    """The tokenizer's one: to list its special tokens takes as long as to decode hundreds."""
+    """Return the tokenizer's cached vocabulary: listing the special tokens takes as long as decoding hundreds."""
     return _Vocabulary(tokenizer, shown)
 
 
 class _TokenBytes(dict[int, bytes]):
-    """What byte-level tokens stand for, found at the first use of each; nothing for those without a text."""
+    """Caches the bytes of byte-level tokens at their first use; tokens without a text have no bytes."""
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
         super().__init__()
@@ -225,7 +224,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class _ByteDecoding:
-    """Byte-level vocabularies: tokens are bytes, and only their boundaries matter."""
+    """Decodes byte-level vocabularies: tokens are bytes, and only code point boundaries matter."""
 
     __slots__ = ("_bytes", "_utf8")
 
@@ -241,7 +240,7 @@ class _ByteDecoding:
 
 
 class _WindowDecoding:
-    """Any other decoder: decodes a few tokens with and without the newest, and shows the difference."""
+    """Decodes with any other decoder: decode a few tokens with and without the newest, and return the difference."""
 
     __slots__ = ("_shown", "_vocabulary", "_window")
 
@@ -249,7 +248,7 @@ class _WindowDecoding:
         self._vocabulary = vocabulary
         tail = prompt_token_ids[-_CONTEXT_TOKENS:]
         self._window = [i for i in tail if vocabulary.token(i) is not None]
-        self._shown = len(self._window)  # tokens of the window whose text is out
+        self._shown = len(self._window)  # the window's tokens with returned text
 
     def push(self, token_id: int) -> str:
         token = self._vocabulary.token(token_id)
@@ -286,7 +285,7 @@ class _WindowDecoding:
 
 
 def _character_bytes() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 characters stand for themselves, other bytes for U+0100 and up."""
+    """Return GPT-2's table: a printable Latin-1 byte maps to itself, and other bytes map to U+0100 and up."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -300,7 +299,7 @@ _BYTES = _character_bytes()
 
 
 def _token_bytes(token: str) -> bytes:
-    """The bytes that a byte-level token stands for; an added token with other characters is its own text."""
+    """Return a byte-level token's bytes; an added token with other characters is its own text."""
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:

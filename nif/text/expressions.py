@@ -1,6 +1,6 @@
-"""Regular expressions of a model's files: bounded when they are compiled, and when they search.
+"""Regular expressions of a model's files, with bounds for compiling and for searching.
 
-    check_repeats(pattern)                     # before anybody compiles it
+    check_repeats(pattern)                     # before compiling
     left = SearchTime(0.1)
     expression = Expression(regex.compile(pattern), left)
     expression.search(text)                    # TimeoutError once all searches together took a tenth of a second
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-# `regex` writes out what repeats a fixed number of times: 100,000 take 0.1 s and 30 MB, and 10**14 never end.
+# `regex` expands fixed repeats: 100,000 repeats take 0.1 s and 30 MB, and 10**14 never end.
 MAX_REPEATS = 100_000
 _REPEAT = re.compile(r"\{(\d+)(?:,\d*)?\}")
 
 
 def check_repeats(pattern: str) -> None:
-    """Bounds what compiling an expression takes.
+    """Check that an expression is cheap to compile.
 
     Raises:
-        ValueError: its repeats multiply to more than MAX_REPEATS.
+        ValueError: the repeats multiply to more than MAX_REPEATS.
     """
     counts = [match[1] for match in _REPEAT.finditer(pattern)]
     if any(len(count) > 9 for count in counts) or prod(max(1, int(count)) for count in counts) > MAX_REPEATS:
@@ -31,20 +31,20 @@ def check_repeats(pattern: str) -> None:
 
 
 class SearchTime:
-    """The time that several expressions share.
+    """A time budget that several expressions share.
 
     Args:
-        left_s: seconds; a caller may add to what is left.
+        left_s: the budget in seconds; a caller may add to it.
     """
 
     def __init__(self, left_s: float) -> None:
         self.left_s = left_s
 
     def run(self, search: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Runs a search of the module `regex`.
+        """Run a search of the module `regex`.
 
         Raises:
-            TimeoutError: the time is used up.
+            TimeoutError: the budget is used up.
         """
         if self.left_s <= 0:
             raise TimeoutError("the expressions take too long")
@@ -56,21 +56,21 @@ class SearchTime:
 
 
 class Expression:
-    """A compiled expression of `regex` whose searches share a time. Each raises TimeoutError."""
+    """A compiled expression of `regex` with a shared time budget. Each search may raise TimeoutError."""
 
     def __init__(self, pattern: Any, left: SearchTime) -> None:
         self._pattern = pattern
         self._left = left
 
     def search(self, *args: Any, **named: Any) -> Any:
-        """As of `regex`."""
+        """Run the `regex` method of the same name under the time budget."""
         return self._left.run(self._pattern.search, *args, **named)
 
     def match(self, *args: Any, **named: Any) -> Any:
-        """As of `regex`."""
+        """Run the `regex` method of the same name under the time budget."""
         return self._left.run(self._pattern.match, *args, **named)
 
     def finditer(self, text: str) -> list[Any]:
-        """All matches at once."""
+        """Return all matches at once."""
         matches: list[Any] = self._left.run(lambda **named: list(self._pattern.finditer(text, **named)))
         return matches

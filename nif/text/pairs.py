@@ -1,10 +1,10 @@
-"""Pairs: a query and a document as the token ids that a reranker reads.
+"""Pairs: converts a query and a document to a reranker's token ids.
 
     pairs = PairReader(tokenizer, form=None, second=0)
     tokens = pairs.tokens("who?", "it was them")
 
-A classifier's tokenizer joins two texts by itself. A causal model reads them in a prompt: its chat template knows the
-roles "query" and "document", or it is of a kind that has a prompt of its own.
+A classifier's tokenizer joins two texts by itself. A causal model reads them in a prompt: from a chat template with
+the roles "query" and "document", or from the prompt of its family.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ class PairForm:
     """A prompt with places for an instruction, a query and a document, in this order.
 
     Args:
-        parts: the text in front of each place, and behind the last one.
-        instruction: for requests that give none.
-        strips: whether spaces around what is put in are dropped.
+        parts: the text before each place, and after the last place.
+        instruction: the default instruction for requests without one.
+        strips: whether spaces around the inserted texts are dropped.
     """
 
     parts: tuple[str, str, str, str]
@@ -30,7 +30,7 @@ class PairForm:
     strips: bool = False
 
     def text(self, instruction: str | None, query: str, document: str) -> str:
-        """The prompt."""
+        """Return the prompt."""
         filled = [self.instruction if instruction is None else instruction, query, document]
         filled = [text.strip() for text in filled] if self.strips else filled
         return "".join(part + text for part, text in zip(self.parts, [*filled, ""], strict=True))
@@ -52,10 +52,10 @@ KNOWN_FORMS = {"qwen3": QWEN3}
 
 
 def template_form(tokenizer: Tokenizer, instruction: str) -> PairForm | None:
-    """The form of the model's chat template; None where it has no place for a query and a document.
+    """Return the form of the model's chat template; None if it has no place for a query and a document.
 
     Args:
-        instruction: what the model's files say in front of every pair; "": nothing.
+        instruction: the instruction in the model's files for every pair; "" if there is none.
     """
     if not tokenizer.has_chat_template:
         return None
@@ -64,7 +64,7 @@ def template_form(tokenizer: Tokenizer, instruction: str) -> PairForm | None:
         return None if whole is None else replace(whole, instruction=instruction)
     if whole is None or whole.parts[2:] != pair.parts[2:]:
         return pair
-    # What the template says where no instruction is given is the text between these two.
+    # The template's default instruction is the text between these two.
     start, end, text = whole.parts[0], whole.parts[1], pair.parts[1]
     if len(start) + len(end) < len(text) and text.startswith(start) and text.endswith(end):
         return replace(whole, instruction=text[len(start) : len(text) - len(end)])
@@ -72,7 +72,7 @@ def template_form(tokenizer: Tokenizer, instruction: str) -> PairForm | None:
 
 
 def _rendered(tokenizer: Tokenizer, roles: tuple[str, ...]) -> PairForm | None:
-    """The form by what the template makes of messages of these roles; None where it has not each once, in order."""
+    """Return the form from rendering messages with these roles; None unless each appears once and in order."""
     marks = [_MARKS[role] for role in roles]
     try:
         prompt = tokenizer.start_prompt(
@@ -95,13 +95,13 @@ def _rendered(tokenizer: Tokenizer, roles: tuple[str, ...]) -> PairForm | None:
 
 
 class PairReader:
-    """Makes the tokens of pairs and of texts by themselves; safe to use on another thread.
+    """Makes the tokens of pairs and of single texts; safe to use on another thread.
 
     Args:
-        tokenizer: the model's.
-        form: the prompt of a pair; None: the tokenizer joins the two.
-        second: added to the ids of the second text's tokens, for encoders that tell the two apart; 0: they do not.
-        padding_id: dropped from the end of a text, where transformers' head reads the last token that is no padding.
+        tokenizer: the model's tokenizer.
+        form: the prompt of a pair; None means that the tokenizer joins the two texts.
+        second: added to the ids of the second text's tokens, for encoders with token types; 0 for other encoders.
+        padding_id: dropped from a text's end, because transformers' head reads the last token that is no padding.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class PairReader:
 
     @property
     def takes_instruction(self) -> bool:
-        """Whether a request may say what makes a document relevant."""
+        """Whether a request may have an instruction."""
         return self._form is not None and bool(self._form.instruction)
 
     @property
     def needs_query(self) -> bool:
-        """Whether a text without a query has no meaning for the model."""
+        """Whether the model needs a query for each text."""
         return self._form is not None
 
     def tokens(self, query: str | None, document: str, instruction: str | None = None) -> list[int]:
-        """The ids of a pair, or of a document by itself.
+        """Return the ids of a pair, or of a single document.
 
         Raises:
             TokenizerError: the tokenizer fails on this text.
@@ -136,9 +136,9 @@ class PairReader:
         return tokens
 
     def cut(self, query: str | None, document: str, limit: int, instruction: str | None = None) -> list[int]:
-        """As `tokens`, of at most `limit` ids: the document loses its end.
+        """Return at most `limit` ids, as `tokens` does; the document's end is cut.
 
-        The result is longer where the pair is too long without any document.
+        The result is longer than `limit` if the pair is too long even without a document.
         """
         tokens = self.tokens(query, document, instruction)
         num_tokens = self._count(document)
@@ -149,7 +149,7 @@ class PairReader:
         return tokens
 
     def beginning(self, text: str, num_tokens: int) -> str:
-        """The text of the first tokens of a text."""
+        """Return the text of a text's first tokens."""
         offsets = self._tokenizer.encoding(text, add_special_tokens=False).offsets
         return text if len(offsets) <= num_tokens else text[: offsets[num_tokens][0]]
 

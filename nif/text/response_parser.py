@@ -1,4 +1,4 @@
-"""transformers' parser of answers with a time limit for its expressions; imported when a model needs it."""
+"""transformers' parser of answers with a time limit for its expressions. Only models that need it import it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from genbatch.nif.text.expressions import Expression, SearchTime
 
 
 class TimedParser(ResponseParser):
-    """transformers' parser with a time for its expressions.
+    """transformers' parser with a time budget for its expressions.
 
     Raises:
         TimeoutError: from every method.
@@ -35,7 +35,7 @@ class TimedParser(ResponseParser):
         super()._close_current(events)
 
     def _try_tags(self, text: str, args: Any) -> None:
-        """Looks for a region's tags as the parser will, which sets no limit."""
+        """Search for a region's tags under the time limit first, because the parser's own search has no limit."""
         inner = args.get("value_parser") if isinstance(args, dict) else None
         if not isinstance(args, dict) or "tag_pattern" not in args:
             return

@@ -1,16 +1,15 @@
-"""TemplateReader: an answer taken apart by the response template of its tokenizer, with transformers' own parser.
+"""TemplateReader: parses an answer by its tokenizer's response template, with transformers' own parser.
 
     template = checked_template(tokenizer.response_template)
     reader = TemplateReader(template, prefix="…<|im_start|>assistant\\n", tools=[…])
     parts = reader.push("<think>hm</think>Yes.")
 
-It is what `AnswerReader` is for the models whose format stands in our own table. A template names regions of the
-output: "content", the thinking, "tool_calls". Text and thinking are handed on while they are written, a call once it is
-whole.
-What cannot be read as a call is text: nothing that a model writes is lost.
+Models with a format in our own table use `AnswerReader` instead. A template names regions of the output: "content", the
+thinking, "tool_calls". Text and thinking are streamed, and a call is returned once it is complete. Text that cannot be
+parsed as a call stays text, so no output is lost.
 
-A template's expressions come from a model's file, and may take for ever. They share the time of one answer; once it is
-used up, the rest of the answer is text.
+A template's expressions come from a model's file and may run for ever. The expressions share one answer's time budget.
+Once the budget is used up, the rest of the answer is text.
 """
 
 import json
@@ -24,10 +23,10 @@ from genbatch.nif.text.tools import CallPiece, Parts, new_call_id
 Events = Sequence[Mapping[str, Any]]
 
 _CALLS = "tool_calls"
-# What the parser raises at a region whose text is not what the template says.
+# The parser's exceptions for a region that does not match the template.
 _UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, TimeoutError)
-# Seconds that a template's expressions may take, at first and more for each piece of an answer. An ordinary template
-# takes 0.000005 a piece.
+# The time budget of a template's expressions in seconds: a base, and an allowance for each piece of an answer. An
+# ordinary template takes 0.000005 s per piece.
 FIRST_S = 0.1
 PER_PIECE_S = 0.0005
 THINKING = frozenset(("reasoning_content", "reasoning", "thinking"))
@@ -66,15 +65,15 @@ _HARMONY_MARKS = ("<|start|>assistant", "<|channel|>analysis", "<|channel|>final
 
 
 def known_template(chat_template: str) -> Mapping[str, Any] | None:
-    """The response template of a chat template that we know to need one; None of any other."""
+    """Return our response template for a known chat template; None for any other chat template."""
     return HARMONY if all(mark in chat_template for mark in _HARMONY_MARKS) else None
 
 
 def checked_template(spec: Any) -> Mapping[str, Any] | None:
-    """A tokenizer's response template; None where it has none.
+    """Return a tokenizer's response template after checking it; None if there is none.
 
     Raises:
-        ValueError: it is none that this version of transformers reads.
+        ValueError: this version of transformers cannot read the template.
     """
     if spec is None:
         return None
@@ -83,14 +82,14 @@ def checked_template(spec: Any) -> Mapping[str, Any] | None:
     try:
         _check_patterns(spec)
         ResponseParser(spec, prefix="")
-    except Exception as error:  # whatever a file may have in its place
+    except Exception as error:  # the file may hold any value
         raise ValueError(f"the response template cannot be read: {error}") from error
     assert isinstance(spec, dict)
     return spec
 
 
 def _check_patterns(value: object) -> None:
-    """Bounds what compiling a template's expressions takes; they are at any depth."""
+    """Check that a template's expressions, at any depth, are cheap to compile."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if isinstance(inner, str) and name.endswith("_pattern"):
@@ -99,17 +98,17 @@ def _check_patterns(value: object) -> None:
 
 
 class TemplateReader:
-    """Takes one answer apart while it is written.
+    """Parses one answer while it is generated.
 
-    Where something cannot be read, the answer is read once more, one character at a time: what transformers' parser had
-    found in the same piece before is not lost, and where the faulty region began is known.
+    After a parse error the answer is parsed again, one character at a time. So the parser's earlier results for the
+    same piece are not lost, and the start of the faulty region is known.
 
     Args:
         template: see `checked_template`.
-        prefix: the prompt, special tokens included: it may have begun a region.
-        tools: what is offered, as the chat template gets it; arguments get the types of their schemas. Without any,
+        prefix: the prompt with special tokens, because the prompt may have begun a region.
+        tools: the offered tools in the chat template's form; their schemas give the arguments' types. Without tools,
             calls are text.
-        by_character: read so from the beginning.
+        by_character: whether to parse by character from the beginning.
     """
 
     def __init__(
@@ -132,18 +131,18 @@ class TemplateReader:
         except TimeoutError:  # of the prompt
             self._has_failed = by_character = True
         self._has_tools = bool(tools)
-        self._held: dict[str, str] = {}  # white space at the end of a region so far, by its field
-        self._begun: set[str] = set()  # fields that have shown something
+        self._held: dict[str, str] = {}  # trailing white space of the open region, by its field
+        self._begun: set[str] = set()  # fields with returned text
         self._num_calls = 0
-        # By pieces: what a reader by characters needs to take over.
+        # When parsing by pieces: the state that a parser by characters needs to take over.
         self._slow: TemplateReader | None = None
         self._new_slow = partial(TemplateReader, template, prefix, tools, by_character=True)
         self._written: list[str] = []
         self._opened = False  # whether there was a region at all
         self._shown = (0, 0, 0)  # characters of text and of thinking, calls
-        # By characters:
+        # When parsing by characters:
         self._by_character = by_character
-        self._unread = ""  # what was written since the last of it was handed on
+        self._unread = ""  # text since the last returned part
 
     def push(self, piece: str) -> Parts:
         """What is certain now."""
@@ -173,7 +172,7 @@ class TemplateReader:
         return parts
 
     def _handed_on(self, events: Callable[[], Events]) -> Parts:
-        """What the events of a piece bring; those of a reader by characters, where it cannot be read."""
+        """Return the parts of a piece's events; after a parse error, those of a parser by characters."""
         parts = Parts()
         try:
             self._read(parts, events())
@@ -195,7 +194,7 @@ class TemplateReader:
         self._try(parts, lambda: self._parser.feed(character))
 
     def _try(self, parts: Parts, events: Callable[[], Events]) -> None:
-        """Reads events; a region that the template cannot read, and all that follows, is text."""
+        """Read events. A region that the template cannot parse is text, and so is the rest."""
         try:
             self._read(parts, events())
         except _UNREADABLE:
@@ -203,8 +202,10 @@ class TemplateReader:
             parts.text += self._unread
 
     def _read(self, parts: Parts, events: Events) -> None:
-        """Raises:
-        ValueError: read by pieces, a region of calls has none.
+        """Add the events' text, thinking and calls to `parts`.
+
+        Raises:
+            ValueError: when parsing by pieces, a region of calls has no call.
         """
         opens_calls = any((event["field"], event["type"]) == (_CALLS, "region_open") for event in events)
         self._opened |= bool(events)
@@ -266,7 +267,7 @@ def _joined(all_parts: Sequence[Parts]) -> Parts:
 
 
 def _calls(value: object) -> list[tuple[str, str]] | None:
-    """Names and arguments of the calls in a region's value; None if it has none."""
+    """Return names and arguments of the calls in a region's value; None if there are none."""
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         function = entry.get("function", entry) if isinstance(entry, dict) else None

@@ -1,14 +1,14 @@
-"""The processes in which chat templates run; templates.py starts them and says what they do.
+"""The processes that run chat templates. templates.py starts them and sends them jobs.
 
-There are three kinds. Each is forked from the one before, has one socket to the parent, and ends when that closes.
+There are three kinds. Each is forked from the previous kind, has one socket to the parent, and ends when that closes.
 
-    root      imports jinja2, and nothing of a model: forks a keeper for each tokenizer
+    root      imports jinja2 and loads no model: forks a keeper for each tokenizer
     keeper    compiles the tokenizer's templates, once: forks workers
     worker    renders one job after another
 
-A fork of such a small process takes a millisecond, so a worker that was killed is replaced before anybody waits. A
-template comes from a model's file and may mean harm. So compiling and rendering have limits of processor time and of
-memory, which the kernel enforces; SIGPROF ends a process that is inside of a C function, too.
+A fork of such a small process takes a millisecond, so replacing a killed worker delays no request. A template comes
+from a model's file and may be malicious. So compiling and rendering have limits of processor time and memory, which
+the kernel enforces. SIGPROF also ends a process inside a C function.
 
 The environment is that of transformers' `apply_chat_template`, which takes half a second and 45 MB to import.
 """
@@ -38,41 +38,41 @@ import jinja2.sandbox
 import jinja2.utils
 
 FORK, KILL, YIELD, COMPILE, RENDER = b"F", b"K", b"Y", b"C", b"R"
-HEADER = struct.Struct("!cI")  # what to do, and a child's number or the bytes that follow
-LENGTH = struct.Struct("!I")  # of an answer
+HEADER = struct.Struct("!cI")  # the command, and a child's number or the number of following bytes
+LENGTH = struct.Struct("!I")  # the number of bytes of an answer
 
 COMPILE_S = 2.0
-# Most templates take less than a millisecond, and ten times that for a conversation of a megabyte.
+# Most templates take less than a millisecond, and ten milliseconds for a conversation of a megabyte.
 RENDER_S = 0.25
 RENDER_S_PER_BYTE = 4e-6
 MAX_MEMORY = 128 * 2**20  # bytes beyond what the process has when it starts
 MEMORY_PER_BYTE = 32
-# Characters of all prompts of a job.
+# Most characters of all prompts of a job.
 MAX_PROMPT = 2**20
 PROMPT_PER_BYTE = 16
 MAX_ERROR = 300  # characters of an exception's text
-NICENESS = 15  # of a worker that takes long: the model goes first
+NICENESS = 15  # for a slow worker, because the model has priority
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def main() -> None:
-    """The root process; its argument is its socket."""
-    # The engine tells its children when to end, by closing their sockets. It may still need them after a SIGTERM.
+    """Run the root process; its argument is its socket."""
+    # Ignore signals: the engine ends its children by closing their sockets, and needs them while it drains.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # should the machine run out of memory, these processes go first
+    with suppress(OSError):  # if the machine runs out of memory, these processes are killed first
         Path("/proc/self/oom_score_adj").write_text("1000")
     serve(socket.socket(fileno=int(sys.argv[1])), {})
 
 
 def serve(parent: socket.socket, templates: dict[str, jinja2.Template]) -> None:
-    """Does what the parent says until its end of the socket closes.
+    """Run the parent's commands until the parent closes the socket.
 
     Args:
-        templates: those that the process it was forked from has compiled.
+        templates: the templates that the forking process has compiled.
     """
     children = _Children(parent, templates)
     memory = _memory_now()
@@ -98,7 +98,7 @@ def serve(parent: socket.socket, templates: dict[str, jinja2.Template]) -> None:
 
 
 class _Children:
-    """Processes forked from this one. One that ended stays a zombie until the next call: its id means nobody else."""
+    """Processes forked from this one. An ended child stays a zombie until the next call, so its id is not reused."""
 
     def __init__(self, parent: socket.socket, templates: dict[str, jinja2.Template]) -> None:
         self._parent = parent
@@ -106,9 +106,9 @@ class _Children:
         self._pids: dict[int, int] = {}
 
     def fork(self, number: int, sockets: Sequence[int]) -> None:
-        """A child that serves on the socket that came with the message."""
+        """Fork a child that serves on the socket that came with the message."""
         self._reap()
-        gc.freeze()  # else a collection in the child would copy every page
+        gc.freeze()  # otherwise a collection in the child would copy every page
         pid = os.fork()
         if pid == 0:
             with suppress(BaseException):
@@ -120,11 +120,11 @@ class _Children:
             os.close(descriptor)
 
     def signal(self, kind: bytes, number: int) -> None:
-        """Kills a child, or lets others go first."""
+        """Kill a child, or lower its priority."""
         self._reap()
         pid = self._pids.get(number)
         if pid is None:
-            return  # it has ended
+            return  # the child has ended
         if kind == KILL:
             os.kill(pid, signal.SIGKILL)
         else:
@@ -137,7 +137,7 @@ class _Children:
 
 
 class _Limit:
-    """Ends the process that takes more processor time; memory beyond the limit is a MemoryError."""
+    """Limits a job: more processor time ends the process, and more memory raises MemoryError."""
 
     def __init__(self, cpu_s: float, memory: int) -> None:
         self._cpu_s = cpu_s
@@ -145,9 +145,9 @@ class _Limit:
 
     def __enter__(self) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        with suppress(ValueError, OSError):  # a system that has no such limit, or a lower one
+        with suppress(ValueError, OSError):  # the system has no such limit, or a lower one
             resource.setrlimit(resource.RLIMIT_AS, (self._memory, hard))
-        # The default action of SIGPROF ends the process, whatever code it is in.
+        # The default action of SIGPROF ends the process in any code.
         signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
 
     def __exit__(self, *_: object) -> None:
@@ -155,7 +155,7 @@ class _Limit:
 
 
 def _memory_now() -> int:
-    """Bytes of address space; a high guess where the kernel does not tell."""
+    """Return the bytes of address space; a high guess if the kernel does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -181,11 +181,11 @@ def _receive(parent: socket.socket, size: int) -> bytes:
     return data
 
 
-# What a keeper and a worker do
+# Commands of a keeper and a worker
 
 
 def _compile(sources: dict[str, str], templates: dict[str, jinja2.Template]) -> bytes:
-    """Compiles the templates. Answers, for each, the variables that it reads and "", or none and why it is refused."""
+    """Compile the templates; returns for each its variables and "", or no variables and the reason of the refusal."""
     environment = _environment()
     answer: dict[str, tuple[list[str], str]] = {}
     for name, source in sources.items():
@@ -198,7 +198,7 @@ def _compile(sources: dict[str, str], templates: dict[str, jinja2.Template]) -> 
 
 
 def _render(job: dict[str, Any], templates: dict[str, jinja2.Template], most: int) -> bytes:
-    """Answers, for each conversation, the prompt and "", or "" and why there is none; last, whether memory ran out."""
+    """Render conversations; returns for each the prompt and "", or "" and a reason; last, whether memory ran out."""
     template = templates[job["template"]]
     answer: list[tuple[str, str]] = []
     has_memory = True
@@ -218,7 +218,7 @@ def _render(job: dict[str, Any], templates: dict[str, jinja2.Template], most: in
 
 
 def _said(fault: Exception) -> str:
-    """An exception's text, cut to a line's length."""
+    """Return an exception's text, cut to one line."""
     try:
         text = str(fault)
     except Exception:
@@ -229,7 +229,7 @@ def _said(fault: Exception) -> str:
 def _prompt(
     template: jinja2.Template, messages: list[dict[str, Any]], variables: dict[str, Any], *, goes_on: bool
 ) -> str:
-    """What `apply_chat_template` renders; where it goes on, the prompt ends within the last message."""
+    """Render as `apply_chat_template` does; a continued prompt ends within the last message."""
     messages = [_with_reasoning(message) for message in messages]
     if not goes_on:
         return template.render(messages=messages, add_generation_prompt=True, **variables)
@@ -244,14 +244,14 @@ def _prompt(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under the names that templates look for, and without fields that are None."""
+    """Return the message with its reasoning under the names that templates read, and without fields that are None."""
     message = {name: value for name, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class _Generation(jinja2.ext.Extension):
-    """transformers' block {% generation %}, which marks what the model writes; here it is what is in it."""
+    """Renders transformers' block {% generation %}, which marks the model's output, as its content."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -265,7 +265,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """As transformers has it: no name that begins with an underscore."""
+    """Forbids names that begin with an underscore, as transformers does."""
 
     def __init__(*args: Any, **named: Any) -> None:
         self, *rest = args
@@ -309,7 +309,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own would write HTML's escapes."""
+    """Write JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

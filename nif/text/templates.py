@@ -2,12 +2,12 @@
 
     renderer = TemplateRenderer({"default": source})
     rendering = renderer.start("default", [messages], variables)      # returns at once
-    if rendering.wait(0.005):                                         # else it goes on, soon at low priority
+    if rendering.wait(0.005):                                         # else it continues, soon at low priority
         prompt = rendering.prompt(0)
 
-A template is a program, and comes from a model's file: it may loop, or ask for more memory than there is. So a process
-renders it, under limits of processor time and memory (template_child.py). A rendering that takes long has its worker
-for itself, and the next one gets another worker: nobody waits behind it.
+A template is a program from a model's file: it may loop, or allocate too much memory. So a process renders it, under
+limits of processor time and memory (template_child.py). The next rendering gets another worker, so no rendering waits
+behind a slow one.
 """
 
 import atexit
@@ -44,17 +44,17 @@ from genbatch.nif.text.template_child import (
     YIELD,
 )
 
-# Bytes of a template's source; the longest that is known has 20 kB.
+# Most bytes of a template's source; the longest known source has 20 kB.
 MAX_SOURCE = 2**20
-# Renderings at once. The oldest is ended where there would be more.
+# Most renderings at once. One more ends the oldest.
 MAX_RENDERINGS = 8
-# Seconds after which a rendering lets others go first.
+# Seconds after which a rendering gets a low priority.
 YIELD_S = 0.05
-# Workers that wait for work: the one that is used, and one that is there when that takes long.
+# Idle workers: one for the next rendering, and a spare for when that rendering is slow.
 MAX_IDLE = 2
-# Seconds after which a rendering is ended that was never given the processor time that it may take.
+# The timeout of a rendering in wall time, for a machine too busy to grant its processor time.
 MAX_WAIT_S = 30.0
-# Worker processes that have seen more than this many bytes are not used again: they keep the memory.
+# A worker that has processed more than this many bytes is not reused, because it keeps the memory.
 MAX_REUSED = 2**18
 _CHARACTER_BYTES = 12  # most bytes of one character in JSON
 
@@ -68,7 +68,7 @@ class NothingToContinue(ChatTemplateError):
 
 
 class TemplateEnded(ChatTemplateError):
-    """A rendering was ended to make room for others; the same conversation may be tried again."""
+    """A rendering was ended to make room for others; the caller may retry the conversation."""
 
 
 class _Node:
@@ -78,7 +78,7 @@ class _Node:
         self._parent = parent
         self._number = number
         self._numbers = count(1)
-        self._lock = RLock()  # a message to a node that forks is whole
+        self._lock = RLock()  # keeps each message whole while several threads send
         ours, theirs = socket.socketpair()
         self.socket = ours
         with theirs:
@@ -92,7 +92,7 @@ class _Node:
                 raise
 
     def fork(self) -> "_Node":
-        """A child of this node.
+        """Fork a child of this node.
 
         Raises:
             OSError: the node has ended.
@@ -104,11 +104,11 @@ class _Node:
         self._tell_parent(KILL)
 
     def yield_to_others(self) -> None:
-        """Has it run at low priority."""
+        """Lower the process's priority."""
         self._tell_parent(YIELD)
 
     def send(self, kind: bytes, payload: bytes) -> None:
-        """Sends a job; blocks only where it is larger than the socket's buffer.
+        """Send a job; blocks only if the job is larger than the socket's buffer.
 
         Raises:
             OSError: the process has ended.
@@ -117,7 +117,7 @@ class _Node:
         self.socket.sendall(HEADER.pack(kind, len(payload)) + payload)
 
     def close(self) -> None:
-        """The process ends, once it is idle; so do its children."""
+        """End the process and its children once they are idle."""
         self.socket.close()
         if self._parent is None:
             self._process.wait()
@@ -134,7 +134,7 @@ class _Node:
 
 
 def _start_root(end: socket.socket) -> subprocess.Popen[bytes]:
-    # Not a fork of this process: its threads and locks must not be copied.
+    # Do not fork this process, because its threads and locks must not be copied.
     code = "from genbatch.nif.text.template_child import main; main()"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, str(end.fileno())],
@@ -142,14 +142,14 @@ def _start_root(end: socket.socket) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=[end.fileno()],
-        start_new_session=True,  # the terminal's Ctrl-C is not for it
+        start_new_session=True,  # keep the terminal's Ctrl-C away from it
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
 
 
 @lru_cache(maxsize=1)
 def _root(_process_id: int) -> _Node:
-    """One for this process, which may be a fork of another."""
+    """Return this process's root. A fork of this process gets a root of its own."""
     node = _Node(None)
     atexit.register(node.close)
     return node
@@ -168,9 +168,9 @@ def _new_keeper() -> _Node:
 
 
 class TemplateRenderer:
-    """The chat templates of one tokenizer; its processes start when they are first needed, and end with it.
+    """Renders the chat templates of one tokenizer. The processes start at the first use and end with this object.
 
-    Threads may share it.
+    Threads may share a renderer.
 
     Args:
         sources: the templates by name.
@@ -184,27 +184,27 @@ class TemplateRenderer:
         self._idle: list[_Node] = []
         self._running: list[Rendering] = []
         self._answer: _Answer | None = None
-        self._compiled: dict[str, tuple[list[str], str]] = {}  # what is read, and why it is refused
+        self._compiled: dict[str, tuple[list[str], str]] = {}  # its variables, and the reason of a refusal
         self._open: set[_Node] = set()
         weakref.finalize(self, _close_all, self._open)
 
     def prepare(self) -> None:
-        """Begins to start the processes and to compile the templates, where that was not done yet."""
+        """Start the processes and the compilation of the templates, without waiting for them."""
         with self._lock:
             if self._keeper is not None:
                 return
             self._keeper = keeper = _new_keeper()
             self._open.add(keeper)
             self._answer = _Answer(keeper)
-            with suppress(OSError):  # its end is noticed where the answer is needed
+            with suppress(OSError):  # `_compile` will notice the ended process
                 keeper.send(COMPILE, json.dumps(self._fitting).encode())
 
     def fault(self, name: str) -> str:
-        """Why a template cannot be compiled; "" if it can."""
+        """Return the reason why a template cannot be compiled; "" if it can."""
         return self._facts(name)[1]
 
     def variables(self, name: str) -> frozenset[str]:
-        """What a template reads; nothing where it cannot be compiled."""
+        """Return the variables of a template; empty if the template cannot be compiled."""
         return frozenset(self._facts(name)[0])
 
     def start(
@@ -215,13 +215,13 @@ class TemplateRenderer:
         *,
         goes_on: bool = False,
     ) -> "Rendering":
-        """Begins to render conversations with one template, one after another.
+        """Start rendering conversations with one template, one after another.
 
         Args:
-            goes_on: the prompts end within their last message.
+            goes_on: whether the prompts end within their last message.
 
         Raises:
-            ChatTemplateError: the template cannot be compiled, or what is to be rendered is no JSON.
+            ChatTemplateError: the template cannot be compiled, or the conversations cannot be written as JSON.
             NothingToContinue: the last message has no content, or the template does not name it.
         """
         if self.fault(name):
@@ -239,12 +239,12 @@ class TemplateRenderer:
             worker = self._take_worker()
             rendering = Rendering(self, worker, len(payload))
             self._running.append(rendering)
-        with suppress(OSError):  # its end is noticed by who waits for the answer
+        with suppress(OSError):  # the waiting caller will notice the ended process
             worker.send(RENDER, payload)
         return rendering
 
     def _check_goes_on(self, name: str, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Refuses what transformers refuses: a template may write a message whole, and the cut would be within JSON."""
+        """Refuse to continue the messages that transformers refuses: the cut could fall inside a message's JSON."""
         if any(conversation[-1].get("content") is None for conversation in conversations):
             raise NothingToContinue("the last message has no content to continue")
         if "content" not in self._sources[name]:
@@ -323,12 +323,12 @@ def _has_ended(worker: _Node) -> bool:
 
 
 def _placeholder(value: object) -> str:
-    """What a template sees in the place of an object, as with transformers."""
+    """Convert an object that JSON lacks to the value that a template sees, as transformers does."""
     return f"<{type(value).__name__}>"
 
 
 class _Answer:
-    """What a process answers to the job that it was sent."""
+    """A process's answer to its job."""
 
     def __init__(self, node: _Node, most: int = 2**24) -> None:
         self._socket = node.socket
@@ -336,11 +336,11 @@ class _Answer:
         self._data = bytearray()
         self._size = LENGTH.size
         self._has_length = False
-        self.value: Any = None  # None where the process ended without an answer
-        self.is_there = False  # or the process has ended
+        self.value: Any = None  # None if the process ended without an answer
+        self.is_there = False  # True also if the process has ended
 
     def receive(self, timeout_s: float) -> bool:
-        """Waits for it; whether it is there."""
+        """Wait for the answer; returns whether it has arrived."""
         until = time.monotonic() + timeout_s
         while not self.is_there:
             self._socket.settimeout(max(until - time.monotonic(), 0.0))
@@ -370,7 +370,7 @@ class _Answer:
 
 
 class Rendering:
-    """A job of a worker's; one thread at a time waits for it."""
+    """A worker's job; one thread at a time may wait for it."""
 
     def __init__(self, renderer: TemplateRenderer, worker: _Node, size: int) -> None:
         self._renderer = renderer
@@ -387,10 +387,10 @@ class Rendering:
         self._prompts: list[tuple[str, str]] = []
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has ended; whether it has.
+        """Wait until the rendering has ended; returns whether it has.
 
         Args:
-            timeout_s: how long at most.
+            timeout_s: the timeout in seconds.
         """
         if self._is_done:
             return True
@@ -411,14 +411,14 @@ class Rendering:
 
     @property
     def num_characters(self) -> int:
-        """How long all prompts are, once `wait` has said that it is done."""
+        """Return the length of all prompts in characters. Call this after `wait` has returned True."""
         return sum(len(text) for text, _ in self._prompts)
 
     def prompt(self, index: int) -> str:
-        """The prompt of one of the conversations, once `wait` has said that it is done.
+        """Return the prompt of one conversation. Call this after `wait` has returned True.
 
         Raises:
-            TemplateEnded: it was ended to make room for others.
+            TemplateEnded: the rendering was ended to make room for others.
             ChatTemplateError: the template refuses the conversation, or exceeds a limit.
         """
         assert self._is_done

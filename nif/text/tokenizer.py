@@ -1,4 +1,4 @@
-"""Tokenizer: text and conversations to token ids and back, as the model's own files define it."""
+"""Tokenizer: converts text and conversations to token ids and back, as the model's own files define it."""
 
 import json
 import logging
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("genbatch")
 
-# From these on a text is cut, or ids are joined, as a batch of one: that lets other threads of Python run meanwhile,
-# where a single call would hold them up, the event loop too, for half a second a megabyte.
+# Longer texts and lists of ids are processed as a batch of one, because a batch call lets other Python threads run.
+# A single call would block other threads and the event loop for half a second per megabyte.
 LONG_CHARS = 4096
 LONG_TOKENS = 1024
 
-# How a conversation may go on after its first message. They start with different kinds of character, since a
-# tokenizer may merge the end of the prefix with what follows.
+# Continuations of a conversation after its first message. They start with different kinds of characters, because a
+# tokenizer may merge the end of the prefix with the next character.
 _CONTINUATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("user", "a"),),
     (("user", "\n1"),),
@@ -38,11 +38,11 @@ _CONTINUATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 
 
-# The names that transformers gives to one of several templates; a single one has the first.
+# transformers' names for one of several templates; a single template has the first name.
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 
-# What transformers' `apply_chat_template` takes beside a template's variables, and what the template gets from it.
-# Written out, since transformers takes half a second to import; a test compares them.
+# The parameters of transformers' `apply_chat_template` that are no variables of a template, and the variables that it
+# adds. They are listed here because importing transformers takes half a second; a test compares them.
 RESERVED = frozenset(
     (
         *("self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "kwargs"),
@@ -54,11 +54,11 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation on its way to be a prompt.
+    """A conversation while it is rendered to a prompt.
 
     Args:
-        rendering: of the conversation and, behind it, of others that begin with the same message.
-        num_others: how many others.
+        rendering: the rendering of the conversation, and of others that begin with the same message.
+        num_others: number of the other conversations.
     """
 
     rendering: Rendering
@@ -66,23 +66,23 @@ class ChatPrompt:
 
     @property
     def text(self) -> str:
-        """The prompt, once the rendering is done; raises ChatTemplateError as it does."""
+        """Return the prompt after the rendering is done; raises the rendering's ChatTemplateError."""
         return self.rendering.prompt(0)
 
     @property
     def num_characters(self) -> int:
-        """How long the prompts are that were rendered."""
+        """Return the length of the rendered prompts in characters."""
         return self.rendering.num_characters
 
     @property
     def others(self) -> list[str]:
-        """The prompts of those others that the template admits."""
+        """Return the prompts of the other conversations that the template accepts."""
         prompts = []
         for index in range(self.num_others):
             try:
                 prompts.append(self.rendering.prompt(1 + index))
             except ChatTemplateError:
-                continue  # a template that wants other roles at this place
+                continue  # the template requires another role here
         return prompts
 
 
@@ -90,17 +90,17 @@ class Tokenizer:
     """A Hugging Face fast tokenizer with the calls that serving needs.
 
     Args:
-        hf: the tokenizer that transformers loaded, which must be a fast one, or the same as `warm_model` keeps it.
+        hf: a fast tokenizer that transformers loaded, or the copy that `warm_model` keeps.
 
     Raises:
-        TokenizerError: it makes a text much longer before it cuts it up, or its decoder has expressions of its own.
+        TokenizerError: its normalizer makes a text much longer, or its decoder has expressions of its own.
     """
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
         self.backend: Backend = hf.backend_tokenizer
         _check_growth(self.backend)
-        # Limits are the context's business; a limit kept here would only warn.
+        # Remove the length limit, because the context checks the length and this limit would only warn.
         self.backend.no_truncation()
         self.backend.no_padding()
         self._process = _own_process(self.backend)
@@ -111,13 +111,13 @@ class Tokenizer:
         self.response_template = template
         marks = json.dumps(template, ensure_ascii=False).replace("\\", "")
         names = self.backend.get_added_tokens_decoder().items() if template is not None else ()
-        # Special tokens by which the template tells regions apart; others stay out of sight.
+        # Show the special tokens that separate a template's regions, and no others.
         self.response_marks = frozenset(
             i for i, token in names if token.special and (token.content in marks or template is HARMONY)
         )
 
     def _response_template(self) -> Mapping[str, Any] | None:
-        """How transformers reads what the model writes; None where the tokenizer does not say."""
+        """Return transformers' template for parsing the model's output; None if the tokenizer has none."""
         try:
             own = checked_template(getattr(self.hf, "response_template", None))
             return known_template(self._template()) if own is None else own
@@ -127,19 +127,19 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows are below this; the logits may be wider."""
+        """Return the bound of the tokenizer's ids; the logits may be wider."""
         return len(self.hf)
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least, told by its bytes; 0 where nothing can be told without cutting it up."""
+        """Return a lower bound of a text's tokens from its bytes; 0 if only tokenizing can tell."""
         longest, dropped = self._longest_token
         return len(text.encode(errors="replace").translate(None, dropped)) // longest if longest else 0
 
     @cached_property
     def _longest_token(self) -> tuple[int, bytes]:
-        """Most bytes of text that one token stands for, and the bytes that stand for nothing.
+        """Return the most bytes of text in one token, and the bytes that belong to no token.
 
-        0 where there is no bound, as where parts of a text are changed or dropped before it is cut.
+        0 means no bound, for example if parts of a text are changed or dropped before tokenizing.
         """
         said = json.loads(self.backend.to_str())
         cut = json.dumps(said.get("pre_tokenizer"))
@@ -153,13 +153,13 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that stand for no text, such as the end of a message."""
+        """Return the ids of tokens without text, such as the end of a message."""
         marked = (i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
         return frozenset(self.hf.all_special_ids) | frozenset(marked)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token, if the tokenizer names one."""
+        """Return the end-of-sequence token; None if the tokenizer names none."""
         token_id: int | None = self.hf.eos_token_id
         return token_id
 
@@ -169,16 +169,16 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def set_template(self, template: str) -> None:
-        """Takes this chat template in the place of the model's own."""
+        """Replace the model's own chat template."""
         self.hf.chat_template = template
         self._renderer = None
-        self._set_response_template(known_template(template))  # the model's own was the other template's
+        self._set_response_template(known_template(template))  # the model's own one no longer fits
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids that `tokenizer(text)` gives before `generate`; special tokens in the text count as such.
+        """Return the same ids as transformers' `tokenizer(text)`; special tokens in the text are recognized.
 
         Args:
-            add_special_tokens: with the start token, if the model wants one.
+            add_special_tokens: whether to add the start token, if the model uses one.
 
         Raises:
             TokenizerError: the tokenizer fails on this text.
@@ -189,7 +189,7 @@ class Tokenizer:
         return list(self.encoding(text, add_special_tokens=add_special_tokens).ids)
 
     def encoding(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoding:
-        """The tokens of a text, or of two, with their places in it; raises as `encode`."""
+        """Return the tokens of a text, or of two, with their places in it; raises as `encode`."""
         if self._process is not None:
             return self._process.encode(text, pair, add_special_tokens=add_special_tokens)
         try:
@@ -201,7 +201,7 @@ class Tokenizer:
             raise raised(fault) from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence of ids; parts of a character become U+FFFD."""
+        """Return the text of a whole sequence of ids; parts of a character become U+FFFD."""
         try:
             if len(ids) < LONG_TOKENS:
                 return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -218,24 +218,24 @@ class Tokenizer:
         *,
         goes_on: bool = False,
     ) -> list[int]:
-        """The prompt for the model's next message.
+        """Return the prompt for the model's next message.
 
         Args:
             messages: {"role": …, "content": …} each, oldest first; calls as transformers' templates take them.
-            tools: {"type": "function", "function": {…}} each; where the template knows of no tools they are
+            tools: {"type": "function", "function": {…}} each. If the template does not support tools, they are
                 written into the conversation in a format that the model may not have been trained for.
-            variables: further ones of the template.
-            goes_on: the last message is continued, and no new one begun.
+            variables: further variables of the template.
+            goes_on: whether to continue the last message, and begin no new message.
 
         Raises:
-            ChatTemplateError: no messages, no template, or the template refuses these.
+            ChatTemplateError: there are no messages or no template, or the template refuses the messages.
         """
         prompt = self.start_prompt(messages, tools, variables, goes_on=goes_on)
         prompt.rendering.wait()
         return self.encode_prompt(prompt.text)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt that a chat template wrote, which has its own start token."""
+        """Return the ids of a chat template's prompt, which already has its start token."""
         return self._ids(text, False)
 
     @property
@@ -245,18 +245,18 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the chat template has the model write calls."""
+        """Return the format of calls in the chat template."""
         return tool_format(self._template() if self.knows_tools else "")
 
     @property
     def thinks(self) -> bool:
-        """Whether the chat template knows answers that begin with thinking."""
+        """Whether the chat template supports answers that begin with thinking."""
         if self.response_template is not None:
             return any(name in THINKING for name in self.response_template["fields"])
         return self.has_chat_template and THINK_OPEN in self._template() and THINK_CLOSE in self._template()
 
     def special_id(self, mark: str) -> int | None:
-        """The id of a mark that is one special token."""
+        """Return the id of a mark that is one special token; None for other text."""
         token_id = self.backend.token_to_id(mark)
         return token_id if token_id in self.special_ids else None
 
@@ -268,7 +268,7 @@ class Tokenizer:
 
     @property
     def renderer(self) -> TemplateRenderer:
-        """Runs the chat templates; its processes start when it is first used."""
+        """Return the renderer of the chat templates; its processes start at the first use."""
         if self._renderer is None:
             template = self.hf.chat_template or ""
             sources = template if isinstance(template, dict) else {_DEFAULT: template}
@@ -276,7 +276,7 @@ class Tokenizer:
         return self._renderer
 
     def _template_name(self, *, has_tools: bool) -> str:
-        """Which of several templates transformers takes."""
+        """Return the name of the template that transformers would use."""
         names = self.hf.chat_template if isinstance(self.hf.chat_template, dict) else (_DEFAULT,)
         if has_tools and _TOOL_USE in names:
             return _TOOL_USE
@@ -285,7 +285,7 @@ class Tokenizer:
         return _DEFAULT
 
     def _names(self) -> frozenset[str]:
-        """The variables that the template reads."""
+        """Return the variables that the template reads."""
         if not self.has_chat_template:
             return frozenset()
         names = self.hf.chat_template if isinstance(self.hf.chat_template, dict) else (_DEFAULT,)
@@ -295,11 +295,11 @@ class Tokenizer:
         return self.renderer.variables(name)
 
     def template_prefix(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens with which every conversation that begins with `messages[0]` begins.
+        """Return the common token prefix of all conversations that begin with `messages[0]`.
 
         Found by rendering conversations that go on differently and keeping what they have in common; empty
         when the template admits fewer than two of them. A template may still do something new with a
-        conversation unlike all those, so whoever shares the prefix compares it with the prompt first.
+        conversation unlike all those, so the caller compares the prefix with the prompt first.
 
         Raises:
             ChatTemplateError: no messages, or no template.
@@ -309,7 +309,7 @@ class Tokenizer:
         return self.common_prefix(prompt.others)
 
     def common_prefix(self, prompts: Sequence[str]) -> list[int]:
-        """The tokens that prompts have in common; none of fewer than two."""
+        """Return the common token prefix of prompts; empty for fewer than two prompts."""
         rows = [self.encode_prompt(prompt) for prompt in prompts]
         return _common_prefix(rows) if len(rows) > 1 else []
 
@@ -322,10 +322,10 @@ class Tokenizer:
         goes_on: bool = False,
         with_others: bool = False,
     ) -> ChatPrompt:
-        """Begins to render a conversation; the arguments and errors are those of `apply_chat_template`.
+        """Start rendering a conversation; the arguments and errors are those of `apply_chat_template`.
 
         Args:
-            with_others: also conversations that go on otherwise after the first message.
+            with_others: whether to render other continuations of the first message, too.
         """
         if not self.has_chat_template:
             raise ChatTemplateError("the model has no chat template; send a prompt instead of messages")
@@ -353,10 +353,10 @@ class Tokenizer:
         return ChatPrompt(rendering, len(conversations) - 1)
 
     def rehearse(self) -> None:
-        """Renders and tokenizes a conversation for nobody, so that the first request finds all of it built.
+        """Render and tokenize a sample conversation, so that the first request need not wait for the set-up.
 
-        These are the processes of the chat template, and the bound of `least_tokens`. A template may refuse the
-        conversation; a request that meets the same is answered with it.
+        This starts the chat template's processes and computes the bound of `least_tokens`. A template's refusal is
+        ignored here; a request that causes the same refusal gets it as its error.
         """
         self.least_tokens("Hello")
         if self.has_chat_template:
@@ -367,9 +367,9 @@ class Tokenizer:
 
 
 def byte_characters() -> dict[int, str]:
-    """The character that stands for each byte in a byte-level vocabulary, as GPT-2 chose them.
+    """Return each byte's character in a byte-level vocabulary, as in GPT-2.
 
-    A printable byte of Latin-1 stands for itself, the others for the characters from 256 on, in ascending order.
+    A printable byte of Latin-1 maps to itself. The other bytes map to the characters from 256 on, in ascending order.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -377,7 +377,7 @@ def byte_characters() -> dict[int, str]:
 
 
 def _own_process(backend: "Backend") -> TokenizerProcess | None:
-    """A process for a tokenizer that may take any time; None for a tokenizer that cannot."""
+    """Return a process for a tokenizer with unbounded run time; None for a tokenizer with bounded run time."""
     parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     settings = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
     settings["model"] = {"max_input_chars_per_word": getattr(backend.model, "max_input_chars_per_word", None)}
@@ -392,11 +392,11 @@ def _own_process(backend: "Backend") -> TokenizerProcess | None:
     return None
 
 
-_MAX_GROWTH = 1024  # real ones put three bytes or one word in the place of a character
+_MAX_GROWTH = 1024  # real tokenizers replace a character with three bytes or one word
 
 
 def _check_growth(backend: "Backend") -> None:
-    """Refuses a normalizer or a decoder whose replacements would make a short text take all memory."""
+    """Refuse a normalizer or a decoder if its replacements could make a short text take all memory."""
     for part in ("normalizer", "decoder"):
         found = getattr(backend, part)
         growth = 1 if found is None else _growth(json.loads(found.__getstate__()))
@@ -405,7 +405,7 @@ def _check_growth(backend: "Backend") -> None:
 
 
 def _growth(step: Any) -> int:
-    """How many times as long a text may become, by the lengths of what a normalizer or a decoder puts in."""
+    """Return the factor by which the replacements of a normalizer or a decoder can lengthen a text."""
     if isinstance(step, list):
         return prod(_growth(part) for part in step)
     if not isinstance(step, dict):
@@ -416,14 +416,14 @@ def _growth(step: Any) -> int:
 
 
 def check_template(template: str) -> None:
-    """Raises ChatTemplateError where it cannot be compiled."""
+    """Check that a chat template can be compiled; raises ChatTemplateError otherwise."""
     fault = TemplateRenderer({_DEFAULT: template}).fault(_DEFAULT)
     if fault:
         raise ChatTemplateError(fault)
 
 
 def _common_prefix(rows: Sequence[list[int]]) -> list[int]:
-    """The longest list that every row starts with."""
-    first, last = min(rows), max(rows)  # in lexical order these two differ earliest
+    """Return the longest common prefix of the rows."""
+    first, last = min(rows), max(rows)  # in lexical order these two rows differ earliest
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[:length]

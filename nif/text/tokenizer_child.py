@@ -1,7 +1,7 @@
-"""The process in which a tokenizer runs whose expressions nobody has checked; tokenizer_process.py starts it.
+"""The process that runs a tokenizer with unchecked expressions; tokenizer_process.py starts it.
 
 The tokenizers package searches with expressions of the model's file, and nothing can interrupt it. So the kernel ends
-this process when one text takes more processor time than its limit: SIGPROF ends a process inside of C code, too.
+this process if one text exceeds its processor time. SIGPROF also ends a process inside C code.
 """
 
 import json
@@ -15,17 +15,17 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-JOB = struct.Struct("!dI")  # seconds of processor time that it may take, and its bytes of JSON
-ANSWER = struct.Struct("!I")  # its bytes of JSON
+JOB = struct.Struct("!dI")  # the limit in seconds of processor time, and the number of bytes of JSON
+ANSWER = struct.Struct("!I")  # the number of bytes of JSON
 MAX_ERROR = 300  # characters of an exception's text
 
 
 def main() -> None:
-    """Serves one job after another, the first of which is the tokenizer, until the input closes."""
+    """Serve one job after another until the input closes. The first job loads the tokenizer."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # should the machine run out of memory, this process goes first
+    with suppress(OSError):  # if the machine runs out of memory, this process is killed first
         Path("/proc/self/oom_score_adj").write_text("1000")
     tokenizer: Tokenizer | None = None
     reading, writing = sys.stdin.buffer, sys.stdout.buffer
@@ -40,7 +40,7 @@ def main() -> None:
                 answer: Any = [None, ""]
             else:
                 answer = [_encode(tokenizer, *json.loads(data)), ""]
-        except BaseException as fault:  # a panic of the package is no Exception
+        except BaseException as fault:  # a panic of the package does not derive from Exception
             answer = [None, (" ".join(str(fault).split()) or type(fault).__name__)[:MAX_ERROR]]
         signal.setitimer(signal.ITIMER_PROF, 0)
         told = json.dumps(answer).encode()
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _load(job: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a file, with the tokens that another file adds: a normalizer reads these, too."""
+    """Load the tokenizer of a file, with another file's added tokens, because the normalizer reads these, too."""
     tokenizer = Tokenizer.from_str(job["tokenizer"])
     tokenizer.no_truncation()
     tokenizer.no_padding()

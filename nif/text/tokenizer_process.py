@@ -1,12 +1,12 @@
-"""Tokenizers with expressions of their own: they run in a process that has a limit of time (ADR 51).
+"""Runs tokenizers with unknown expressions in a process with a time limit (ADR 51).
 
     unchecked(settings)             # expressions of a tokenizer.json that are not in KNOWN
     process = TokenizerProcess(json)
     process.encode(text).ids        # TokenizerError once it takes too long; the next text has a new process
 
-A pre-tokenizer and a normalizer are lists of steps, some of which search the text with a regular expression of the
-file. One search may take years, and the tokenizers package cannot be interrupted. The expressions in KNOWN are those of
-models that people use; they take a time in proportion to the text, and run in the caller's thread.
+A pre-tokenizer and a normalizer are lists of steps. Some steps search the text with a regular expression of the file.
+One search may take years, and the tokenizers package cannot be interrupted. KNOWN holds the expressions of popular
+models. Their time is proportional to the text, so these expressions run in the caller's thread.
 """
 
 import json
@@ -57,13 +57,13 @@ KNOWN = frozenset(
         *(" {2,}", r"\s+", r"\s{2,}|[\n\r\t]", r"[\n\r\t]"),
     )
 )
-# Processor time. A tokenizer of 256,000 tokens is read in two seconds, and others cut up a megabyte in one.
+# Limits of processor time. A tokenizer of 256,000 tokens loads in two seconds, and tokenizing a megabyte takes one.
 LOAD_S = 20.0
 ENCODE_S = 2.0
 ENCODE_S_PER_BYTE = 10e-6
 # A WordPiece model tries all ends of a piece at each place of a word, so a word's length counts squared.
 MAX_WORD = 1000
-_MAX_DEPTH = 8  # of a configuration
+_MAX_DEPTH = 8  # the deepest nesting of a configuration
 
 
 class Encoding(Protocol):
@@ -87,7 +87,7 @@ class _Encoded:
 
 
 def unchecked(settings: Mapping[str, Any]) -> list[str]:
-    """The parts of a tokenizer that may take longer than in proportion to a text.
+    """Return the parts of a tokenizer that may take more than linear time.
 
     Args:
         settings: the content of a tokenizer.json.
@@ -100,12 +100,12 @@ def unchecked(settings: Mapping[str, Any]) -> list[str]:
 
 
 def decoder_expressions(settings: Mapping[str, Any]) -> list[str]:
-    """The expressions of a tokenizer's decoder, which no process of its own runs."""
+    """Return the expressions of a tokenizer's decoder, which runs in this process."""
     return [each for each in _expressions(settings.get("decoder")) if each not in KNOWN]
 
 
 def _expressions(step: Any) -> Iterator[str]:
-    """All regular expressions within a step of a tokenizer."""
+    """Yield all regular expressions within a step of a tokenizer."""
     if isinstance(step, list):
         for each in step:
             yield from _expressions(each)
@@ -118,11 +118,11 @@ def _expressions(step: Any) -> Iterator[str]:
 
 
 class TokenizerProcess:
-    """A tokenizer in a process of its own; threads may share it, and wait for one another.
+    """A tokenizer in a process of its own. Threads may share it and wait for one another.
 
     Args:
         tokenizer: the content of a tokenizer.json.
-        added: texts of tokens that another file adds.
+        added: texts of another file's added tokens.
     """
 
     def __init__(self, tokenizer: str, added: Sequence[str] = ()) -> None:
@@ -132,16 +132,16 @@ class TokenizerProcess:
         weakref.finalize(self, _close, self._open)
 
     def load(self) -> None:
-        """Starts the process, if it does not run.
+        """Start the process if it is not running.
 
         Raises:
-            TokenizerError: the tokenizer cannot be read, or that takes too long.
+            TokenizerError: the tokenizer cannot be loaded, or loading takes too long.
         """
         with self._lock:
             self._load()
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoding:
-        """The tokens of a text, or of two.
+        """Return the tokens of a text, or of two texts.
 
         Raises:
             TokenizerError: the tokenizer fails on this text, or takes too long.
@@ -179,14 +179,14 @@ class TokenizerProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # Not a fork of this process: its threads and locks must not be copied.
+    # Do not fork this process, because its threads and locks must not be copied.
     code = "from genbatch.nif.text.tokenizer_child import main; main()"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # the terminal's Ctrl-C is not for it
+        start_new_session=True,  # keep the terminal's Ctrl-C away from it
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
 
@@ -196,25 +196,25 @@ def _close(processes: list[subprocess.Popen[bytes]]) -> None:
         process.kill()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with suppress(OSError):  # what is left to write has nobody to read it
+            with suppress(OSError):  # the child is gone, so unwritten bytes do not matter
                 pipe.close()
         process.wait()
     processes.clear()
 
 
 def check_loading(directory: Path) -> None:
-    """Reads the tokenizer of a directory in a process of its own, where its expressions are not known.
+    """Load a directory's tokenizer in a process first, if its expressions are unknown.
 
-    Loading a tokenizer runs its normalizer over added tokens.
+    Loading a tokenizer runs its normalizer over added tokens, which may take for ever.
 
     Raises:
-        TokenizerError: the tokenizer cannot be read, or that takes too long.
+        TokenizerError: the tokenizer cannot be loaded, or loading takes too long.
     """
     try:
         text = (directory / "tokenizer.json").read_text()
         settings = json.loads(text)
     except (OSError, ValueError, RecursionError):
-        return  # transformers says what is wrong
+        return  # transformers will report the error
     if not isinstance(settings, dict) or not unchecked(settings):
         return
     try:
@@ -226,7 +226,7 @@ def check_loading(directory: Path) -> None:
 
 
 def _texts(value: Any, depth: int = 0) -> Iterator[str]:
-    """All texts of a tokenizer's configuration that may become tokens."""
+    """Return all texts of a tokenizer's configuration that may become tokens."""
     if isinstance(value, str):
         yield value
     if isinstance(value, dict | list) and depth < _MAX_DEPTH:

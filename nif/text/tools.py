@@ -1,6 +1,6 @@
-"""Tool calls and thinking in a model's text: how each family of models writes them, and a reader that takes them apart.
+"""Tool calls and thinking in a model's text: the format of each model family, and a reader that parses the text.
 
-    format = tool_format(template)                  # by the marks that the chat template itself writes
+    format = tool_format(template)                  # by the marks in the chat template
     reader = AnswerReader(format, tools, starts_thinking=False)
     for piece in pieces:
         parts = reader.push(piece)                  # text, reasoning and pieces of calls, in order
@@ -9,8 +9,8 @@
     TEXT ── a mark that opens a call ──> CALL ── the mark that closes it ──> TEXT
     THINKING ── </think> ──> TEXT
 
-What cannot be read as a call is text: nothing that a model writes is lost. Where a format's arguments are JSON they are
-handed on while they are written; the others are read once their call is complete.
+Text that cannot be parsed as a call stays text, so no output is lost. JSON arguments are streamed while they are
+generated. Other arguments are parsed once their call is complete.
 """
 
 import ast
@@ -23,13 +23,13 @@ from enum import Enum
 from typing import Any, Protocol
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-# Characters of a call that is not JSON; more is text. Bounds what Python's parser is given.
+# Most characters of a call that is not JSON, as a bound for Python's parser. A longer call is text.
 MAX_HELD = 64 * 1024
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class Shape(Enum):
-    """How a call's name and arguments are written."""
+    """The syntax of a call's name and arguments."""
 
     JSON = "json"  # {"name": …, "arguments": {…}}, or a list of them
     NAMED_JSON = "named_json"  # name[ARGS]{…}
@@ -40,16 +40,16 @@ class Shape(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family writes calls.
+    """A model family's format of calls.
 
     Args:
-        name: for messages and tests.
-        shape: of one call.
-        opens: marks, any of which opens a call.
-        closes: the mark that closes it; "" is the end of the answer.
-        bare: the character with which an answer that is nothing but calls may begin, without a mark.
+        name: the format's name for messages and tests.
+        shape: the syntax of one call.
+        opens: marks, each of which opens a call.
+        closes: the mark that closes a call; "" means the end of the answer.
+        bare: the first character of an answer of calls only, without a mark.
         key: the name of the arguments in a JSON call.
-        detect: what a chat template that writes this format contains; all of it.
+        detect: texts that a chat template with this format contains, all of them.
     """
 
     name: str
@@ -62,13 +62,13 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that may be single special tokens, whose text must be shown to be read."""
+        """Return the marks. A mark may be a special token, and then its text must be visible to the reader."""
         inner = ("[ARGS]", "[CALL_ID]") if self.shape is Shape.NAMED_JSON else ()
         return (*self.opens, *((self.closes,) if self.closes else ()), *inner)
 
 
 HERMES = ToolFormat("hermes", Shape.JSON, ("<tool_call>",), "</tool_call>", detect=("<tool_call>",))
-# The first that fits: the narrower ones come first.
+# The first matching format is used, so narrower formats come first.
 FORMATS = (
     ToolFormat("qwen-xml", Shape.XML, ("<tool_call>",), "</tool_call>", detect=("<tool_call>", "<function=")),
     HERMES,
@@ -90,7 +90,7 @@ FORMATS = (
 
 
 def tool_format(template: str) -> ToolFormat:
-    """The format that a chat template writes calls in; Hermes' where it shows none of those known."""
+    """Return the format of calls in a chat template; Hermes' format if no known format matches."""
     for known in FORMATS:
         if all(mark in template for mark in known.detect):
             return known
@@ -99,7 +99,7 @@ def tool_format(template: str) -> ToolFormat:
 
 @dataclass(slots=True)
 class CallPiece:
-    """A piece of a call: the first has its id and name, the others more of its arguments."""
+    """A piece of a call: the first piece has the id and the name, later pieces extend the arguments."""
 
     index: int
     id: str | None = None
@@ -109,7 +109,7 @@ class CallPiece:
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of output is made of."""
+    """The parts of a piece of output."""
 
     text: str = ""
     reasoning: str = ""
@@ -120,7 +120,7 @@ class Parts:
 
 
 class Reader(Protocol):
-    """Takes one answer apart while it is written."""
+    """Parses one answer while it is generated."""
 
     def push(self, piece: str) -> Parts:
         """What is certain now."""
@@ -137,15 +137,15 @@ class _State(Enum):
 
 
 class AnswerReader:
-    """Takes one answer apart while it is written.
+    """Parses one answer while it is generated.
 
     Args:
-        format: how calls are written; None where the answer has none.
-        tools: what is offered, as the chat template gets it; gives arguments that are not JSON their types.
-        thinks: whether the answer may begin with thinking, which is told apart.
+        format: the format of calls; None if the answer has no calls.
+        tools: the offered tools in the chat template's form; they give the types of arguments that are not JSON.
+        thinks: whether the answer may begin with thinking, which is returned separately.
         starts_thinking: whether the prompt opened the thinking already.
-        begins: texts, one of which an answer begins with that has calls; any other answer is text, with marks or
-            without. Empty where calls may come anywhere.
+        begins: texts with which an answer with calls can begin; any other answer is text, even with marks.
+            Empty if calls may come anywhere.
     """
 
     def __init__(
@@ -164,9 +164,9 @@ class AnswerReader:
         self._state = _State.THINKING if starts_thinking else _State.START
         self._thinks = thinks or starts_thinking
         self._buffer = ""
-        self._opened_by = ""  # the mark of the call that is being read; "" for a bare one
+        self._opened_by = ""  # the mark of the current call; "" for a bare call
         self._call: _JSONCalls | None = None
-        self._trims = False  # white space that follows is nobody's text
+        self._trims = False  # whether following white space is dropped
         self._begun: dict[_State, bool] = {}
         self.num_calls = 0
 
@@ -186,7 +186,7 @@ class AnswerReader:
         return parts
 
     def _step(self, parts: Parts, *, at_end: bool) -> bool:
-        """Moves on by one state; False when more text is needed."""
+        """Advance by one state; returns False if more text is needed."""
         match self._state:
             case _State.START:
                 return self._start(at_end)
@@ -198,7 +198,7 @@ class AnswerReader:
                 return self._read_call(parts, at_end)
 
     def _start(self, at_end: bool) -> bool:
-        """Whether the answer begins with thinking, with a bare call, or is text."""
+        """Decide whether the answer begins with thinking, with a bare call, or with text."""
         begun = self._buffer.lstrip()
         if self._trims:
             self._buffer = begun
@@ -261,7 +261,7 @@ class AnswerReader:
         return text
 
     def _shown(self, text: str, state: _State) -> str:
-        """`text` without the white space at the very beginning."""
+        """Return `text` without white space at the answer's beginning."""
         if not self._begun.get(state):
             text = text.lstrip()
             self._begun[state] = bool(text)
@@ -305,7 +305,7 @@ class AnswerReader:
         return False
 
     def _close(self, parts: Parts, body: str, closes: str) -> None:
-        """Reads what is left of a call's text: all of it, if its beginning was of no known form."""
+        """Parse the rest of a call's text, or all of it if its beginning had no known form."""
         assert self._call is not None
         calls, self._call = self._call, None
         self._state = _State.TEXT
@@ -320,7 +320,7 @@ class AnswerReader:
             parts.calls.append(CallPiece(self._next_call(), new_call_id(), name, arguments))
 
     def _read_held(self, parts: Parts, at_end: bool) -> bool:
-        """A call of a format that is read as a whole."""
+        """Parse a call of a format that is parsed as a whole."""
         assert self._format is not None
         closes = self._format.closes if self._opened_by else ""
         found = bool(closes) and closes in self._buffer
@@ -348,11 +348,11 @@ class AnswerReader:
 
 
 def new_call_id() -> str:
-    """Nine letters and digits: what the strictest template, Mistral's, takes for an id."""
+    """Return an id of nine letters and digits, as the strictest template, Mistral's, requires."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
-# Calls in JSON, while they are written
+# Calls in JSON, parsed while they are generated
 
 _JSON_HEAD = re.compile(
     r'[\s\]\[,;}]*\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
@@ -361,12 +361,12 @@ _JSON_HEAD = re.compile(
 _NAMED_HEAD = re.compile(
     r"[\s\]\[,;}]*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*\[ARGS\]\s*(?=\{)"
 )
-# Characters in which a call without a mark must have said its name.
+# Most characters of a call without a mark before its name is complete.
 _MAX_HEAD = 512
 
 
 class _JSONCalls:
-    """One call after another: a head with a name, an object with arguments, brackets in between."""
+    """Parses one JSON call after another: a head with a name, an object with arguments, brackets in between."""
 
     def __init__(self, head: "re.Pattern[str]", next_index: Callable[[], int]) -> None:
         self._head = head
@@ -379,7 +379,7 @@ class _JSONCalls:
         self._escaped = False
 
     def feed(self, text: str, parts: Parts) -> str:
-        """Takes what it can; returns what it cannot take yet, or ever."""
+        """Consume text; returns the rest that cannot be consumed yet or at all."""
         while text:
             if not self.is_open:
                 head = self._head.match(text)
@@ -402,7 +402,7 @@ class _JSONCalls:
         return text
 
     def _scan(self, text: str) -> int:
-        """How much of `text` belongs to the object that is open."""
+        """Return the length of the part of `text` that belongs to the open object."""
         for place, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -422,7 +422,7 @@ class _JSONCalls:
 
 
 def _whole_calls(body: str) -> list[tuple[str, str]] | None:
-    """Calls in JSON whose members come in another order, or whose arguments are a string; None if it is no call."""
+    """Parse JSON calls with another order of members or with arguments in a string; None if the text is no call."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -442,7 +442,7 @@ def _whole_calls(body: str) -> list[tuple[str, str]] | None:
     return calls or None
 
 
-# Calls that are read as a whole
+# Calls that are parsed as a whole
 
 _Calls = list[tuple[str, dict[str, Any]]]
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -461,7 +461,7 @@ def _read_xml(body: str, schemas: Mapping[str, Any]) -> _Calls:
 
 
 def _typed(text: str, schema: object) -> Any:
-    """A value that was written without quotes, as its schema has it: JSON unless it is a string."""
+    """Convert an unquoted value by its schema: JSON unless the schema says string."""
     wanted = schema.get("type") if isinstance(schema, dict) else None
     if wanted == "string":
         return text
@@ -507,10 +507,10 @@ _MAX_DEPTH = 32
 
 
 def _called_value(text: str, place: int, depth: int) -> tuple[Any, int]:
-    """A value of Gemma's notation, and where it ends.
+    """Parse a value in Gemma's notation; returns the value and its end.
 
     Raises:
-        ValueError, IndexError: it is none.
+        ValueError, IndexError: the text is no such value.
     """
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
@@ -547,7 +547,7 @@ _READERS: dict[Shape, Callable[[str, Mapping[str, Any]], _Calls]] = {
 
 
 def _held_back(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end that may be the beginning of a mark, with the white space in front of them."""
+    """Count the characters at the end that may begin a mark, with the white space before them."""
     longest = max(map(len, marks)) - 1
     keep = 0
     for length in range(min(longest, len(text)), 0, -1):
@@ -558,7 +558,7 @@ def _held_back(text: str, marks: Sequence[str]) -> int:
     return keep + len(shown) - len(shown.rstrip())
 
 
-# Conversations for a template that knows no tools
+# Conversations for a template without tools
 
 _OFFER = """You may call functions to help with the user's request. They are described in JSON, one a line:
 <tools>
@@ -574,11 +574,11 @@ To call a function, answer with a JSON object of its name and arguments inside <
 def plain_conversation(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The conversation with tools, calls and their answers written into its texts, in Hermes' format.
+    """Write tools, calls and their answers into a conversation's texts, in Hermes' format.
 
     Args:
-        messages: as transformers' templates take them, `arguments` being objects.
-        tools: what is offered; may be none.
+        messages: messages in the form of transformers' templates, with objects as `arguments`.
+        tools: the offered tools; may be empty.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
