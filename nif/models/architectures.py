@@ -1,10 +1,10 @@
-"""Architecture: what the C kernels have to know of a model beside its sizes, as data.
+"""Architecture: describes a model's architecture to the C kernels and the loader, as data.
 
-Neither the kernels nor the loader has a branch for any architecture: they ask where the norms stand, which activation
-there is, what the tensors are called. How to add one: nif/native/README.md.
+Neither the kernels nor the loader has a branch for any architecture. They read the places of the norms, the activation
+and the tensors' names from the description. nif/native/README.md tells how to add an architecture.
 
-Beside it is what a configuration says about a model's layers, how far each looks back and the longest sequence, and
-which models are encoders, of which there are embeddings and no generated text.
+The module also reads the layers, their windows and the longest sequence from a configuration. It tells which models
+are encoders, which give embeddings and no generated text.
 """
 
 import math
@@ -44,7 +44,7 @@ RECURRENT_KINDS = ("linear_attention", "mamba")
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What the tensors are called, without ".weight" and ".bias"; a None is not there.
+    """The tensors' names, without ".weight" and ".bias"; None means that the model has no such tensor.
 
     Args:
         layer: the beginning of a layer's names; {} is its number.
@@ -74,14 +74,14 @@ class Tensors:
     in_files: tuple[tuple[str, str], ...] = ()
 
     def stored(self, name: str, names: Collection[str]) -> str:
-        """What a source with these names calls a tensor; its own name where it has none of them."""
+        """Return a tensor's name in a source with these names; the given name if the source has no other."""
         renamed = (name.replace(part, written) for part, written in self.in_files)
         return next((other for other in renamed if name not in names and other in names), name)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """A mixture in the place of the MLP.
+    """A mixture of experts in the place of the MLP.
 
     Args:
         count: experts of a layer.
@@ -260,18 +260,18 @@ LACKING = {
 
 
 def described(model_class: type) -> bool:
-    """Whether a configuration says all that there is to know of a model of this class of transformers."""
+    """Whether a configuration describes a model of this transformers class completely."""
     return model_class.__name__ in ARCHITECTURES
 
 
 def kv_heads_of(config: Any) -> int:
-    """Heads of keys and values."""
+    """Return the number of KV heads."""
     heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads
 
 
 def head_dim_of(config: Any) -> int:
-    """Elements of a head."""
+    """Return the number of elements of a head."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 
@@ -287,7 +287,7 @@ def gated_rows(names: Sequence[str], config: Any) -> tuple[SomeRows, ...]:
 
 
 def widest_mlp(config: Any) -> int:
-    """The inner size of the widest MLP of any layer."""
+    """Return the inner size of the widest MLP of any layer."""
     size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest: int = max(size) if isinstance(size, list | tuple) else size
     return widest * 2 if getattr(config, "use_double_wide_mlp", False) else widest
@@ -776,7 +776,7 @@ ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {
 
 
 def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...]:
-    """The model's layers by how far back they attend, in the order in which each kind first appears.
+    """Group the model's layers by their attention window, in the order of each window's first layer.
 
     Args:
         name: the model's, for errors.
@@ -819,7 +819,7 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
-    """What each layer keeps in the KV cache, of a model that has an `Architecture`."""
+    """Return the shapes of each layer's entries in the KV cache, for a model with an `Architecture`."""
     head_dim, count = head_dim_of(config), int(config.num_hidden_layers)
     shapes = [LayerShape(kv_heads_of(config), head_dim, head_dim)] * count
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
@@ -829,13 +829,13 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
 
 
 def max_position(name: str, config: "PreTrainedConfig") -> int:
-    """How many positions one sequence may have.
+    """Return the most positions of one sequence.
 
-    Rotary embeddings or queries that are rescaled once a sequence is long would change the other sequences of the same
-    forward and contradict the keys already cached, so such a model ends where the rescaling would begin.
+    Some models rescale rotary embeddings or queries in long sequences. That would change other sequences of the same
+    forward and contradict cached keys. So such a model's limit is the position at which the rescaling begins.
 
     Raises:
-        ModelError: the configuration does not say.
+        ModelError: the configuration has no such limit.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
@@ -854,12 +854,12 @@ GROUPS = (LayerGroup((0,)),)
 """One group of one layer, whose blocks hold a text's token ids; see EncoderRunner."""
 LAYERS = (LayerShape(1, 1, 1),)
 
-# What a tokenizer says that knows no bound.
+# The length of a tokenizer without a limit.
 _NO_BOUND = 10**9
 
 
 def is_encoder(config: "PreTrainedConfig") -> bool:
-    """Whether a model of this configuration reads a text in both directions."""
+    """Whether a model with this configuration is bidirectional."""
     settings: Any = config.get_text_config()
     if settings.is_encoder_decoder or getattr(settings, "is_decoder", False):
         return False
@@ -871,10 +871,10 @@ def is_encoder(config: "PreTrainedConfig") -> bool:
 
 
 def encoder_class(source: str, config: Any) -> Any:
-    """transformers' class of an encoder, without any head but one that scores texts.
+    """Return transformers' class of an encoder, without a head or with a head that scores texts.
 
     Raises:
-        ModelError: there is none, or the weights belong to a head that decides something else.
+        ModelError: there is no such class, or the weights belong to another kind of head.
     """
     written = getattr(config, "architectures", None) or [""]
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
@@ -893,10 +893,10 @@ def encoder_class(source: str, config: Any) -> Any:
 def load_encoder(
     source: str, directory: Path, config: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, frozenset[str]]:
-    """The module as `encoder_class` says, and the names of its files' tensors that it has no place for.
+    """Load an encoder's module; also returns the names of the files' tensors that the module does not have.
 
     Raises:
-        ModelError: its weights cannot be read or lack something, or as `encoder_class`.
+        ModelError: the weights cannot be read or are incomplete, or as `encoder_class`.
     """
     model_class = encoder_class(source, config)
     try:
@@ -913,13 +913,13 @@ def load_encoder(
 
 
 def encoder_positions(source: str, hf: "PreTrainedModel", tokenizer_bound: int | None) -> int:
-    """How many tokens one text may have.
+    """Return the most tokens of one text.
 
     Args:
-        tokenizer_bound: what the tokenizer says.
+        tokenizer_bound: the tokenizer's own limit.
 
     Raises:
-        ModelError: nobody says.
+        ModelError: neither the configuration nor the tokenizer has a limit.
     """
     config: Any = hf.config
     limit = getattr(config, "max_position_embeddings", None)

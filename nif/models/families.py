@@ -1,4 +1,4 @@
-"""What runs natively, listed by the code: `python -m genbatch.nif.models.families` prints the list of docs/guide.md."""
+"""Lists the native model families: `python -m genbatch.nif.models.families` prints the list of docs/guide.md."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""GgufFamily: how the files of one architecture differ from transformers' modules, as data. gguf_file.py reads them.
+"""GgufFamily: describes the differences between one architecture's files and transformers' modules, as data.
 
 family = family_of(file)                  # None: transformers converts such a file
 family.layer_names["attn_q"]              # "self_attn.q_proj"
@@ -33,7 +33,7 @@ _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """What is particular to the files of one architecture.
+    """The differences of one architecture's files from transformers' modules.
 
     Args:
         layer_names: transformers' name for each of a layer's tensors.

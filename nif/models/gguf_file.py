@@ -1,4 +1,4 @@
-"""A GGUF file as it is: metadata, tensors as views, and what transformers wants to know of it. Nothing is converted.
+"""Reads a GGUF file without converting it: metadata, tensors as views, and transformers' configuration and tokenizer.
 
 file = GgufFile("model.gguf", Path("model.gguf"))
 config, tokenizer = gguf_config(file), gguf_tokenizer(file)
@@ -77,26 +77,26 @@ class GgufFile:
             raise self.fault(f"the file ends within its header ({len(self._view)} bytes)") from fault
 
     def fault(self, reason: str) -> ModelError:
-        """An error that names this file, on one line whatever names the file has in it."""
+        """Return an error that names this file, always on one line."""
         return ModelError(self.model, f"{self.path.name}: {' '.join(reason.split())}")
 
     @property
     def architecture(self) -> str:
-        """GGUF's name of the family, such as "llama"."""
+        """Return GGUF's name of the family, such as "llama"."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
             raise self.fault("the metadata lack general.architecture")
         return name
 
     def names(self) -> Collection[str]:
-        """The tensors' names as the file has them."""
+        """Return the tensors' names in the file."""
         return self._entries.keys()
 
     def tensor(self, name: str) -> StoredTensor:
-        """A view of one tensor, under the file's own name.
+        """Return a view of one tensor, by its name in the file.
 
         Raises:
-            ModelError: its type is not one that is read, or its bytes are not in the file.
+            ModelError: the tensor's type is not supported, or its bytes are outside the file.
         """
         if name not in self._entries:
             raise self.fault(f"tensor {name} is missing")
@@ -225,8 +225,8 @@ class GgufWeights:
     """A GGUF file's tensors by transformers' names. Implements `WeightSource`.
 
     Args:
-        file: whose architecture is one of `FAMILIES`.
-        config: what `gguf_config` made of it.
+        file: a file of a family in `FAMILIES`.
+        config: the file's configuration from `gguf_config`.
     """
 
     def __init__(self, file: GgufFile, config: "PreTrainedConfig") -> None:
@@ -235,7 +235,7 @@ class GgufWeights:
         family = family_of(file.architecture, file.metadata)
         assert family is not None, "a file of another family is converted"
         self._family = family
-        # A tensor that the family has no name for keeps its own: who compares names finds it.
+        # A tensor without a name in the family keeps its own name, so that `check_all_used` reports it.
         of_config = _OF_CONFIG if file.architecture == "phi3" else _OF_CONFIG[:1]
         self._stored: dict[str, str] = {}  # by transformers' names
         self._row: dict[str, int] = {}  # of transformers' tensors that are one row of a stored one
@@ -354,10 +354,10 @@ class GgufWeights:
 
 
 def gguf_config(file: GgufFile) -> "PreTrainedConfig":
-    """The configuration that transformers would make of the file's metadata.
+    """Build the configuration that transformers would make of the file's metadata.
 
     Raises:
-        ModelError: the metadata lack something or contradict themselves.
+        ModelError: the metadata are incomplete or contradictory.
     """
     from transformers import AutoConfig
     from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
@@ -407,7 +407,7 @@ def gguf_config(file: GgufFile) -> "PreTrainedConfig":
 
 
 def _settle_layers(file: GgufFile, family: GgufFamily, settings: dict[str, Any]) -> None:
-    """What the metadata say in other words of layers that do not attend."""
+    """Translate the metadata about layers without attention to the configuration's settings."""
     heads = settings.get("num_key_value_heads")
     if family.other_layers is not None and isinstance(heads, list):
         if len({*heads} - {0}) != 1:
@@ -426,7 +426,7 @@ _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the one that scales i
 
 
 def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
-    """What the metadata say in other words than a configuration: the scale of scores, and the rotary embedding."""
+    """Translate the scale of scores and the rotary embedding from the metadata to the configuration's settings."""
     head_dim = settings.get("head_dim")
     if head_dim is None and settings.get("hidden_size") and settings.get("num_attention_heads"):
         head_dim = settings["hidden_size"] // settings["num_attention_heads"]
@@ -564,7 +564,7 @@ def _positive(file: GgufFile, key: str, default: float) -> float:
 
 
 def check_unscaled(file: GgufFile) -> None:
-    """Refuses a file whose rotary embedding transformers would read as a plain one, since it knows none of these keys.
+    """Refuse a file with a scaled rotary embedding that transformers would silently read as a plain one.
 
     Raises:
         ModelError: the reason names the key or the tensor.
@@ -595,10 +595,10 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 
 
 def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase":
-    """The tokenizer that transformers makes of the file's vocabulary, with the file's chat template.
+    """Build transformers' tokenizer from the file's vocabulary, with the file's chat template.
 
     Raises:
-        ModelError: the vocabulary is missing or not one that transformers reads.
+        ModelError: the vocabulary is missing, or transformers cannot read it.
     """
     from transformers import PreTrainedTokenizerFast, integrations
 
@@ -635,12 +635,12 @@ _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
 def gguf_end_tokens(file: GgufFile, vocab_size: int) -> frozenset[int]:
-    """Ids that end a generation: of the text, and of the turn where the file names one.
+    """Return the ids that end a generation: the end of the text, and the end of the turn if the file names it.
 
-    Harmony's turns have several messages, each with its end. There an answer ends with its last, or with a call.
+    Harmony's turns have several messages, each with its own end. There only the last message or a call ends an answer.
 
     Raises:
-        ModelError: one is no whole number below `vocab_size`, the width of the logits.
+        ModelError: an id is no whole number below `vocab_size`, the width of the logits.
     """
     keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot")]
     named = [token_ids(file.model, f"{file.path.name}: {key}", file.metadata.get(key), vocab_size) for key in keys]

@@ -41,7 +41,7 @@ class LazyModule:
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model; immutable, shared by whatever runs it.
+    """A loaded model. It is immutable, and all runners share it.
 
     Args:
         name: what to call it towards users.

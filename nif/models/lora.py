@@ -1,11 +1,11 @@
-"""LoRA adapters: what PEFT wrote about a model's linears, read, checked and named.
+"""LoRA adapters: reads and checks PEFT's adapters of a model's linears, and keeps them by name.
 
     adapters = Adapters(model, AdapterLimits())
     adapters.add(adapters.read("sql", Path("adapters/sql")))     # adapter_config.json, adapter_model.safetensors
     adapters["sql"].linears["model.layers.0.mlp.up_proj"]        # LoraLinear: a, b, scale
 
-A linear with an adapter gives  x W^T + scale * (x A^T) B^T.  What would make a model say something else than PEFT does
-is refused by the name of the field or the tensor: what is not known here must not be left out silently.
+A linear with an adapter computes  x W^T + scale * (x A^T) B^T.  An adapter that would give other results than with PEFT
+is refused, and the error names the field or the tensor. Unknown fields are never ignored silently.
 """
 
 import hashlib
@@ -75,12 +75,12 @@ _handles = count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLimits:
-    """Bounds of what is loaded.
+    """Limits for loading adapters.
 
     Args:
-        max_loras: adapters at once.
-        max_lora_rank: of each.
-        max_memory_percent: fraction of the free memory that one may take.
+        max_loras: most adapters at once.
+        max_lora_rank: the highest rank of an adapter.
+        max_memory_percent: the fraction of the free memory that one adapter may take.
     """
 
     max_loras: int = 32
@@ -89,13 +89,13 @@ class AdapterLimits:
 
 
 class Adapters(Mapping[str, LoraAdapter]):
-    """The adapters of a model that are loaded, by name; they outlive the contexts that use them.
+    """A model's loaded adapters by name; they outlive the contexts that use them.
 
     Args:
-        model: what they adapt.
-        limits: how many, and how large.
-        refusal: why none can be; None where they can.
-        probe: bytes of free memory; None when unknown.
+        model: the adapted model.
+        limits: the limits of number and size.
+        refusal: the reason why no adapter can be loaded; None if adapters can be loaded.
+        probe: returns the bytes of free memory; None if unknown.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Adapters(Mapping[str, LoraAdapter]):
         refusal: str | None = None,
         probe: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.base = ""  # what the model is called beside its own name
+        self.base = ""  # another name of the model
         self._model = model
         self._limits = limits or AdapterLimits()
         self._refusal = refusal
@@ -123,7 +123,7 @@ class Adapters(Mapping[str, LoraAdapter]):
         return len(self._loaded)
 
     def check(self, name: str) -> None:
-        """Raises AdapterError unless one more adapter may have this name."""
+        """Check that another adapter may have this name; raises AdapterError otherwise."""
         if self._refusal is not None:
             raise AdapterError(name, self._refusal)
         if _NAME.fullmatch(name) is None:
@@ -137,16 +137,16 @@ class Adapters(Mapping[str, LoraAdapter]):
             raise AdapterError(name, f"{len(self._loaded)} are loaded, and max_loras allows no more")
 
     def read(self, name: str, path: Path) -> LoraAdapter:
-        """The adapter in a directory, not yet one of these; may take seconds, and run on any thread.
+        """Read an adapter from a directory without adding it. This may take seconds, and any thread may call it.
 
         Raises:
-            AdapterError: it cannot be served; the message names the file, and the field or the tensor.
+            AdapterError: the adapter cannot be served; the message names the file, and the field or the tensor.
         """
         self.check(name)
         return read_lora(name, path, self._model, self._limits, self._probe())
 
     def add(self, adapter: LoraAdapter) -> None:
-        """Makes it one of these.
+        """Add an adapter.
 
         Raises:
             AdapterError: as `check`.
@@ -155,25 +155,25 @@ class Adapters(Mapping[str, LoraAdapter]):
         self._loaded[adapter.name] = adapter
 
     def find(self, name: str) -> LoraAdapter | None:
-        """The one that a new request may have; None where there is none of the name, or it is on its way out."""
+        """Return the adapter for a new request; None if no adapter has the name, or the adapter is retired."""
         return None if name in self._retired else self._loaded.get(name)
 
     def serving(self) -> list[LoraAdapter]:
-        """Those that new requests may have."""
+        """Return the adapters for new requests."""
         return [adapter for name, adapter in self._loaded.items() if name not in self._retired]
 
     def retire(self, name: str) -> None:
-        """Lets no new request have it; it stays loaded for those that do."""
+        """Retire an adapter: refuse new requests for it, but keep it loaded for open requests."""
         self._retired.add(name)
 
     def remove(self, name: str) -> LoraAdapter:
-        """Forgets one."""
+        """Remove an adapter."""
         self._retired.discard(name)
         return self._loaded.pop(name)
 
 
 def read_lora(name: str, path: Path, model: "Model", limits: AdapterLimits, free: int | None = None) -> LoraAdapter:
-    """Reads and checks the two files of an adapter, within so many bytes of free memory; see `Adapters.read`."""
+    """Read and check the two files of an adapter, within the given bytes of free memory; see `Adapters.read`."""
     path = _directory(name, path)
     raw, config = _read_config(name, path / CONFIG)
     linears = _targets(model)
@@ -364,7 +364,7 @@ def _targets(model: "Model") -> dict[str, tuple[int, int]]:
 
 
 def _expected(config: Mapping[str, Any], model: "Model", patterns: _Patterns) -> list[str]:
-    """The modules that the configuration says are adapted."""
+    """Return the modules that the configuration adapts."""
 
     def names(field: str, module: str) -> bool:
         """Whether PEFT's list of endings, or its expression, means a module."""

@@ -87,7 +87,7 @@ def load_model(
     pooling: str = "",
     progress: Progress | None = None,
 ) -> Model:
-    """Finds, loads and checks a model.
+    """Find, load and check a model.
 
     Args:
         source: a name ("smollm2"), a Hugging Face directory, a .gguf file, or a Hugging Face id.
@@ -160,14 +160,14 @@ def describe_model(
     progress: Progress | None = None,
     found: ModelSource | None = None,
 ) -> Model | None:
-    """As `load_model` for the CPU, but the weights stay in their files: `Model.weights` has them, `Model.hf` none.
+    """Load a model for the CPU, but leave the weights in their files: `Model.weights` reads them, `Model.hf` has none.
 
     Args:
-        found: what `resolve_model` has made of the source, where it was asked before.
+        found: the result of `resolve_model`; None resolves the source here.
 
     Returns:
-        None where the configuration alone does not describe the family's layers, and for models with hidden states that
-        are read: `load_model` has to look.
+        The model, or None if only `load_model` can load it: its configuration does not describe the layers completely,
+        or the model returns hidden states.
 
     Raises:
         ModelError: the model cannot be found or read, or lacks a tensor.
@@ -232,7 +232,7 @@ class _Files(Protocol):
     is_encoder: bool
 
     def pooling(self) -> Pooling | None:
-        """How they say that embeddings are made; None where they speak of none."""
+        """Return the files' own pooling of embeddings; None if the files name none."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...
@@ -240,7 +240,7 @@ class _Files(Protocol):
     def weights(self) -> WeightSource: ...
 
     def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
-        """Ids that end a generation; each is below `vocab_size`, the width of the logits."""
+        """Return the ids that end a generation; each is below `vocab_size`, the width of the logits."""
         ...
 
     def sampling(self) -> Mapping[str, float]:
@@ -309,7 +309,7 @@ class _Directory:
         return TextWeights(whole) if self.is_part else whole
 
     def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
-        """What generation_config.json names, else config.json; and the tokenizer's own."""
+        """Return the ids in generation_config.json or else config.json, and the tokenizer's own."""
         where = "generation_config.json" if self._generation is not None else "config.json"
         if self._generation is not None:
             named = self._generation.get("eos_token_id")
@@ -321,7 +321,7 @@ class _Directory:
         return own | token_ids(self._source, f"{where}: eos_token_id", named, vocab_size)
 
     def sampling(self) -> Mapping[str, float]:
-        """What generation_config.json says, unless that is greedy. To draw without a temperature is to draw at 1."""
+        """Return the parameters in generation_config.json, unless they are greedy. The default temperature is 1."""
         said = self._generation or {}
         if said.get("do_sample") is False:
             return {}
@@ -336,7 +336,7 @@ def _read_whole(config: Any) -> None:
 
 
 def _log_expanded(name: str, config: Any, layers: Sequence[LayerShape], itemsize: int) -> None:
-    """Tells what keys and values take that the model makes of a compressed row, and are kept as every head's own."""
+    """Log the size of keys and values that the model expands from a compressed row, as each head's are stored."""
     rank, rotated = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if isinstance(rank, int) and isinstance(rotated, int):
         kept = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in layers) * itemsize
@@ -345,7 +345,7 @@ def _log_expanded(name: str, config: Any, layers: Sequence[LayerShape], itemsize
 
 
 def own_sampling(said: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling parameters that are in their range; a file may say anything."""
+    """Return the sampling parameters that are in their range, because a file may hold any value."""
     numbers = {name: said[name] for name in FILE_SAMPLING if isinstance(said.get(name), int | float)}
     return {name: value for name, value in numbers.items() if value is not True and FILE_SAMPLING[name](value)}
 
@@ -378,14 +378,14 @@ class _Gguf:
         return gguf_end_tokens(self._file, vocab_size)
 
     def sampling(self) -> Mapping[str, float]:
-        """What the file's metadata say."""
+        """Return the sampling parameters in the file's metadata."""
         names = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
         said = self._file.metadata
         return own_sampling({ours: said.get(f"general.sampling.{names.get(ours, ours)}") for ours in FILE_SAMPLING})
 
 
 def _unread_tokenizer(source: str, fault: BaseException) -> BaseException:
-    """The error for a tokenizer that cannot be made; faults that are nobody's tokenizer's stay what they are."""
+    """Return the error for a tokenizer that cannot be loaded; faults with another cause are returned unchanged."""
     typed = raised(fault)
     if isinstance(typed, ModelError) or not isinstance(typed, Exception):
         return typed
@@ -543,7 +543,7 @@ def _is_replaceable(model_class: Any) -> bool:
 
 
 def _not_replaceable(model_class: Any) -> str:
-    """Why a module cannot attend over blocks of KV, and what would be needed."""
+    """Return the reason why a module cannot attend over blocks of KV, and the missing feature."""
     name = model_class.__name__
     if described(model_class):
         return f"transformers' {name} does not let its attention be replaced: only the native runner, on a CPU, runs it"

@@ -1,4 +1,4 @@
-"""What MODEL may say, and what is known to be wrong with it before anything is imported or downloaded. No torch."""
+"""Checks a MODEL argument before any import or download. This module does not import torch."""
 
 import difflib
 import os
@@ -38,12 +38,12 @@ _ALIKE = 0.8
 
 
 def written_path(text: str | os.PathLike[str]) -> Path:
-    """A path as people write it: a leading ~ is their home, or where there is none a name like others."""
+    """Expand a leading ~ to the user's home. Without a home ~ is an ordinary name."""
     return Path(os.path.expanduser(text))  # noqa: PTH111  # Path.expanduser raises where there is no home
 
 
 def check_source(source: str) -> None:
-    """Refuses what cannot be a model, whatever a network has.
+    """Refuse a source that cannot be a model, without asking a network.
 
     Args:
         source: a name, a Hugging Face directory, a .gguf file, or a Hugging Face id; only an id may be right unseen.
@@ -86,5 +86,5 @@ def check_directory(source: str, directory: Path) -> None:
 
 
 def known_names() -> str:
-    """The names of ours, for a message."""
+    """Return our model names, for a message."""
     return ", ".join(sorted(NAMED_MODELS))

@@ -1,7 +1,6 @@
-"""From what the user calls MODEL to its files: a directory of safetensors, or a GGUF file.
+"""Resolves a MODEL argument to its files: a directory of safetensors, or a GGUF file.
 
-Where a file has to be converted first, that is done here too; transformers' own bars, logs and warnings stay off the
-terminal meanwhile.
+This module also converts files if needed. Meanwhile transformers' own progress bars, logs and warnings are silenced.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """Reports to nobody."""
+    """Ignore the progress."""
 
 
 def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
@@ -185,10 +184,10 @@ def _resolve(source: str, progress: Progress) -> ModelSource:
 
 
 def cache_directory() -> Path:
-    """Where downloads and conversions are kept.
+    """Return the directory for downloads and conversions.
 
-    $GENBATCH_CACHE, else $XDG_CACHE_HOME/genbatch, else ~/.cache/genbatch. A user without a home, as containers have
-    them, keeps it among the temporary files.
+    It is $GENBATCH_CACHE, else $XDG_CACHE_HOME/genbatch, else ~/.cache/genbatch. For a user without a home, as in
+    containers, it is among the temporary files.
     """
     own = os.environ.get("GENBATCH_CACHE")
     if own:

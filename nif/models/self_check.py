@@ -1,4 +1,4 @@
-"""Self-check: before any request it finds out whether a model's own modules run correctly over the paged cache."""
+"""Self-check: tests before any request that a model's own modules run correctly over the paged cache."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,7 +20,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class _Probe:
-    """A step without a cache that notes what each layer brings."""
+    """A step without a cache that records each layer's shapes."""
 
     def __init__(self) -> None:
         self.calls: dict[int, AttentionCall] = {}
@@ -50,7 +50,7 @@ class _Probe:
 
 
 def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...]) -> tuple[tuple[LayerShape, ...], int]:
-    """What each layer keeps in the KV cache, and the width of the logits, seen in a forward of two tokens.
+    """Find each layer's shapes in the KV cache and the logits' width, by a forward of two tokens.
 
     Args:
         name: the model's, for errors.
@@ -85,10 +85,10 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
 
 
 def check_paged_path(name: str, model: Model) -> None:
-    """Compares the paged path with the model's own eager attention on a dozen random tokens.
+    """Compare the paged path with the model's own eager attention on a dozen random tokens.
 
-    Two sequences, the first in two chunks, the second packed beside the second chunk. That is cheap next to
-    loading, and turns every peculiarity that nobody thought of into an error at start.
+    There are two sequences. The first runs in two chunks, and the second is packed beside the second chunk. The check
+    is cheap compared with loading, and turns unforeseen peculiarities of a model into an error at start.
 
     Raises:
         ModelError: the logits differ by more than rounding explains.

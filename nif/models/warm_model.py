@@ -1,13 +1,13 @@
-"""A model's description on disk, so that its next start needs no module of transformers.
+"""Keeps a model's description on disk, so that its next start needs no module of transformers.
 
     model = kept_model(source, found, torch.float32, describe)   # None: it was not described before, or has changed
     keep_model(found, model)                                     # after `describe_model`
 
-transformers' configurations and modules take two seconds to import. A native runner asks them for the configuration's
-numbers, the shapes of tensors and the tokenizer only. These are kept in the cache directory under a name that depends
-on the model's files (sizes, times, inodes), on this code and on transformers. A file there is read only if nobody but
-this user could have written it, and if its digest is right. What is read back is compared with what was described
-before it is kept: a model whose configuration says more than its fields is not kept.
+transformers' configurations and modules take two seconds to import. A native runner needs only the configuration's
+numbers, the tensors' shapes and the tokenizer. These are kept in the cache directory. The file's name depends on the
+model's files (sizes, times, inodes), on this code and on transformers. A file is read only if no other user could have
+written it and if its digest is right. Before a description is kept, it is read back and compared with the original. So
+a configuration that its fields do not describe completely is not kept.
 """
 
 import hashlib
@@ -72,13 +72,13 @@ class KeptConfig:
         return torch.tensor(values), factor
 
     def get_text_config(self, decoder: bool = False) -> "KeptConfig":
-        """Itself: only decoders are kept."""
+        """Return this configuration, because only decoders are kept."""
         return self
 
 
 @dataclass
 class KeptTokenizer:
-    """What `Tokenizer` asks of transformers' tokenizer.
+    """The part of transformers' tokenizer that `Tokenizer` uses.
 
     Args:
         text: of tokenizer.json.
@@ -105,13 +105,13 @@ class KeptTokenizer:
 def kept_model(
     source: str, found: ModelSource, dtype: torch.dtype, describe: Callable[[], Model | None]
 ) -> Model | None:
-    """The model that `keep_model` has described, its weights in its files; None: there is none, or not of these files.
+    """Load the model that `keep_model` described, with its weights in its files; None if there is no description.
 
     Args:
-        source: what the user called the model, for errors.
-        found: its files.
-        dtype: of the weights.
-        describe: makes the model with its module, for the few who ask for that.
+        source: the user's name of the model, for errors.
+        found: the model's files.
+        dtype: the weights' dtype.
+        describe: makes the model with its module, for the few callers that need the module.
 
     Raises:
         ModelError: the weights' files cannot be read.
@@ -147,7 +147,7 @@ def kept_model(
 
 
 def keep_model(found: ModelSource, model: Model) -> None:
-    """Writes the description of what `describe_model` has made; logs why where it cannot be written."""
+    """Write the description of a model from `describe_model`; logs the reason if it cannot be written."""
     path = _place(found)
     if path is None or type(model.weights) not in (GgufWeights, SafetensorsWeights):
         return
@@ -178,7 +178,7 @@ def _weights(source: str, path: Path, config: Any) -> WeightSource:
 
 
 def _described(model: Model) -> dict[str, Any] | None:
-    """What is written; None where it does not give back what it was made of."""
+    """Return the description's content; None if reading it back would not give the same model."""
     hf, shape = model.hf, module_shape(model)
     if any(isinstance(part, torch.nn.Linear) and type(part) is not torch.nn.Linear for part in hf.modules()):
         return None
@@ -216,7 +216,7 @@ def _facts_to_keep(model: Model, shape: ModuleShape) -> dict[str, Any]:
 
 
 def _facts(kind: str, name: str, config: Any) -> list[Any]:
-    """All that a native runner makes of a configuration."""
+    """Return everything that a native runner derives from a configuration."""
     fields = json.dumps(config.to_dict(), sort_keys=True, default=str)
     sizes = [getattr(config, size, None) for size in ("hidden_size", "num_hidden_layers", "vocab_size", "head_dim")]
     sizes += [

@@ -1,12 +1,12 @@
-"""Where weights come from: tensors under transformers' names, each in the form that its file holds it in.
+"""Weight sources: tensors under transformers' names, each in its file's own format.
 
 source = SafetensorsWeights("llama", directory)      # or GgufWeights, or ModuleWeights
 tensor = source.tensor("model.layers.0.mlp.up_proj.weight")
 tensor.kind, tensor.shape                            # "BF16", (1536, 576)
 packer.linear([tensor])                              # nif/native/weights.py: straight into packed form
 
-Files are mapped, not read: a tensor is a view of its file until somebody packs it, and `release` gives the pages that
-were touched back to the system. So loading needs the packed model and a few rows at a time.
+Files are mapped, not read: a tensor is a view of its file until it is packed, and `release` returns the touched pages
+to the system. So loading needs memory for the packed model and a few rows at a time.
 """
 
 import json
@@ -162,7 +162,7 @@ class WeightSource(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives the pages that were read back to the system; what is read again comes from the files again."""
+        """Return the read pages to the system; later reads come from the files again."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Compiles the C files for the machine at hand, once, into the cache directory; a wheel brings them compiled.
+"""Compiles the C files for this machine, once, into the cache directory. A wheel brings compiled libraries.
 
-Where that cannot be done, NativeUnavailable sends the model to the general path.
+If compiling is impossible, NativeUnavailable makes the model run in torch.
 """
 
 import atexit
@@ -44,7 +44,7 @@ _MEMORY_FOLDER = "/dev/shm"
 
 
 def native_flags() -> tuple[str, ...]:
-    """The flags that let the compiler use everything this CPU has, and what the kernels should know about it."""
+    """Return the compiler flags for this CPU's instructions, and the macros that describe the CPU to the kernels."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("-mcpu=native",)
     # See gemm_bf16.c: only AMD's cores multiply pairs of bfloat16 faster than floats.
@@ -58,11 +58,11 @@ def _report_to_nobody(stage: str, done: int, total: int) -> None:
 def build_library(
     machine_flags: Sequence[str] | None = None, progress: Callable[[str, int, int], None] = _report_to_nobody
 ) -> Path:
-    """Path of the shared library for this machine: the wheel's, or compiled if the cache has none.
+    """Return the path of this machine's library: the wheel's, a cached build, or a new build.
 
     Args:
-        machine_flags: instead of `native_flags()`; tests build for lesser machines.
-        progress: called with the stage "compile" before the compiler runs, some ten seconds.
+        machine_flags: replaces `native_flags()`; tests build for older machines.
+        progress: called with the stage "compile" before the compiler runs for some ten seconds.
 
     Raises:
         NativeUnavailable: there is no compiler, or it failed.
@@ -107,7 +107,7 @@ def _build(compiler: str, flags: Sequence[str], sources: Sequence[Path], target:
 
 
 def _check_room(folder: Path) -> None:
-    """Raises OSError where a build cannot be written: the file system may be full or read-only, or a quota used up."""
+    """Check that a build can be written; raises OSError if the file system is full, read-only or over a quota."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         probe.write(bytes(_BUILD_BYTES))
         probe.flush()
@@ -124,10 +124,10 @@ def _built_for_this_process(
     reason: str,
     progress: Callable[[str, int, int], None],
 ) -> Path:
-    """A library that no other process finds: in memory, or in a folder for this user alone that goes with this process.
+    """Build a library for this process only: in memory, or in a private folder that this process removes at its end.
 
     Raises:
-        NativeUnavailable: there is no room for it anywhere.
+        NativeUnavailable: no place has room for the build.
     """
     if target in _built:
         return _built[target]
@@ -144,9 +144,9 @@ def _built_for_this_process(
 
 
 def _in_memory(library: Path) -> Path:
-    """Moves a library to memory that only this process can name, where the system has such memory.
+    """Move a library to memory that only this process can name, if the system has such memory.
 
-    A file system for temporary files may forbid to run what lies in it.
+    A file system for temporary files may forbid running its files.
     """
     if not hasattr(os, "memfd_create"):
         return library
@@ -158,10 +158,10 @@ def _in_memory(library: Path) -> Path:
 
 
 def _private_scratch() -> Path:
-    """A new folder for this user alone where there is room for a build.
+    """Create a private folder in a place with room for a build.
 
     Raises:
-        NativeUnavailable: there is none.
+        NativeUnavailable: no place has room.
     """
     faults = []
     for parent in (tempfile.gettempdir(), _MEMORY_FOLDER):
@@ -226,7 +226,7 @@ def _compiler() -> str:
 
 
 def _key(compiler: str, flags: Sequence[str]) -> str:
-    """Names a build by all that it depends on: sources, flags, compiler and CPU."""
+    """Return a build's name, a digest of its sources, flags, compiler and CPU."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCE_DIRECTORY.glob("*.c"), *SOURCE_DIRECTORY.glob("*.h")]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -241,7 +241,7 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """The CPU's model and features: a home directory may be shared by different machines."""
+    """Return the CPU's model and features, because different machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The C library as Python sees it: the structs of genbatch.h and the functions of step.c.
+"""The C library's interface in ctypes: the structs of genbatch.h and the functions of step.c.
 
 NativeMemory is memory that C reads and torch writes: page-aligned, zeroed, on huge pages where the system has them.
 """
@@ -20,7 +20,7 @@ LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
 MAX_GROUPS = 4
 MAX_ROPES = 2
 MAX_HEAD_DIM = 512
-ALL_POSITIONS = 2**31 - 1  # a window that hides nothing
+ALL_POSITIONS = 2**31 - 1  # the window of a layer without a window
 
 WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4 = range(4)
 # The types that stay as their file has them; a file's BF16 keeps its bits here, and meets float rows.
@@ -81,7 +81,7 @@ STEP_NO_MEMORY = len(STEP_ERRORS) - 1
 
 
 class Part(Structure):
-    """Outputs of a linear whose weights keep the form of their file."""
+    """Outputs of a linear that keep their weights in the file's format."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -136,7 +136,7 @@ class Experts(Structure):
 
 
 class StateLayer(Structure):
-    """Heads that keep a state."""
+    """A layer of heads with a recurrent state."""
 
     _fields_ = (
         ("taps", c_void_p),
@@ -270,7 +270,7 @@ class Step(Structure):
 
 
 class Lora(Structure):
-    """What an adapter adds to one linear."""
+    """An adapter's matrices for one linear."""
 
     _fields_ = (
         ("a", c_void_p),
@@ -286,7 +286,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     """Loads a library that `build_library` made and declares its functions.
 
     Raises:
-        NativeUnavailable: it does not load, or its structs are not those above.
+        NativeUnavailable: the library does not load, or its structs differ from those above.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -372,7 +372,7 @@ class NativeMemory:
 
 
 class NativeArena:
-    """Memory handed out end to end from few allocations; released with the object.
+    """Reserves memory end to end from a few large allocations, and releases it with the object.
 
     Args:
         library: what `native_library` returned.
@@ -401,5 +401,5 @@ class NativeArena:
         return chunk.address + self._start, chunk.tensor[self._start : self._start + size]
 
     def shrink(self, size: int) -> None:
-        """Keeps only the first `size` bytes of what was reserved last."""
+        """Shrink the last reservation to its first `size` bytes."""
         self._used = self._start + size + -size % _LINE_BYTES

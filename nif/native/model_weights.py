@@ -1,6 +1,6 @@
-"""ModelWeights: a model as the struct and the packed matrices that C reads, as its architecture describes it.
+"""ModelWeights: packs a model into the struct and the matrices for C, by its architecture's description.
 
-RopeTables are its rotary embeddings' cosines and sines, position by position.
+RopeTables hold the cosines and sines of the rotary embeddings for each position.
 """
 
 import ctypes
@@ -60,16 +60,16 @@ _FIRST_POSITIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """One rotary embedding, as far as it was needed."""
+    """One rotary embedding's table, up to the longest position so far."""
 
     cosines: torch.Tensor  # [positions, rotary_dim / 2] float32
     sines: torch.Tensor
 
 
 class RopeTables:
-    """The tables that a model's layers take turns with; they grow in powers of two.
+    """The rotary tables of a model's layers; the tables grow in powers of two.
 
-    Frequencies come from transformers' own functions, so every scaling of theirs is ours.
+    transformers' own functions compute the frequencies, so all its scalings are supported.
 
     Args:
         config: of the text decoder.
@@ -92,7 +92,7 @@ class RopeTables:
         self._tables: list[RopeTable] = []
 
     def up_to(self, num_positions: int) -> list[RopeTable]:
-        """The tables, of at least `num_positions` rows; at most the model's positions."""
+        """Return tables of at least `num_positions` rows, and at most the model's positions."""
         if not self._tables or self._tables[0].cosines.shape[0] < min(num_positions, self.max_position):
             rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
             positions = torch.arange(min(rows, self.max_position)).float()[:, None]
@@ -104,14 +104,14 @@ class RopeTables:
 
 
 def rope_kinds(config: Any) -> list[str]:
-    """The types of a model's rotary embeddings ("default", "llama3", ...), one a table."""
+    """Return the types of a model's rotary embeddings ("default", "llama3", ...), one per table."""
     parameters: Any = config.rope_parameters
     nested = [parameters] if "rope_type" in parameters else list(parameters.values())
     return [one["rope_type"] for one in nested]
 
 
 def _frequencies(config: Any, kind: str | None, *, partial: bool) -> tuple[torch.Tensor, float]:
-    """Radians a position for each pair of elements, [rotary_dim / 2], and a factor of the cosines and sines."""
+    """Return radians per position for each pair of elements, [rotary_dim / 2], and a factor of cosines and sines."""
     parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if parameters["rope_type"] != "default":
         if isinstance(config, KeptConfig):
@@ -135,10 +135,10 @@ _I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale bring
 
 
 def check_supported(model: "Model") -> Architecture:
-    """The model's architecture, once it is known that the kernels compute it.
+    """Check that the kernels support the model, and return its architecture.
 
     Raises:
-        NativeUnavailable: they do not; the reason says which part.
+        NativeUnavailable: the kernels lack a part; the reason names the part.
     """
     config: Any = model.config
     kind = module_shape(model).kind
@@ -185,9 +185,9 @@ def check_supported(model: "Model") -> Architecture:
 
 
 def keeps_8_bits(layer: int, num_layers: int) -> bool:
-    """Whether int4 leaves 8 bits to a layer's queries, keys, values and down projection, which rounding hurts most.
+    """Whether int4 keeps 8 bits for a layer's queries, keys, values and down projection, which rounding hurts most.
 
-    The layers are those to which llama.cpp's Q4_K_M gives more bits: an eighth at either end, and every third between.
+    llama.cpp's Q4_K_M gives more bits to the same layers: an eighth at either end, and every third between.
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
@@ -234,7 +234,7 @@ class ModelWeights:
                 layers[layer].group, layers[layer].index_in_group, layers[layer].window = group_id, index, window
                 layers[layer].sink_tokens = group.sink_tokens
                 layers[layer].rope = self._rope_of(layer, architecture)
-                source.release()  # else the whole file stays beside what was packed
+                source.release()  # otherwise the file's pages would stay in memory beside the packed weights
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         tied = model.weights is not None and _is_tied(config, source, loader, architecture)
@@ -287,7 +287,7 @@ class ModelWeights:
         source.release()
 
     def _rope_of(self, layer: int, architecture: Architecture) -> int:
-        """The table of a layer; -1 for none."""
+        """Return the index of a layer's table; -1 for none."""
         if layer in architecture.no_rope:
             return -1
         config: Any = self.model.config
@@ -298,7 +298,7 @@ class ModelWeights:
 
 
 class _Loader:
-    """Finds a model's tensors by the names of its architecture and has them packed."""
+    """Finds a model's tensors by the names of its architecture, and packs them."""
 
     def __init__(
         self, model: "Model", architecture: Architecture, source: WeightSource, packer: WeightPacker, kind: int
@@ -311,11 +311,11 @@ class _Loader:
         self._kind = kind
         # What the module has, the source must have in the same shape; only experts may be merged in one of them.
         self._shapes = module_shape(model).tensors
-        self._held: list[Any] = []  # what structs point to
+        self._held: list[Any] = []  # keeps the structs' targets in memory
         self.num_kv_heads = kv_heads_of(self._config)
 
     def layer(self, index: int) -> Layer:
-        """One layer; its place in a group and its rotary table are left to the caller."""
+        """Build one layer; the caller sets its place in a group and its rotary table."""
         experts, tensors = self._architecture.experts, self._architecture.tensors
         start = tensors.layer.format(index)
         kind = self._kind
@@ -399,7 +399,7 @@ class _Loader:
         layer.recurrence = ctypes.pointer(struct)
 
     def _rows_of(self, start: str, rows: Sequence[SomeRows], kind: int) -> Linear:
-        """One linear of some rows of several matrices."""
+        """Build one linear from some rows of several matrices."""
         matrices, biases = [], []
         for some in rows:
             matrix, bias = self.tensor(f"{start}{some.name}.weight"), self._bias(start + some.name)
@@ -409,10 +409,10 @@ class _Loader:
         return self._pack(matrices, biases, kind=kind)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
-        """A tensor of the source.
+        """Return a tensor of the source.
 
         Raises:
-            ModelError: it is missing, or of another shape than the configuration asks for.
+            ModelError: the tensor is missing, or its shape differs from the configuration's.
         """
         tensor = self._source.tensor(self._architecture.tensors.stored(name, self._source.names()))
         wanted = shape or self._shapes.get(name, tensor.shape)
@@ -423,11 +423,11 @@ class _Loader:
         return tensor
 
     def norm(self, name: str | None, start: str = "") -> Norm:
-        """A norm by its name; None is none."""
+        """Build a norm by its name; None means that there is no norm."""
         return Norm() if name is None else self._norm([start + name])
 
     def linear(self, names: Sequence[str], group: int = _I8_GROUP, kind: int | None = None) -> Linear:
-        """One linear of matrices that stand one below the other."""
+        """Build one linear from matrices that are stacked along the outputs."""
         matrices = [self.tensor(f"{name}.weight") for name in names]
         return self._pack(matrices, [self._bias(name) for name in names], group=group, kind=kind)
 
@@ -455,7 +455,7 @@ class _Loader:
         return self._pack(matrices, biases, interleaved=True)
 
     def _experts(self, start: str, experts: ExpertNames, kind: int) -> Any:
-        """A pointer to the layer's experts; `kind` is that of their down projections."""
+        """Return a pointer to the layer's experts; `kind` is the kind of their down projections."""
         names, make = self._source.names(), self._single_expert
         if self._architecture.tensors.stored(start + experts.whole[0], names) in names:
             make = self._whole_expert
@@ -470,7 +470,7 @@ class _Loader:
         if experts.correction is not None:
             correction = self._packer.put_floats(self.tensor(start + experts.correction).whole().flatten())
         struct = Experts(
-            # In float32 whatever the rest is: which experts a token takes must not depend on rounding.
+            # Always keep the router in float32, because rounding must not change a token's experts.
             router=self._pack(
                 [self.tensor(f"{name}.weight") for name in routers], list(map(self._bias, routers)), kind=WEIGHT_F32
             ),
@@ -491,7 +491,7 @@ class _Loader:
         return ctypes.pointer(struct)
 
     def _shared_experts(self, start: str, experts: ExpertNames, kind: int) -> list[tuple[Linear, Linear]]:
-        """The expert that every token takes, cut into parts of the others' size: their sum is the whole."""
+        """Cut the shared expert into parts of the other experts' size; the sum of the parts is the whole."""
         size = experts.intermediate
         count = experts.shared_intermediate // size
         if not count:
@@ -538,7 +538,7 @@ class _Loader:
         return self._pack(gates, halves, interleaved=True), self._pack([down], [last], kind=kind)
 
     def _expert_biases(self, start: str, experts: ExpertNames, index: int) -> list[torch.Tensor | None]:
-        """An expert's biases of gates, ups and downs, which stand with those of all experts."""
+        """Return an expert's biases of gates, ups and downs from the tensors of all experts."""
         stacked = [f"{start}{name}.bias" for name in experts.stacked]
         if stacked[0] in self._source.names():
             sizes = (experts.intermediate, experts.intermediate, self._config.hidden_size)
@@ -588,7 +588,7 @@ class _Loader:
 
 
 def _is_tied(config: Any, source: WeightSource, loader: "_Loader", architecture: Architecture) -> bool:
-    """Whether the head is the embedding. As in transformers, a head of other values that a file has counts."""
+    """Whether the head shares the embedding's weight. As in transformers, a file's own different head is used."""
     tensors = architecture.tensors
     head = tensors.stored(f"{tensors.head}.weight", source.names())
     if not config.tie_word_embeddings or head not in source.names():
@@ -598,12 +598,12 @@ def _is_tied(config: Any, source: WeightSource, loader: "_Loader", architecture:
 
 
 def _order(parts: Sequence[range], count: int) -> np.ndarray:
-    """The rows that the parts name; all `count` where there are none."""
+    """Return the rows that the parts name; all `count` rows if there are no parts."""
     return np.concatenate([np.arange(part.start, part.stop) for part in parts or (range(count),)])
 
 
 def _heads_placed(gates: SomeRows, places: np.ndarray, size: int) -> SomeRows:
-    """The rows of gates, of `size` a head, in the order in which the heads' outputs stand."""
+    """Return the gates' rows, `size` per head, in the order of the heads' outputs."""
     if np.array_equal(places, np.arange(len(places))):
         return gates
     rows = _order(gates.parts, len(places) * size).reshape(len(places), size)[np.argsort(places)]
@@ -611,13 +611,13 @@ def _heads_placed(gates: SomeRows, places: np.ndarray, size: int) -> SomeRows:
 
 
 def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:
-    """The rows `order` of a matrix."""
+    """Return the rows `order` of a matrix."""
     in_file = order if tensor.row_order is None else tensor.row_order[order]
     return replace(tensor, shape=(len(order), *tensor.shape[1:]), row_order=in_file)
 
 
 def _columns(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
-    """`count` columns of a matrix: of its own bytes where they are whole blocks."""
+    """Return `count` columns of a matrix, from its own bytes if the columns are whole blocks."""
     from gguf.constants import GGMLQuantizationType  # here: few models have such experts
 
     is_known = tensor.kind in GGMLQuantizationType.__members__
@@ -628,12 +628,12 @@ def _columns(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
 
 
 def _halves(tensor: StoredTensor) -> list[StoredTensor]:
-    """The upper and the lower half of a matrix."""
+    """Return the upper and the lower half of a matrix."""
     rows = np.arange(tensor.shape[0])
     return [_rows(tensor, half) for half in np.split(rows, 2)]
 
 
 def _stored(matrix: torch.Tensor) -> StoredTensor:
-    """A matrix in memory, float32."""
+    """Wrap a float32 matrix in memory as a stored tensor."""
     plain = matrix.float().contiguous()
     return StoredTensor("", "F32", tuple(plain.shape), plain.view(torch.uint8).numpy())

@@ -1,9 +1,9 @@
-"""Kernels that a wheel carries: one library for each level of x86-64, chosen by the CPU's flags.
+"""The wheel's compiled kernels: one library for each level of x86-64, chosen by the CPU's flags.
 
 `make wheel` compiles them (tests/wheel_kernels.py).
 
-A name has a digest of the C sources, so a library never runs with the Python of other sources. A machine that none of
-the libraries is for compiles its own.
+A library's name has a digest of the C sources, so a library never runs with the Python code of other sources. A machine
+without a matching library compiles its own.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ class Level:
     """A kind of CPU.
 
     Args:
-        name: for the file.
-        flags: for the compiler.
-        needs: what /proc/cpuinfo names on such a CPU.
-        vendor: of the CPU, where the flags pay for it only.
+        name: the level's part of the file name.
+        flags: the compiler's flags.
+        needs: the flags that /proc/cpuinfo lists on such a CPU.
+        vendor: the CPU's vendor, if only its CPUs gain from the flags.
     """
 
     name: str
@@ -52,7 +52,7 @@ LEVELS = (
 
 
 def level_of(cpu: str) -> Level | None:
-    """The best level for a CPU.
+    """Return the best level for a CPU.
 
     Args:
         cpu: lines of /proc/cpuinfo.
@@ -65,14 +65,14 @@ def level_of(cpu: str) -> Level | None:
 
 
 def packaged_library(cpu: str, folder: Path = PACKAGED) -> Path | None:
-    """The library of this installation for a CPU; None where it has none."""
+    """Return this installation's library for a CPU; None if there is none."""
     level = level_of(cpu) if platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux" else None
     path = None if level is None else folder / library_name(level)
     return path if path is not None and path.is_file() else None
 
 
 def library_name(level: Level) -> str:
-    """The file of a level's library, compiled from the sources of this installation."""
+    """Return the file name of a level's library, for the sources of this installation."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCE_DIRECTORY.glob("*.c"), *SOURCE_DIRECTORY.glob("*.h")]):
         digest.update(path.name.encode() + path.read_bytes())

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16"}
 _KV_KINDS = {torch.float32: KV_F32, torch.bfloat16: KV_BF16, torch.int8: KV_I8}
 _KV_DTYPES = {WEIGHT_F32: torch.float32, WEIGHT_BF16: torch.bfloat16, WEIGHT_I8: torch.int8}  # unless one is named
-_KEY_LANES = 16  # scores of one vector; a block's keys are padded to it
-_FACTOR_BYTES = 12  # of a token in 8 bits: see attention_int8.c
+_KEY_LANES = 16  # scores per vector; a block's keys are padded to a multiple
+_FACTOR_BYTES = 12  # bytes of factors per token in 8 bits: see attention_int8.c
 _LARGEST = np.dtype([("value", np.float32), ("column", np.int32)])  # `largest` of genbatch.h
 
 
@@ -48,19 +48,19 @@ def native_runner(
     kv_dtype: torch.dtype | None = None,
     n_threads: int | None = None,
 ) -> "NativeRunner":
-    """Builds the kernels if need be, packs the weights and starts the threads.
+    """Build the kernels if needed, pack the weights and start the threads.
 
     Args:
-        model: what `load_model` returned, in float32 or bfloat16 on the CPU.
-        quantize: "none" keeps the model's own dtype; "int8" takes 8 bits for activations, keys and values, and 8, or
-            where the model's weights are 4-bit already those same 4, for weights; "int4" is "int8" with weights of 4
-            bits in groups of 32, but for the head and some projections of some layers (`keeps_8_bits`). Weights that
-            are quantised in their files stay as they are.
-        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None takes that of the weights.
-        n_threads: threads of a step; None takes the cores this process may use.
+        model: a model that `load_model` returned, in float32 or bfloat16 on the CPU.
+        quantize: "none" keeps the model's own dtype. "int8" uses 8 bits for activations, keys, values and weights;
+            weights that have 4 bits already keep them. "int4" is "int8" with 4-bit weights in groups of 32, except for
+            the head and some projections of some layers (`keeps_8_bits`). Weights that are quantised in their files
+            stay unchanged.
+        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None means the weights' dtype.
+        n_threads: threads of a step; None means the cores that this process may use.
 
     Raises:
-        NativeUnavailable: this machine or this model cannot; the reason is for a log line.
+        NativeUnavailable: this machine or this model is not supported; the reason is for a log line.
         OptionError: an option has no such value.
     """
     return NativeRunner(ModelWeights(model, quantize), kv_dtype=kv_dtype, n_threads=n_threads)
@@ -69,13 +69,13 @@ def native_runner(
 class NativeRunner:
     """Runs steps in C. Implements `Runner`, `AdaptingRunner`, `InvariantRunner` and `KnowsStep`.
 
-    A row's logits depend, to the last bit, on its own sequence only: not on the rest of the batch, on its place in
-    it, on how its prompt was chunked or on the number of threads.
+    A row's logits depend only on its own sequence, bit for bit. The rest of the batch, the row's place in the batch,
+    the prompt's chunks and the number of threads change nothing.
 
     Args:
-        weights: packed once, and shared by the runners that follow one another.
-        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None takes that of the weights.
-        n_threads: threads of a step; None takes the cores this process may use.
+        weights: the packed weights, shared by successive runners.
+        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None means the weights' dtype.
+        n_threads: threads of a step; None means the cores that this process may use.
 
     Raises:
         OptionError: an option has no such value.
@@ -154,7 +154,7 @@ class NativeRunner:
         return logits
 
     def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
-        """As `forward`: the logits, None if they are not wanted, and each row's largest, of equals the lowest id."""
+        """Run `forward`; returns logits (None without `with_logits`) and each row's largest, lowest id among equals."""
         rows = batch.logit_rows.numel()
         logits = torch.empty(rows, self.vocab_size) if with_logits else None
         best = np.empty(rows, _LARGEST)
@@ -162,7 +162,7 @@ class NativeRunner:
         return logits, Largest(best["value"], best["column"])
 
     def _run(self, batch: RaggedBatch, logits: torch.Tensor | None, best: np.ndarray | None) -> None:
-        """The step in C; raises as `forward` says."""
+        """Run the step in C; raises the errors of `forward`."""
         assert self._engine is not None, "forward needs a pool"
         tables = self._rope.up_to(batch.max_kv_len)
         _check_sizes(batch, len(self.groups))
@@ -196,7 +196,7 @@ class NativeRunner:
             raise BatchError(STEP_ERRORS[error] % where.value)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """See `AdaptingRunner`; the matrices are in float32, whatever the model's weights are."""
+        """See `AdaptingRunner`; the matrices are always in float32."""
         model = self._weights.model
         modules = model.hf.named_modules()
         sizes = {name: module.out_features for name, module in modules if isinstance(module, torch.nn.Linear)}
@@ -208,7 +208,7 @@ class NativeRunner:
         del self._adapters[adapter.handle]
 
     def _name_adapters(self, step: Step, adapters: torch.Tensor, held: "_Held") -> None:
-        """Tells the step which adapter each token has, by its place among the step's own."""
+        """Set each token's adapter in the step, as an index into the step's adapters."""
         handles, places = np.unique(adapters.numpy(), return_inverse=True)
         named = [self._adapters[handle] for handle in handles.tolist() if handle]
         owners = torch.from_numpy(places - int(handles[0] == 0))
@@ -229,7 +229,7 @@ class NativeRunner:
         return self._blocks(group)[:, list(blocks)].transpose(0, 1).flatten(1)
 
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
-        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         into = self._blocks(group)
         into[:, list(blocks)] = content.reshape(len(blocks), len(into), -1).transpose(0, 1)
 
@@ -244,7 +244,7 @@ class NativeRunner:
         self._caches = None
 
     def _layer_bytes(self, group: int, block_size: int) -> int:
-        """Bytes of one block of one layer; convolutions and recurrences keep floats whatever the keys are in."""
+        """Return the bytes of one block of one layer; convolutions and recurrences always store floats."""
         if self.groups[group].convolves:
             return block_size * int(self._shape.hidden) * 4
         if self.groups[group].recurs:
@@ -268,20 +268,20 @@ class NativeRunner:
 
 
 class _Held:
-    """Keeps the tensors whose addresses a step holds."""
+    """Keeps a step's tensors in memory while C uses their addresses."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
 
     def address(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
-        """The address of the tensor, copied if its layout is another one."""
+        """Return the tensor's address; copies the tensor if its layout differs."""
         plain = tensor.to(device="cpu", dtype=dtype).contiguous()
         self._tensors.append(plain)
         return plain.data_ptr()
 
 
 def _check_sizes(batch: RaggedBatch, num_groups: int) -> None:
-    """What C cannot see: that every array is as long as the counts say."""
+    """Check that every array has the length that the counts say, which C cannot check."""
     tokens, entries = batch.input_ids.numel(), batch.kv_lens.numel()
     sizes = [batch.positions.numel(), *(slots.numel() for slots in batch.slots)]
     tables = [table.shape[0] for table in batch.block_tables]

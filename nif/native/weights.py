@@ -1,8 +1,8 @@
-"""Weight matrices packed for the C kernels, in parallel and straight to where they stay.
+"""Packs weight matrices for the C kernels, in parallel and directly into their final memory.
 
-AdapterWeights are an adapter's matrices as lora.c reads them. Queries, keys and values are one linear of the kernels,
-and so are gates and ups: their adapters' ranks stand one after another, and each half block of outputs knows which it
-needs.
+AdapterWeights are an adapter's matrices in the layout of lora.c. The kernels merge queries, keys and values into one
+linear, and also gates and ups. The ranks of their adapters are stored one after another. Each half block of outputs
+names the ranks that it needs.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
-    """In which form of stored.h a tensor stays as it is, where the others become `kind`; None: it becomes that too."""
+    """Return the format of stored.h in which a tensor keeps its bytes; None if it is packed to `kind`."""
     if tensor.offset or tensor.column_order is not None or (kind != WEIGHT_F32 and tensor.kind in FLOAT_KINDS):
         return None
     if kind in EIGHT_BIT_ROWS and tensor.kind in FP8_KINDS:
@@ -153,7 +153,7 @@ class WeightPacker:
     def linear(
         self, kind: int, tensors: Sequence[StoredTensor], *, group: int = 64, interleaved: bool = False
     ) -> Linear:
-        """One linear whose outputs are those of `tensors`, one after another, packed from their files.
+        """Pack `tensors` from their files into one linear, with their outputs one after another.
 
         Blocks of a GGUF file stay what they are, and so do halves with WEIGHT_F32.
 
@@ -176,7 +176,7 @@ class WeightPacker:
         return self._pack(kind, rows, (n, tensors[0].shape[-1]), group, torch.float32)
 
     def blocks(self, kind: int, addresses: np.ndarray, k: int, name: str) -> int:
-        """The address of rows in the form of stored.h.
+        """Return the address of rows in a format of stored.h.
 
         Args:
             kind: one of STORED_KINDS.
@@ -197,7 +197,7 @@ class WeightPacker:
         return address
 
     def _stored(self, kinds: Sequence[int], tensors: Sequence[StoredTensor], interleaved: bool) -> Linear:
-        """A linear of parts, one for each run of tensors of one type."""
+        """Build a linear of parts, one for each run of tensors of one type."""
         k, name = tensors[0].shape[-1], " or ".join(tensor.name for tensor in tensors)
         rows = [tensor.addresses() for tensor in tensors]
         if interleaved and kinds[0] != kinds[1]:
@@ -221,7 +221,7 @@ class WeightPacker:
         return Linear(kind=WEIGHT_F32, n=column, k=k, group=1, parts=parts, num_parts=len(parts))
 
     def _halves(self, kinds: Sequence[int], rows: Sequence[np.ndarray], k: int, name: str) -> Linear:
-        """Gates and ups of two types: two parts of the same blocks, each with zeros where the other has its rows."""
+        """Build gates and ups of two types as two parts; each part has zeros in the other part's rows."""
         gates, ups = rows
         placed = _interleaved(gates, np.zeros_like(ups)), _interleaved(np.zeros_like(gates), ups)
         parts = (Part * 2)()
@@ -248,7 +248,7 @@ class WeightPacker:
         return self._pack(kind, lambda first, end: plain[first:end].float(), (n, k), group, matrix.dtype)
 
     def _pack(self, kind: int, rows: "_Rows", shape: tuple[int, int], group: int, dtype: torch.dtype) -> Linear:
-        """As `pack`, of rows that are asked for some at a time."""
+        """Pack rows as `pack` does, and read some rows at a time."""
         n, k = shape
         blocks = -(-n // COLUMNS)
         if kind == WEIGHT_F32:
@@ -261,7 +261,7 @@ class WeightPacker:
             self._pack_with(self._library.pack_bf16, rows, shape, (), address)
             return Linear(kind=kind, n=n, k=k_padded, group=1, weights=address)
         k_padded = k + -k % group
-        # Reserved for 8 bits before it is known whether 4 do; what is left over is given back.
+        # Reserve for 8 bits, because it is unknown yet whether 4 bits suffice. Then release the rest.
         address, _ = self._arena.reserve(blocks * COLUMNS * (k_padded + 2 * (k_padded // group)))
         on_grid, near = (False, _GRID_TOLERANCE[dtype]), (True, math.inf)
         for how in ((on_grid, near) if kind == WEIGHT_U4 else (on_grid,)) if k % U4_GROUP == 0 else ():
@@ -274,7 +274,7 @@ class WeightPacker:
     def _pack_with(
         self, function: Any, rows: "_Rows", shape: tuple[int, int], arguments: tuple[Any, ...], address: int
     ) -> bool:
-        """Runs a function of pack.c over the matrix, a stretch of blocks after another; whether all succeeded."""
+        """Run a function of pack.c over the matrix, one stretch of blocks at a time; returns whether all succeeded."""
         n, k = shape
         blocks, at_once = -(-n // COLUMNS), max(self._n_threads, _FLOATS_AT_ONCE // (COLUMNS * k))
         for first in range(0, blocks, at_once):
@@ -302,12 +302,12 @@ _NOWHERE = -1  # an output that pads
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """Where the outputs of one linear of the kernels come from.
+    """The sources of one kernel linear's outputs.
 
     Args:
-        modules: transformers' names.
-        module: of each output, which of them it is of; _NOWHERE pads.
-        row: and which of that one's outputs it is.
+        modules: the modules' names in transformers.
+        module: each output's index into `modules`; _NOWHERE for padding.
+        row: each output's row in its module.
     """
 
     modules: tuple[str, ...]
@@ -316,14 +316,14 @@ class _Outputs:
 
 
 class AdapterWeights:
-    """One adapter, packed; its memory lives as long as this object.
+    """One packed adapter; its memory lives as long as this object.
 
     Args:
-        library: what `native_library` returned.
-        adapter: what was read.
-        architecture: how the model names and merges its linears.
-        config: the model's.
-        sizes: outputs of each of its modules.
+        library: the library that `native_library` returned.
+        adapter: the adapter's matrices.
+        architecture: the names and merges of the model's linears.
+        config: the model's configuration.
+        sizes: the number of outputs of each module.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class AdapterWeights:
                 order = self._by_head(qkv[0], config)
             places = [order, self._in_order([start + tensors.out])]
         else:
-            places = [_Outputs((), np.zeros(0, np.int64), np.zeros(0, np.int64))] * 2  # it does not attend
+            places = [_Outputs((), np.zeros(0, np.int64), np.zeros(0, np.int64))] * 2  # this layer has no attention
         if gate_up[0] in self._sizes:
             places.append(self._interleaved(gate_up) if architecture.gated else self._in_order(gate_up))
             places.append(self._in_order([start + tensors.down]))
@@ -431,7 +431,7 @@ class AdapterWeights:
         )
 
     def _hold(self, array: np.ndarray) -> int:
-        """The address of a copy that stays."""
+        """Copy the array into this object's memory, and return the copy's address."""
         plain = np.ascontiguousarray(array)
         address, place = self._arena.reserve(plain.nbytes)
         place.copy_(torch.from_numpy(plain.reshape(-1).view(np.uint8)))
