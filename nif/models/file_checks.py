@@ -54,7 +54,7 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps",
 
 
 def read_json(source: str, path: Path) -> Any:
-    """The content of a JSON file.
+    """Read a JSON file.
 
     Args:
         source: what the user called the model, for errors.
@@ -74,7 +74,7 @@ def read_json(source: str, path: Path) -> Any:
 
 
 def read_object(source: str, path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
         ModelError: as `read_json`, or it is another value.
@@ -103,7 +103,7 @@ def shown(value: object) -> str:
 
 
 def check_counts(source: str, where: str, fields: Mapping[str, Any]) -> None:
-    """Bounds what transformers counts to when it makes a configuration of these fields.
+    """Check the numbers that transformers counts to while it makes a configuration of these fields.
 
     Args:
         where: the file's name, for errors.
@@ -220,8 +220,7 @@ def token_ids(source: str, field: str, value: Any, vocab_size: int) -> frozenset
 
 # Tensors
 
-# Tensors that no module has, and that change nothing: tables that are computed, masks, and scales of what is computed
-# otherwise here.
+# Superfluous tensors that no module has: computed tables, masks, and scales for other ways of computing.
 _SUPERFLUOUS = re.compile(
     r"(.*\.)?("
     r"(rotary_emb|rotary_pos_emb|rope|rotary)\.(inv_freq|freqs|cos_cached|sin_cached)|rotary_emb\.(cos|sin)_cached"
@@ -248,14 +247,14 @@ _NEXTN = re.compile(r"(?:.*\.)?(?:layers|h|blk)\.(\d+)\..*")
 
 
 def left_out(name: str) -> bool:
-    """Whether a tensor is of a part that is no part of the text decoder."""
+    """Whether a tensor belongs to a part outside the text decoder."""
     return _LEFT_OUT.fullmatch(name) is not None
 
 
 def check_all_used(
     source: str, config: Any, weights: WeightSource, used: Collection[str], *, is_encoder: bool = False
 ) -> None:
-    """Refuses a file with a tensor that the configuration has no place for: the text would silently be another.
+    """Refuse a file with a tensor that the configuration does not use, because the model's output would be wrong.
 
     Args:
         config: of the text decoder, or the encoder.
@@ -374,9 +373,9 @@ def _check_shape(source: str, name: str, shape: tuple[int, ...], parameter: torc
 
 
 def check_size(source: str, make: Callable[[], "PreTrainedModel"], weights: WeightSource) -> None:
-    """Compares a module with its files before memory is taken for it: how many numbers there are, and their shapes.
+    """Compare a module's size and shapes with its files, before memory is allocated for the module.
 
-    transformers may give a tensor another name on the way: only those with a name of the module's are compared.
+    transformers may rename a tensor while it loads, so only tensors with one of the module's names are compared.
 
     Args:
         make: makes the module.

@@ -397,7 +397,7 @@ def _open_files(source: str, found: ModelSource) -> _Files:
 
 
 def _pooling(source: str, files: _Files, wanted: str) -> Pooling | None:
-    """How embeddings are made: as asked for, or as the files say.
+    """Return the pooling of embeddings: the requested one, or the files' own.
 
     Raises:
         ModelError: an encoder's files do not say, and nobody else does; or a decoder is to take its first token, which
@@ -426,7 +426,7 @@ def _pooling(source: str, files: _Files, wanted: str) -> Pooling | None:
 def _open_pairs(
     source: str, files: _Files, pooled: Pooling | None, tokenizer: Tokenizer
 ) -> tuple[Pooling | None, PairReader | None]:
-    """The pooling with what is read of files and tokenizer to score, and what makes the tokens of a pair.
+    """Complete the pooling for scoring from files and tokenizer; also returns the maker of a pair's tokens.
 
     Raises:
         ModelError: a causal model has no prompt for a query and a document, or a head or a token is not there.
@@ -452,7 +452,7 @@ def _open_pairs(
 
 
 def _has_head(files: _Files) -> bool:
-    """Whether a decoder with a pooling can also continue text: files of embedding models often lack what that takes."""
+    """Whether a decoder with a pooling can also generate text: files of embedding models often lack the head."""
     written = getattr(files.config, "architectures", None)
     if written and not written[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         return False
@@ -506,7 +506,7 @@ _TEXT_IN_TORCH = ("Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCa
 
 
 def _has_text_model(config: Any) -> bool:
-    """Whether a configuration is of a model that reads pictures too, with a text model that is known to run alone."""
+    """Whether the configuration's model also reads pictures and has a text model that is known to run alone."""
     text: Any = config.get_text_config(decoder=True)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if text is config or config.is_encoder_decoder or kind is None:
@@ -515,7 +515,7 @@ def _has_text_model(config: Any) -> bool:
 
 
 def _supported_class(source: str, config: PreTrainedConfig) -> Any:
-    """The subclass of PreTrainedModel for the model, once it is known to be one that can run here."""
+    """Return the model's subclass of PreTrainedModel, after checking that it can run here."""
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ModelError(source, f"{kind} is an encoder-decoder; only decoder-only causal models are served")
@@ -538,7 +538,7 @@ def _supported_class(source: str, config: PreTrainedConfig) -> Any:
 
 
 def _is_replaceable(model_class: Any) -> bool:
-    """Whether a module lets its attention be replaced; some that do so do not say it."""
+    """Whether a module's attention can be replaced; some modules allow that without declaring it."""
     return model_class.__name__ in RECURRENT or bool(model_class.is_backend_compatible())
 
 

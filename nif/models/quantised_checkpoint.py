@@ -1,12 +1,12 @@
-"""Checkpoints that are quantised already: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4 in safetensors.
+"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4 in safetensors.
 
 scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint; refuses what is not read
 weights = QuantisedWeights("model", SafetensorsWeights("model", directory), scheme)
 weights.tensor("model.layers.0.mlp.up_proj.weight").kind    # "G4_128": the file's own codes, scales and zeros
 
-A linear of such a checkpoint is several tensors. Here they become one, under the name that a plain checkpoint has for
-it, so that nothing behind this file knows of them. Which linears are quantised is what the files say: what the
-configuration calls `modules_to_not_convert` or `ignore` is there as plain numbers.
+A linear of such a checkpoint has several tensors. This module joins them under the name of a plain checkpoint, so that
+no other code needs to know them. The files determine the quantised linears: linears that the configuration lists in
+`modules_to_not_convert` or `ignore` are stored as plain numbers.
 
     gptq                qweight [k / codes, n] int32, qzeros [groups, n / codes] int32, scales [groups, n], g_idx [k]
     awq                 qweight [k, n / 8] int32 in the order of `_AWQ_ORDER`, qzeros [groups, n / 8] likewise, scales
@@ -56,7 +56,7 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What a configuration says of its checkpoint's weights.
+    """A configuration's description of its checkpoint's quantised weights.
 
     Args:
         method: "gptq", "awq", "compressed-tensors", "fp8" or "mxfp4".
@@ -74,7 +74,7 @@ class Quantisation:
 
 
 def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation | None:
-    """How a checkpoint is quantised; None of plain numbers.
+    """Return a checkpoint's quantisation; None for a plain checkpoint.
 
     Args:
         source: what the user called the model, for errors.
@@ -82,7 +82,7 @@ def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation |
         directory: where config.json is, and quantize_config.json of GPTQ's first tools.
 
     Raises:
-        ModelError: it is quantised in a way that is not read; the reason names the field and what to take instead.
+        ModelError: the quantisation is not supported; the reason names the field and an alternative.
     """
     said = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     where = "quantization_config"
@@ -124,7 +124,7 @@ class _Reading:
         return ModelError(self._source, f"{self._where}: {what}, which is not read; {_REMEDY}")
 
     def _first(self, *names: str) -> Any:
-        """The first of these fields that says something."""
+        """Return the first of these fields that is set."""
         return next((self._fields[name] for name in names if self._fields.get(name) is not None), None)
 
     def _bits(self, *names: str) -> int:
@@ -207,7 +207,7 @@ class QuantisedWeights:
     Args:
         model: what the user called the model, for errors.
         files: the checkpoint's own tensors.
-        scheme: what its configuration says.
+        scheme: the quantisation from its configuration.
     """
 
     def __init__(self, model: str, files: SafetensorsWeights, scheme: Quantisation) -> None:

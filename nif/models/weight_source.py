@@ -77,11 +77,11 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the file."""
+        """Return the bytes of one row of the file."""
         return int(self.rows.shape[1])
 
     def addresses(self) -> np.ndarray:
-        """Where each row begins, [rows] uint64; valid as long as `rows`."""
+        """Return the address of each row, [rows] uint64; valid as long as `rows`."""
         start, stride = self.rows.ctypes.data, self.rows.strides[0]
         order = np.arange(len(self.rows)) if self.row_order is None else self.row_order
         return (order * stride + start).astype(np.uint64)
@@ -138,7 +138,7 @@ class StoredTensor:
         return torch.from_numpy(codes), torch.from_numpy(scales), torch.from_numpy(zeros)
 
     def whole(self) -> torch.Tensor:
-        """All exact values, float32, in the tensor's own shape."""
+        """Return all exact values, float32, in the tensor's own shape."""
         return self.floats().reshape(self.shape)
 
 
@@ -253,11 +253,11 @@ class SafetensorsWeights:
         return self._entries[name][2]
 
     def kind(self, name: str) -> str:
-        """What safetensors calls the type of a tensor that is there."""
+        """Return the safetensors type of an existing tensor."""
         return self._entries[name][1]
 
     def file(self, name: str) -> str:
-        """The name of the file that a tensor is in, which is there."""
+        """Return the name of an existing tensor's file."""
         return self._entries[name][0].path.name
 
     def part(self, name: str, index: int | None = None) -> torch.Tensor:
