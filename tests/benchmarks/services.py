@@ -45,6 +45,9 @@ while True:
     time.sleep(1)
 """
 GOOD_FIRST_S, GOOD_GAP_S = 1.0, 0.1
+START_S, END_S = 300.0, 20.0
+"""Seconds for a service to load its model, and to end."""
+ANSWER_S = 300.0
 
 
 def questions(count: int, seed: int) -> list[str]:
@@ -66,6 +69,11 @@ async def ask(port: int, question: str, times: RequestTimes) -> None:
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += "Content-Type: application/json\r\n"
     times.sent_at = time.perf_counter()
+    with trio.fail_after(ANSWER_S):
+        await _stream(port, head, body, times)
+
+
+async def _stream(port: int, head: str, body: bytes, times: RequestTimes) -> None:
     async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
         await stream.send_all(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         rest = b""
@@ -153,15 +161,17 @@ def running(command: Sequence[str], port: int) -> Iterator[int]:
     with tempfile.NamedTemporaryFile("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
+            begun = time.monotonic()
             while not is_healthy(port):
-                if process.poll() is not None:
-                    raise SystemExit(Path(log.name).read_text())
+                if process.poll() is not None or time.monotonic() > begun + START_S:
+                    raise SystemExit(f"the service did not start:\n{Path(log.name).read_text()}")
                 time.sleep(0.1)
             yield process.pid
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
+            for signal_, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, None)):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal_)
+                    process.wait(patience_s)
 
 
 def megabytes(session: int) -> int:
