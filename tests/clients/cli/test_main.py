@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -357,10 +358,21 @@ def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[st
         try:
             yield process
             process.wait(TIMEOUT_S)
-            with pytest.raises(ProcessLookupError):
-                os.killpg(process.pid, 0)
+            until_empty(process.pid)
         finally:
             process.kill()
+
+
+def until_empty(group: int) -> None:
+    """Children that read from a pipe end soon after the process that wrote to it."""
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("a process of the command is left")
 
 
 def lines_until(process: subprocess.Popen[str], wanted: str) -> str:

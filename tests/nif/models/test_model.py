@@ -18,8 +18,6 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForSequenceClassification,
     LlamaConfig,
@@ -164,11 +162,6 @@ _REFUSED: dict[str, tuple[Any, PreTrainedConfig, str]] = {
     ),
     "ALiBi": (BloomForCausalLM, BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
     "Falcon": (FalconForCausalLM, FalconConfig(**_SIZES), "KV heads and norms"),
-    "GPT-J": (
-        GPTJForCausalLM,
-        GPTJConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, bos_token_id=0, eos_token_id=1),
-        "inner size",
-    ),
     "attention that is not ours": (
         StableLmForCausalLM,
         StableLmConfig(**_SIZES, num_key_value_heads=4),
