@@ -47,7 +47,7 @@ from genbatch.proto.rpc import (
 )
 from genbatch.proto.validation import RequestLimits
 
-# A service accepts no longer deadline by default; a caller with a longer timeout counts as one without a timeout.
+# The longest deadline that a service accepts by default. A longer timeout counts as no timeout.
 MAX_DEADLINE_S = RequestLimits().max_deadline_s
 
 

@@ -29,8 +29,8 @@ def choose_device(n_gpu_layers: int, main_gpu: int) -> torch.device:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` the calling thread's current one while it is open; nothing on a CPU.
 
-    Triton launches kernels, events are recorded and graphs are captured on the current device, which a thread
-    inherits from nobody: it begins with device 0.
+    Triton launches kernels, events are recorded and graphs are captured on the current device. Each
+    thread has a current device of its own, which is device 0 at first.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

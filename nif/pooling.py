@@ -8,7 +8,6 @@ has the key `<architecture>.pooling_type`. Nothing is guessed: last token, mean 
 alike and are not.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.scoring import Scoring
+from genbatch.nif.scoring import Scoring, read_json, read_object
 
 LAST, MEAN, CLS, RANK = "last", "mean", "cls", "rank"
 KINDS = (LAST, MEAN, CLS)
@@ -117,7 +116,7 @@ def directory_pooling(model: str, directory: Path, config: Any) -> Pooling | Non
     prefix = _default_prompt(model, directory)
     if prefix and settings.get("include_prompt") is False:
         raise ModelError(model, "its pooling leaves its own prompt out (include_prompt), which is not served")
-    limits = _read(model, directory / "sentence_bert_config.json")
+    limits = read_object(model, directory / "sentence_bert_config.json")
     longest = limits.get("max_seq_length")
     return replace(
         plain_pooling(_OF_SENTENCE_TRANSFORMERS[modes[0]], config),
@@ -155,9 +154,9 @@ def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | Non
     """The pooling's configuration, and whether its vectors are normalised."""
     path = directory / "modules.json"
     if not path.is_file():
-        settings = _read(model, directory / "1_Pooling" / "config.json")
+        settings = read_object(model, directory / "1_Pooling" / "config.json")
         return settings or None, False
-    modules = _parse(model, path)
+    modules = read_json(model, path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelError(model, "modules.json is no list of modules")
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
@@ -170,7 +169,7 @@ def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | Non
     place = (directory / folder / "config.json").resolve()
     if not place.is_relative_to(directory.resolve()):
         raise ModelError(model, f"modules.json names the folder {folder!r}, which is outside the model's")
-    settings = _read(model, place)
+    settings = read_object(model, place)
     if not settings:
         raise ModelError(model, f"modules.json names a pooling, and {folder}/config.json is not there")
     return settings, "Normalize" in kinds
@@ -186,27 +185,10 @@ def _modes(settings: Mapping[str, Any]) -> list[str]:
 
 def _default_prompt(model: str, directory: Path) -> str:
     """The text that sentence-transformers puts in front where its caller names no prompt."""
-    settings = _read(model, directory / "config_sentence_transformers.json")
+    settings = read_object(model, directory / "config_sentence_transformers.json")
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     if name is None or not isinstance(prompts, dict):
         return ""
     if not isinstance(prompts.get(name), str):
         raise ModelError(model, f"config_sentence_transformers.json has no prompt {str(name)[:80]!r}")
     return str(prompts[name])
-
-
-def _read(model: str, path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is not there."""
-    if not path.is_file():
-        return {}
-    found = _parse(model, path)
-    if not isinstance(found, dict):
-        raise ModelError(model, f"{path.name} is no JSON object")
-    return found
-
-
-def _parse(model: str, path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
-        raise ModelError(model, f"{path.name} cannot be read: {fault}") from fault

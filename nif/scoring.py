@@ -84,7 +84,7 @@ def classifier_scoring(model: str, directory: Path, config: Any) -> Scoring:
         ModelError: its files want an activation that is not served.
     """
     labels = tuple(str(config.id2label.get(number, number)) for number in range(config.num_labels))
-    settings = _read(model, directory / "config_sentence_transformers.json")
+    settings = read_object(model, directory / "config_sentence_transformers.json")
     if _default_prompt(settings):
         raise ModelError(model, "it wants a prompt in front of every pair, which is served for chat templates only")
     if (activation := _named_activation(model, settings, config)) is None:
@@ -128,7 +128,7 @@ def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "T
     tokens = tuple(token for token in found if isinstance(token, int) and 0 <= token < config.vocab_size)
     if not tokens or len(tokens) != len(found):
         raise ModelError(model, f"it scores by the logits of the tokens {found}, which are no tokens of its")
-    settings = {} if directory is None else _read(model, directory / "config_sentence_transformers.json")
+    settings = {} if directory is None else read_object(model, directory / "config_sentence_transformers.json")
     activation = _named_activation(model, settings, config) or SIGMOID
     return Scoring(labels=("relevance",), activation=activation, tokens=tokens, instruction=_default_prompt(settings))
 
@@ -136,13 +136,13 @@ def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "T
 def _logit_score(model: str, directory: Path) -> dict[str, Any] | None:
     """The settings of the module LogitScore; None where modules.json has none."""
     path = directory / "modules.json"
-    modules = _parse(model, path) if path.is_file() else None
+    modules = read_json(model, path) if path.is_file() else None
     for module in modules if isinstance(modules, list) else ():
         if isinstance(module, dict) and str(module.get("type")).endswith(".LogitScore"):
             place = (directory / str(module.get("path", "")) / "config.json").resolve()
             if not place.is_relative_to(directory.resolve()):
                 raise ModelError(model, f"modules.json names the folder {module.get('path')!r}, outside the model's")
-            return _read(model, place)
+            return read_object(model, place)
     return None
 
 
@@ -164,15 +164,22 @@ def _default_prompt(settings: Mapping[str, Any]) -> str:
     return str(prompts.get(name) or "") if isinstance(prompts, dict) and name is not None else ""
 
 
-def _read(model: str, path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is not there."""
-    found = _parse(model, path) if path.is_file() else {}
+def read_object(model: str, path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty if the file is missing."""
+    if not path.is_file():
+        return {}
+    found = read_json(model, path)
     if not isinstance(found, dict):
         raise ModelError(model, f"{path.name} is no JSON object")
     return found
 
 
-def _parse(model: str, path: Path) -> Any:
+def read_json(model: str, path: Path) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:

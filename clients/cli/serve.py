@@ -288,7 +288,7 @@ class Running(Protocol):
 
 @asynccontextmanager
 async def _listening(options: ServiceOptions) -> AsyncIterator[tuple[ListeningSockets, Predecessor | None]]:
-    """The service's sockets, and the service whose sockets they were, if `take_over` finds one."""
+    """The listening sockets, and the earlier service that handed them over, if `take_over` finds one."""
     addresses = door_addresses(options)
     async with AsyncExitStack() as stack:
         predecessor = await stack.enter_async_context(find_predecessor(addresses)) if options.take_over else None

@@ -66,17 +66,17 @@ def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared
     padded = head_pad(head_size)
     # Two pairs of keys' and values' buffers; beside them the query, the block ids and the weights.
     shared = 4 * tile.keys * padded * element_size + 32 * padded + 3584
-    # As compiled; heads that do not fill the tile keep masks beside it.
+    # Registers a thread, as compiled. A head smaller than the tile needs more, for masks.
     registers = 112 if padded <= 64 else 176 if head_size < padded else 128 if padded == 256 else 136
     return max(1, min(shared_memory // (shared + _BLOCK_OVERHEAD), _REGISTERS // (32 * tile.num_warps * registers)))
 
 
 def num_shares(length: int, share: int) -> int:
-    """How many shares the keys of so many positions are cut into, at least one.
+    """Return the number of shares of a sequence of `length` positions, at least one.
 
-    The cuts are at fixed positions: every `share` keys 32 times, then 16 times for each doubling of the length, with
-    shares of twice the size. So a short sequence has as many shares as it can use however long sequences may be, a long
-    one has few, and every sum and rounding is a matter of the sequence alone.
+    The cuts are at fixed positions. The first 32 shares have `share` keys each. Then the size doubles every 16 shares.
+    A short sequence therefore has many shares even if the model allows long ones. The cuts do not depend on the batch,
+    so a sequence's sums and rounding do not either.
     """
     most_flat, per_doubling = int(_FLAT_SHARES.value), int(_SHARES_PER_DOUBLING.value)
     count, flat = min(-(-length // share), most_flat), most_flat * share

@@ -66,12 +66,12 @@ class BatchRunner:
         self._scope = trio.CancelScope()
 
     def stop(self) -> None:
-        """Leaves the batches as they are, to the service that takes this one's place."""
+        """Stop evaluating and give the directory back; open batches stay open for the next service."""
         self._scope.cancel()
         self.store.close()
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Look for a new batch."""
         self._changed.set()
 
     def cancel(self, batch: Batch) -> None:
@@ -91,7 +91,7 @@ class BatchRunner:
             self._end(batch, "cancelled")
 
     async def run(self) -> None:
-        """Evaluates what is there and what comes, until it is stopped."""
+        """Evaluate stored and new batches until `stop`."""
         with self._scope:
             while not self.store.acquire():  # noqa: ASYNC110 - a lock of files tells nobody that it is free
                 await trio.sleep(POLL_S)
@@ -151,7 +151,7 @@ class BatchRunner:
             self.store.delete_file(batch.owner, file_id)
 
     async def room(self) -> int:
-        """How many requests may begin now."""
+        """Return how many requests may begin now."""
         try:
             stats = await self._calls.stats(OURSELVES)
         except GenbatchError:
@@ -162,7 +162,7 @@ class BatchRunner:
         return max(1, slots - 1) - int(stats.get("requests_running", 0))
 
     async def answer(self, batch: Batch, line: BatchLine, request_id: str) -> tuple[int, dict[str, Any]]:
-        """The status and the body that the endpoint answers a line with."""
+        """Return the status and the body of the endpoint's answer to a line."""
         caller = HTTPCaller(f"batch:{batch.owner}", batch.tenant, request_id)
         while True:
             adds_priority = self._has_priorities and "priority" not in line.body
@@ -170,9 +170,9 @@ class BatchRunner:
             status, content = await post(self.app, line.url, body, {"caller": caller, "body": body})
             answer: dict[str, Any] = json.loads(content)
             if status == HTTPStatus.BAD_REQUEST and adds_priority and answer["error"].get("param") == "priority":
-                self._has_priorities = False  # this service serves everyone alike
+                self._has_priorities = False  # priorities are off in this service
             elif status in _PASSING or (status == HTTPStatus.GATEWAY_TIMEOUT and "deadline_s" not in line.body):
-                await trio.sleep(RETRY_S)  # of a batch only its own deadline counts
+                await trio.sleep(RETRY_S)  # the default deadline does not end a line of a batch
             else:
                 return status, answer
 
@@ -199,7 +199,7 @@ class _Evaluation:
 
     def _todo(self) -> Iterator[tuple[int, BatchLine]]:
         lines, _ = read_lines(self._store, self._batch)
-        counts, done = self._batch.counts, set[str]()
+        counts = self._batch.counts
         answered, failed = (self._read_answers(file_id) for file_id in self._result_files())
         counts.completed, counts.failed = len(answered), len(failed)
         done = answered | failed

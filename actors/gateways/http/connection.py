@@ -126,7 +126,7 @@ class HTTPConnection:
             self._waiting.cancel()
 
     def retire(self) -> None:
-        """Closes the connection after the next answer, whose headers say so. A request that is on its way is served."""
+        """Close the connection after the next answer and say so in its headers. A request on its way is served."""
         self._is_retiring = True
 
     # One request
