@@ -16,7 +16,7 @@ from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_host_memory, gpu_memory
-from genbatch.nif.models.architectures import widest_mlp
+from genbatch.nif.models.architecture import widest_mlp
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model_names import written_path

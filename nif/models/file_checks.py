@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architectures import ARCHITECTURES, Architecture
+from genbatch.nif.models.architecture import Architecture
+from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.weight_source import WeightSource, is_finite
 
 if TYPE_CHECKING:

@@ -25,21 +25,16 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import check_dtype, check_gpu_layers
 from genbatch.nif.errors import ModelError
+from genbatch.nif.models.architecture import ExpertNames
 from genbatch.nif.models.architectures import (
     ARCHITECTURES,
-    GROUPS,
     LACKING,
-    LAYERS,
-    ExpertNames,
     described,
-    encoder_class,
-    encoder_positions,
-    is_encoder,
     layer_groups,
     layer_shapes,
-    load_encoder,
     max_position,
 )
+from genbatch.nif.models.encoders import GROUPS, LAYERS, encoder_class, encoder_positions, is_encoder, load_encoder
 from genbatch.nif.models.file_checks import (
     check_all_used,
     check_complete,

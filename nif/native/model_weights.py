@@ -13,9 +13,8 @@ import torch
 
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import ModelError, OptionError, TensorError
-from genbatch.nif.models.architectures import (
+from genbatch.nif.models.architecture import (
     ACTIVATIONS,
-    ARCHITECTURES,
     NONE,
     PER_HEAD,
     Architecture,
@@ -27,6 +26,7 @@ from genbatch.nif.models.architectures import (
     head_dim_of,
     kv_heads_of,
 )
+from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.models.warm_model import KeptConfig
 from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource, bytes_per_row

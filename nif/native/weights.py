@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import TensorError
-from genbatch.nif.models.architectures import Architecture, SomeRows, gated_rows, head_dim_of, kv_heads_of
+from genbatch.nif.models.architecture import Architecture, SomeRows, gated_rows, head_dim_of, kv_heads_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, FP4_KINDS, FP8_KINDS, StoredTensor
 from genbatch.nif.native.library import (
     COLUMNS,

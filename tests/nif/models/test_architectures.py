@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architectures import encoder_positions, max_position
+from genbatch.nif.models.architectures import max_position
+from genbatch.nif.models.encoders import encoder_positions
 
 
 @pytest.mark.parametrize("limit", [None, 0, -1, "many", 2.5])

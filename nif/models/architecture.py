@@ -1,0 +1,264 @@
+"""Architecture: describes one model's architecture to the C kernels and the loader, as data.
+
+Neither the kernels nor the loader has a branch for any architecture. They read the places of the norms, the activation
+and the tensors' names from the description. nif/native/README.md tells how to add an architecture.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NONE, SHARED, PER_HEAD, WHOLE = range(4)
+"""Norms of queries and keys, as `enum qk_norm`: none, each head by the same weights, by its own, all heads as one."""
+
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "gelu_new": 2,
+    "gelu_pytorch_tanh": 2,
+    "relu2": 3,
+    "clamped_swiglu": 4,
+}
+"""transformers' names of activations, as `enum activation`."""
+
+RECURRENT_KINDS = ("linear_attention", "mamba")
+"""transformers' `layer_types` that keep a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors' names, without ".weight" and ".bias"; None means that the model has no such tensor.
+
+    Args:
+        layer: the beginning of a layer's names; {} is its number.
+        qkv: queries, keys and values, or one tensor of all three.
+        gate_up: gates and ups, or one tensor of both; without gates the ups alone.
+        attention_norm, mlp_norm: of what goes in.
+        attention_post, mlp_post: of what comes out, before it is added to the residual.
+        in_files: parts of transformers' names and what files have in their place.
+    """
+
+    embedding: str = "model.embed_tokens"
+    embedding_norm: str | None = None
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}."
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    attention_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    attention_post: str | None = None
+    mlp_post: str | None = None
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str | None = None
+    in_files: tuple[tuple[str, str], ...] = ()
+
+    def stored(self, name: str, names: Collection[str]) -> str:
+        """Return a tensor's name in a source with these names; the given name if the source has no other."""
+        renamed = (name.replace(part, written) for part, written in self.in_files)
+        return next((other for other in renamed if name not in names and other in names), name)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """A mixture of experts in the place of the MLP.
+
+    Args:
+        count: experts of a layer.
+        chosen: how many a token takes.
+        intermediate: inner size of one.
+        normalised: whether the weights of those chosen sum to 1.
+        router: name of the router.
+        whole: names of gates and ups, and of downs, of all experts in one tensor each, [experts, outputs, inputs].
+        single: names of one expert's gates, ups and downs; {} is its number.
+        stacked: names of the gates, the ups and the downs of all experts. A source has one of the three forms.
+        transposed: whether `whole` is [experts, inputs, outputs], gates and ups taking turns.
+        layers: the layers that have experts; None: all.
+        shared: names of gates, ups and downs of the expert that every token takes; two where one has gates and ups.
+        shared_intermediate: inner size of that one; 0: there is none.
+        shared_gate: name of the row whose sigmoid is its weight; None: it weighs 1.
+        sigmoid: whether an expert's weight is the sigmoid of its score, and not its share of all.
+        correction: name of what is added to the weights while experts are chosen.
+        scale: of the weights of those chosen.
+        groups: groups of experts, and how many of them a token's experts come from.
+    """
+
+    count: int
+    chosen: int
+    intermediate: int
+    normalised: bool = True
+    router: str = "mlp.gate"
+    whole: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    single: tuple[str, str, str] = (
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    )
+    stacked: tuple[str, str, str] = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+    transposed: bool = False
+    layers: frozenset[int] | None = None
+    shared: tuple[str, ...] = ()
+    shared_intermediate: int = 0
+    shared_gate: str | None = None
+    sigmoid: bool = False
+    correction: str | None = None
+    scale: float = 1.0
+    groups: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionNames:
+    """Short convolutions in the place of some layers' attention.
+
+    Such a layer makes a gate, a factor and an input of each token. The products of gate and input go through a causal
+    convolution, each channel by itself, and are multiplied by the factor.
+
+    Args:
+        layers: the layers that have one.
+        inputs: name of the linear of gates, factors and inputs.
+        taps: name of the convolution.
+        out: name of the last linear.
+    """
+
+    layers: frozenset[int]
+    inputs: str = "conv.in_proj"
+    taps: str = "conv.conv"
+    out: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRows:
+    """Some rows of a tensor.
+
+    Args:
+        name: the tensor's.
+        parts: which of its rows, in this order; empty: all.
+    """
+
+    name: str
+    parts: tuple[range, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceNames:
+    """Recurrent layers in the place of some layers' attention: gated delta nets, or Mamba 2.
+
+    Each head keeps a matrix of keys by values, its state. A token decays the state, adds its key times something of its
+    value, and multiplies the state by its query. Queries, keys and values come out of a short convolution and SiLU.
+    Mamba 2 calls them C, B and x.
+
+    Args:
+        layers: the layers that have one.
+        inputs: which linears give queries, keys, values, steps, strengths (if it corrects) and gates, in this order.
+        channels: the convolution's channels in the order of queries, keys and values; empty: they are in it.
+        heads: of values.
+        key_heads: of queries and keys.
+        key_dim, value_dim: elements of a head.
+        kernel: taps of the convolution.
+        norm_groups: groups of outputs that are normed by themselves.
+        corrects: whether what is added is the value less what the state has for the key (the delta rule).
+        gate_first: whether the gate multiplies before the norm.
+        start: beginning of the other tensors' names.
+        skip: name of the factors of values that go past the state; None: no value does.
+    """
+
+    layers: frozenset[int]
+    inputs: tuple[SomeRows, ...]
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    norm_groups: int
+    channels: tuple[range, ...] = ()
+    corrects: bool = True
+    gate_first: bool = False
+    start: str = "linear_attn."
+    skip: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One model's architecture, every number resolved.
+
+    Args:
+        norm_eps: of every norm.
+        score_scale: what queries are multiplied with.
+        activation: a name of `ACTIVATIONS`.
+        tensors: what the tensors are called.
+        layer_norm: whether norms subtract the mean; else they are RMS norms.
+        norm_offset: added to the weights of norms; 1 where a file holds what is beyond 1.
+        qk_norm: NONE, SHARED, PER_HEAD or WHOLE.
+        qkv_by_head: whether the one tensor of `qkv` holds, for one KV head after another, its queries, key and value.
+        gated: whether the MLP multiplies its activations with ups.
+        parallel: whether the MLP reads what attention reads.
+        partial_rotary: whether the rotary embedding takes the configuration's share of a head.
+        interleaved: whether it turns neighbours, and not the halves.
+        no_rope: layers whose positions are not rotated.
+        score_cap, logit_cap: x becomes cap * tanh(x / cap); 0: as it is.
+        embedding_scale, residual_scale: of a token's embedding, of what is added to the residual.
+        logit_divisor: of the logits.
+        gate_slope, gate_limit: of "clamped_swiglu".
+        experts: None where every layer has one MLP.
+        convolution: None where no layer is a short convolution.
+        recurrence: None where no layer keeps a state.
+        gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
+    """
+
+    norm_eps: float
+    score_scale: float
+    activation: str
+    tensors: Tensors = field(default_factory=Tensors)
+    layer_norm: bool = False
+    norm_offset: float = 0.0
+    qk_norm: int = NONE
+    qkv_by_head: bool = False
+    gated: bool = True
+    parallel: bool = False
+    partial_rotary: bool = False
+    interleaved: bool = False
+    no_rope: frozenset[int] = frozenset()
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
+    experts: ExpertNames | None = None
+    convolution: ConvolutionNames | None = None
+    recurrence: RecurrenceNames | None = None
+    gated_attention: bool = False
+
+
+def kv_heads_of(config: Any) -> int:
+    """Return the number of KV heads."""
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
+def head_dim_of(config: Any) -> int:
+    """Return the number of elements of a head."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
+def gated_rows(names: Sequence[str], config: Any) -> tuple[SomeRows, ...]:
+    """Rows of queries, keys, values and gates where each head's queries are followed by its gates."""
+    head_dim = head_dim_of(config)
+    starts = range(0, 2 * config.num_attention_heads * head_dim, 2 * head_dim)
+    queries = tuple(range(start, start + head_dim) for start in starts)
+    gates = tuple(range(start + head_dim, start + 2 * head_dim) for start in starts)
+    both, keys, values = names
+    return SomeRows(both, queries), SomeRows(keys), SomeRows(values), SomeRows(both, gates)
+
+
+def widest_mlp(config: Any) -> int:
+    """Return the inner size of the widest MLP of any layer."""
+    size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widest: int = max(size) if isinstance(size, list | tuple) else size
+    return widest * 2 if getattr(config, "use_double_wide_mlp", False) else widest

@@ -1,0 +1,215 @@
+"""Describes the families whose layers all attend and have one MLP each: from Llama by what each family changes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from genbatch.nif.models.architecture import NONE, PER_HEAD, SHARED, WHOLE, Architecture, Tensors, head_dim_of
+
+
+def llama(config: Any) -> Architecture:
+    """Norm, attention, norm, MLP, each added to what came in."""
+    return Architecture(config.rms_norm_eps, head_dim_of(config) ** -0.5, config.hidden_act)
+
+
+def _arcee(config: Any) -> Architecture:
+    return replace(llama(config), tensors=Tensors(gate_up=("mlp.up_proj",)), gated=False)
+
+
+def qwen3(config: Any) -> Architecture:
+    return replace(llama(config), qk_norm=SHARED)
+
+
+_SANDWICH = Tensors(
+    attention_post="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post="post_feedforward_layernorm",
+)
+
+
+def _gemma(config: Any) -> Architecture:
+    return Architecture(
+        config.rms_norm_eps,
+        head_dim_of(config) ** -0.5,
+        getattr(config, "hidden_activation", None) or config.hidden_act,
+        norm_offset=1.0,
+        embedding_scale=config.hidden_size**0.5,
+    )
+
+
+def _gemma2(config: Any) -> Architecture:
+    return replace(
+        _gemma(config),
+        score_scale=config.query_pre_attn_scalar**-0.5,
+        tensors=_SANDWICH,
+        score_cap=config.attn_logit_softcapping or 0.0,
+        logit_cap=config.final_logit_softcapping or 0.0,
+    )
+
+
+def _gemma3(config: Any) -> Architecture:
+    # transformers 5 hands no attention cap on for this one, though the configuration may name one.
+    return replace(_gemma2(config), qk_norm=SHARED, score_cap=0.0)
+
+
+_FUSED = Tensors(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def _phi3(config: Any) -> Architecture:
+    return replace(llama(config), tensors=_FUSED, partial_rotary=True)
+
+
+def _olmo2(config: Any) -> Architecture:
+    after = replace(_SANDWICH, attention_norm=None, mlp_norm=None)
+    return replace(llama(config), tensors=after, qk_norm=WHOLE)
+
+
+def granite(config: Any) -> Architecture:
+    return replace(
+        llama(config),
+        score_scale=config.attention_multiplier,
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logit_divisor=config.logits_scaling,
+    )
+
+
+def _smollm3(config: Any) -> Architecture:
+    return replace(llama(config), no_rope=frozenset(i for i, rope in enumerate(config.no_rope_layers) if not rope))
+
+
+def _glm(config: Any) -> Architecture:
+    return replace(llama(config), tensors=Tensors(gate_up=("mlp.gate_up_proj",)), partial_rotary=True, interleaved=True)
+
+
+def _glm4(config: Any) -> Architecture:
+    sandwich = Tensors(
+        gate_up=("mlp.gate_up_proj",),
+        attention_post="post_self_attn_layernorm",
+        mlp_post="post_mlp_layernorm",
+    )
+    return replace(_glm(config), tensors=sandwich)
+
+
+def _starcoder2(config: Any) -> Architecture:
+    return Architecture(
+        config.norm_epsilon,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        layer_norm=True,
+        gated=False,
+    )
+
+
+def _nemotron(config: Any) -> Architecture:
+    return Architecture(
+        config.norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(gate_up=("mlp.up_proj",)),
+        layer_norm=True,
+        norm_offset=1.0,
+        gated=False,
+        partial_rotary=True,
+    )
+
+
+def _stablelm(config: Any) -> Architecture:
+    # With a parallel MLP one norm serves both.
+    norms = Tensors(
+        mlp_norm="input_layernorm" if config.use_parallel_residual else "post_attention_layernorm",
+        q_norm="self_attn.q_layernorm.norms.{}",
+        k_norm="self_attn.k_layernorm.norms.{}",
+    )
+    return Architecture(
+        config.layer_norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=norms,
+        layer_norm=True,
+        qk_norm=PER_HEAD if config.qk_layernorm else NONE,
+        parallel=config.use_parallel_residual,
+        partial_rotary=True,
+    )
+
+
+def _gpt_neox(config: Any) -> Architecture:
+    return Architecture(
+        config.layer_norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(
+            embedding="gpt_neox.embed_in",
+            final_norm="gpt_neox.final_layer_norm",
+            in_files=(("lm_head", "embed_out"),),
+            layer="gpt_neox.layers.{}.",
+            qkv=("attention.query_key_value",),
+            out="attention.dense",
+            gate_up=("mlp.dense_h_to_4h",),
+            down="mlp.dense_4h_to_h",
+        ),
+        layer_norm=True,
+        qkv_by_head=True,
+        gated=False,
+        parallel=config.use_parallel_residual,
+        partial_rotary=True,
+    )
+
+
+def ernie(config: Any) -> Architecture:
+    return replace(llama(config), interleaved=True)
+
+
+def _full_layers(config: Any) -> frozenset[int]:
+    return frozenset(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
+
+
+def _exaone4(config: Any) -> Architecture:
+    unrotated = frozenset[int]() if config.sliding_window is None else _full_layers(config)
+    return replace(_olmo2(config), qk_norm=SHARED, no_rope=unrotated)
+
+
+def _cohere2(config: Any) -> Architecture:
+    return Architecture(
+        config.layer_norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=Tensors(mlp_norm="input_layernorm"),
+        layer_norm=True,
+        parallel=True,
+        interleaved=True,
+        no_rope=_full_layers(config),
+        logit_divisor=1 / config.logit_scale,
+    )
+
+
+DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": llama,
+    "Qwen2ForCausalLM": llama,
+    "Qwen3ForCausalLM": qwen3,
+    "GemmaForCausalLM": _gemma,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Phi3ForCausalLM": _phi3,
+    "Olmo2ForCausalLM": _olmo2,
+    "GraniteForCausalLM": granite,
+    "SmolLM3ForCausalLM": _smollm3,
+    "GlmForCausalLM": _glm,
+    "Glm4ForCausalLM": _glm4,
+    "Starcoder2ForCausalLM": _starcoder2,
+    "NemotronForCausalLM": _nemotron,
+    "StableLmForCausalLM": _stablelm,
+    "GPTNeoXForCausalLM": _gpt_neox,
+    "Ernie4_5ForCausalLM": ernie,
+    "Olmo3ForCausalLM": _olmo2,
+    "MinistralForCausalLM": llama,
+    "Ministral3ForCausalLM": llama,
+    "SeedOssForCausalLM": llama,
+    "CwmForCausalLM": llama,
+    "HeliumForCausalLM": ernie,
+    "ArceeForCausalLM": _arcee,
+    "Exaone4ForCausalLM": _exaone4,
+    "Cohere2ForCausalLM": _cohere2,
+}

@@ -1,0 +1,120 @@
+"""Describes the families whose layers have a mixture of experts in the place of the MLP."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from genbatch.nif.models.architecture import NONE, SHARED, WHOLE, Architecture, ExpertNames, Tensors
+from genbatch.nif.models.dense_families import ernie, llama, qwen3
+
+
+def _qwen3_moe(config: Any) -> Architecture:
+    mixed = frozenset(
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    )
+    experts = ExpertNames(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        layers=mixed,
+    )
+    return replace(qwen3(config), experts=experts if config.num_experts else None)
+
+
+def parts_of(name: str) -> tuple[str, str, str]:
+    return f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
+
+
+def qwen2_moe(config: Any) -> Architecture:
+    mixed = _qwen3_moe(config)
+    experts = mixed.experts and replace(
+        mixed.experts,
+        shared=parts_of("mlp.shared_expert"),
+        shared_intermediate=config.shared_expert_intermediate_size,
+        shared_gate="mlp.shared_expert_gate",
+    )
+    return replace(mixed, qk_norm=NONE, experts=experts)
+
+
+def _olmoe(config: Any) -> Architecture:
+    if config.clip_qkv is not None:
+        raise ValueError(f"clip_qkv is {config.clip_qkv}; queries and keys are not clipped here")
+    experts = ExpertNames(
+        config.num_experts, config.num_experts_per_tok, config.intermediate_size, normalised=config.norm_topk_prob
+    )
+    return replace(llama(config), qk_norm=WHOLE, experts=experts)
+
+
+def _glm4_moe(config: Any) -> Architecture:
+    experts = ExpertNames(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        layers=frozenset(range(config.first_k_dense_replace, config.num_hidden_layers)),
+        shared=parts_of("mlp.shared_experts"),
+        shared_intermediate=config.n_shared_experts * config.moe_intermediate_size,
+        sigmoid=True,
+        correction="mlp.gate.e_score_correction_bias",
+        scale=config.routed_scaling_factor,
+        groups=(config.n_group, config.topk_group),
+    )
+    kind = SHARED if config.use_qk_norm else NONE
+    return replace(llama(config), qk_norm=kind, partial_rotary=True, experts=experts)
+
+
+def _ernie_moe(config: Any) -> Architecture:
+    mixed = range(config.moe_layer_start_index, min(config.moe_layer_end_index + 1, config.num_hidden_layers))
+    experts = ExpertNames(
+        config.moe_num_experts,
+        config.moe_k,
+        config.moe_intermediate_size,
+        layers=frozenset(layer for layer in mixed if (layer + 1) % config.moe_layer_interval == 0),
+        shared=parts_of("mlp.shared_experts"),
+        shared_intermediate=config.moe_num_shared_experts * config.moe_intermediate_size,
+        correction="mlp.gate.moe_statics.e_score_correction_bias",
+    )
+    names = Tensors(in_files=(("mlp.gate.moe_statics", "mlp.moe_statics"),))
+    return replace(ernie(config), experts=experts, tensors=names)
+
+
+def _mixtral(config: Any) -> Architecture:
+    experts = ExpertNames(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        single=("mlp.experts.{}.w1", "mlp.experts.{}.w3", "mlp.experts.{}.w2"),
+    )
+    return replace(llama(config), experts=experts, tensors=Tensors(in_files=((".mlp.", ".block_sparse_moe."),)))
+
+
+def _gpt_oss(config: Any) -> Architecture:
+    experts = ExpertNames(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        router="mlp.router",
+        transposed=True,
+    )
+    return replace(
+        llama(config),
+        tensors=Tensors(sinks="self_attn.sinks"),
+        activation="clamped_swiglu",
+        gate_slope=config.swiglu_alpha,
+        gate_limit=config.swiglu_limit,
+        experts=experts,
+    )
+
+
+EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
+    "GptOssForCausalLM": _gpt_oss,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "OlmoeForCausalLM": _olmoe,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "Ernie4_5_MoeForCausalLM": _ernie_moe,
+}
