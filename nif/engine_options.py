@@ -125,6 +125,9 @@ class EngineOptions:
             writes it. More can be loaded while the service runs.
         max_loras: adapters at once.
         max_lora_rank: the largest rank of an adapter.
+        draft: a smaller model with the same vocabulary, named like `model_path`. It guesses several tokens while at
+            most four requests decode, and a step of the model verifies them. Answers do not change. Drafting stops
+            where it does not pay. Needs the native runner.
     """
 
     model_path: str = "smollm2"
@@ -153,6 +156,7 @@ class EngineOptions:
     lora: Sequence[str] = ()
     max_loras: int = 32
     max_lora_rank: int = 128
+    draft: str = ""
 
     def __post_init__(self) -> None:
         """Raises:

@@ -135,7 +135,7 @@ class BatcherStats:
     shared_tokens: int = 0  # prompt tokens not prefilled, thanks to seq_cp
     reused_tokens: int = 0  # prompt tokens not prefilled, thanks to the prefix cache
     generation_tokens: int = 0
-    drafted_tokens: int = 0  # by prompt lookup
+    drafted_tokens: int = 0  # by prompt lookup or a draft model
     accepted_draft_tokens: int = 0  # of those, the correct ones: each saved a step
     embedded_texts: int = 0
     accepted: int = 0

@@ -1,25 +1,28 @@
-"""Drafting: guess a sequence's next tokens by prompt lookup in its own tokens, and verify several in one step.
+"""Drafting: guess a sequence's next tokens and verify several in one step.
 
     drafts = RunDrafts(sequences, costs, max_rows=512)     # of one run of decode steps
     proposed = drafts.next()
     drafts.took(draws)
 
-A draft costs rows of a forward, and saves a step where it is right. Both sides are measured. The hit rate comes from
-a lookup that guesses every token, drafted or not, which costs no forward. The cost of a row comes from the model of
-step time (nif/step_time.py). So drafting begins where it pays and ends where it does not. All of this runs on the
-model's thread.
+Guesses come from prompt lookup in the sequence's own tokens, from a draft model (nif/context/draft_model.py), or from
+the better of both for each sequence. A draft costs rows of a forward, and saves a step where it is right. Both sides
+are measured. A lookup guesses every token, drafted or not, which costs no forward. A draft model's hit rate is known
+from its verified drafts. The cost of a row comes from the model of step time (nif/step_time.py). So drafting begins
+where it pays and ends where it does not. All of this runs on the model's thread.
 """
 
 from collections.abc import Sequence as ListOf
 from math import inf
 
 from genbatch.actors.batcher.generation import Generation
+from genbatch.nif.context.draft_model import DRAFTED_SEQUENCES
+from genbatch.nif.context.runs import Drafted, Drafter
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
 
 # With more sequences, a further row of a step costs as much as a first one.
-MAX_SEQUENCES = 4
+MAX_SEQUENCES = DRAFTED_SEQUENCES
 # The most tokens of a draft. Longer drafts gain nothing, since a copied text seldom runs so long without a change.
 MAX_DRAFT = 8
 # A drafted token's chance must exceed its cost by this factor.
@@ -43,13 +46,17 @@ class DraftCosts:
         self._times = times
         self._discount = 1.0
 
-    def price(self, num_sequences: int, num_keys: int) -> float:
-        """Return a drafted token's cost in plain steps of `num_sequences` sequences over `num_keys` positions."""
+    def price(self, num_sequences: int, num_keys: int, guess_s: float = 0.0) -> float:
+        """Return a drafted token's cost in plain steps of `num_sequences` sequences over `num_keys` positions.
+
+        Args:
+            guess_s: the seconds that guessing a token takes.
+        """
         time = self._times.time
         if time is None:
             return inf  # the first step has no drafts, as the baseline
         plain_s = time.seconds(StepWork(decodes=num_sequences, keys=num_keys))
-        return max(LEAST_PRICE, self._discount * time.draft / plain_s)
+        return max(LEAST_PRICE, (self._discount * time.draft + guess_s) / plain_s)
 
     def took(self, num_drafted: int) -> None:
         """Book a step; while nothing is drafted, the price falls so that drafting is tried again."""
@@ -63,53 +70,95 @@ class RunDrafts:
         sequences: the sequences of the run.
         costs: the costs that all runs share.
         max_rows: most tokens of a step.
+        looks_up: whether prompt lookup guesses.
+        drafter: the draft model; None without one.
     """
 
-    def __init__(self, sequences: ListOf[Generation], costs: DraftCosts, *, max_rows: int) -> None:
-        self._lookups = [sequence.lookup for sequence in sequences]
+    def __init__(
+        self,
+        sequences: ListOf[Generation],
+        costs: DraftCosts,
+        *,
+        max_rows: int,
+        looks_up: bool = True,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self._lookups = [sequence.lookup for sequence in sequences] if looks_up else []
+        self._drafter = drafter
+        self._drafted: list[Drafted] = []
         self._sequences = sequences
         # The number of tokens that each sequence may still draw.
         self._left = [sequence.max_new_tokens - sequence.num_generated for sequence in sequences]
+        self._lengths = [0] * len(sequences)  # of the draft model's current drafts
         self._costs = costs
         self._max_drafted = max_rows - len(sequences)
         self._num_keys = 0
 
     def begin(self) -> None:
         """Read the sequences' tokens before the first step, while no other thread appends to them."""
-        for sequence, lookup in zip(self._sequences, self._lookups, strict=True):
+        for lookup, sequence in zip(self._lookups, self._sequences, strict=False):
             lookup.catch_up(sequence.tokens)
-            self._num_keys += len(sequence.tokens)
+        self._num_keys += sum(len(sequence.tokens) for sequence in self._sequences)
+        if self._drafter is not None:
+            self._drafted = [
+                Drafted(sequence.request_id, list(sequence.tokens), sequence.sampler.params)
+                for sequence in self._sequences
+            ]
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that the draft model has taken so far."""
+        return 0.0 if self._drafter is None else self._drafter.seconds
 
     def next(self) -> list[list[int]]:
         """Return the draft of each sequence for the step that begins now; an empty list where no draft pays."""
-        lengths = self._lengths()
-        drafts = [lookup.draft(length) for lookup, length in zip(self._lookups, lengths, strict=True)]
+        looked_up = [lookup.chance for lookup in self._lookups] or [0.0] * len(self._sequences)
+        modelled = [0.0] * len(self._sequences)
+        if self._drafter is not None:
+            modelled = [self._drafter.chance(one.key) for one in self._drafted]
+        lengths = self._choose_lengths([max(pair) for pair in zip(looked_up, modelled, strict=True)])
+        drafts: list[list[int]] = [[] for _ in self._sequences]
+        for index, lookup in enumerate(self._lookups):
+            if looked_up[index] >= modelled[index]:
+                drafts[index] = lookup.draft(lengths[index])
+                lengths[index] = 0
+        if self._drafter is not None and any(lengths):
+            proposed = self._drafter.propose(self._drafted, lengths)
+            drafts = [mine or theirs for mine, theirs in zip(proposed, drafts, strict=True)]
+            lengths = [len(draft) for draft in proposed]
+        self._lengths = lengths
         return drafts if any(drafts) else []
 
     def took(self, draws: ListOf[ListOf[Sampled | SampleFault]], num_drafted: int) -> bool:
         """Book a step that has ended; return whether every sequence may draw another token."""
         self._costs.took(num_drafted)
         self._num_keys += sum(map(len, draws))
-        for index, (lookup, drawn) in enumerate(zip(self._lookups, draws, strict=True)):
+        for index, drawn in enumerate(draws):
             self._left[index] -= len(drawn)
-            for draw in drawn:
-                if not draw.failed:
-                    lookup.push(draw.token_id)
+            tokens = [draw.token_id for draw in drawn if not draw.failed]
+            if self._lookups:
+                for token_id in tokens:
+                    self._lookups[index].push(token_id)
+            if self._drafter is not None:
+                one = self._drafted[index]
+                self._drafter.verified(one.key, self._lengths[index] if num_drafted else 0, len(drawn) - 1)
+                one.tokens.extend(tokens)
         return all(left > 0 for left in self._left)
 
-    def _lengths(self) -> list[int]:
+    def _choose_lengths(self, chances: list[float]) -> list[int]:
         """Choose the number of tokens to draft for each sequence, so that tokens per second are highest."""
         size = len(self._sequences)
         chances = [
             # A sampler that edits logits by earlier tokens cannot do so for several tokens at once.
             # guard: what the tokens before edit is not drafted
-            0.0 if sequence.sampler.edits else lookup.chance
-            for sequence, lookup in zip(self._sequences, self._lookups, strict=True)
+            0.0 if sequence.sampler.edits else chance
+            for sequence, chance in zip(self._sequences, chances, strict=True)
         ]
         lengths = [0] * size
         if max(chances) == 0.0:
             return lengths
-        price = self._costs.price(size, self._num_keys)
+        guess_s = 0.0 if self._drafter is None else self._drafter.forward_s / size
+        price = self._costs.price(size, self._num_keys, guess_s)
         lengths = self._share_out(chances, price, self._max_drafted)
         if 0 in lengths:
             lengths = self._share_out(chances, price, min(self._max_drafted, int(NEIGHBOURLY / price)))

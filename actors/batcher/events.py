@@ -42,11 +42,16 @@ Drawn: TypeAlias = list[list[Sampled | SampleFault]]
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A step of a run has ended; unless it was the last step, the next step has begun."""
+    """A step of a run has ended; unless it was the last step, the next step has begun.
+
+    Args:
+        guessing_s: the seconds that a draft model took before the step.
+    """
 
     run: Run
     drawn: Drawn
     num_drafted: int
+    guessing_s: float = 0.0
 
     def book(self, stepping: Stepping) -> bool:
         """Book the step; return whether no work is left."""

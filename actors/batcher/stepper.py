@@ -137,11 +137,14 @@ class RunAhead:
             self._tell(decoded)
 
     def _step(self, run: DecodeRun | OverlappedRun, *, ahead: bool) -> Decoded:
-        if self._drafts is not None and run.verifies:
-            drafts = self._drafts.next()
-            if drafts and run.has_room(drafts):
-                return Decoded(self, run.verify(drafts), sum(map(len, drafts)))
-        return Decoded(self, [[draw] for draw in run.step(ahead=ahead)], 0)
+        if self._drafts is None or not run.verifies:
+            return Decoded(self, [[draw] for draw in run.step(ahead=ahead)], 0)
+        before = self._drafts.seconds
+        drafts = self._drafts.next()
+        guessing_s = self._drafts.seconds - before
+        if drafts and run.has_room(drafts):
+            return Decoded(self, run.verify(drafts), sum(map(len, drafts)), guessing_s)
+        return Decoded(self, [[draw] for draw in run.step(ahead=ahead)], 0, guessing_s)
 
 
 def generations(batch: list[Planned]) -> list[Generation]:
@@ -316,7 +319,7 @@ class Stepper:
         commit: books the results.
         worker: the model's thread.
         send: delivers a message to the actor that owns this object.
-        looks_up: whether runs draft tokens by prompt lookup.
+        looks_up: whether runs draft tokens by prompt lookup; a context's draft model drafts in any case.
         times: learns the costs of steps.
     """
 
@@ -445,9 +448,13 @@ class Stepper:
         )
 
     def _drafts_of(self, batch: list[Planned]) -> RunDrafts | None:
-        if not (self._looks_up and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
+        drafter = self._ctx.drafter
+        guesses = self._looks_up or drafter is not None
+        if not (guesses and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
             return None
-        return RunDrafts(generations(batch), self._costs, max_rows=self._ctx.n_batch)
+        return RunDrafts(
+            generations(batch), self._costs, max_rows=self._ctx.n_batch, looks_up=self._looks_up, drafter=drafter
+        )
 
     def decoded(self, decoded: Decoded) -> bool:
         """Book a step of a run; the next step may be running."""
@@ -457,7 +464,7 @@ class Stepper:
         self._journal.stepped(run.batch, now - self._began, num_drafted=decoded.num_drafted)
         if decoded.num_drafted:
             self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
-        self._times.took(run_work(run.batch, decoded.num_drafted), now - self._turn_began)
+        self._times.took(run_work(run.batch, decoded.num_drafted), now - self._turn_began - decoded.guessing_s)
         self._began = self._turn_began = now
         self._commit.book_decodes(run.sequences, drawn)
         if self._requests.overdue():

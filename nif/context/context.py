@@ -21,7 +21,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from genbatch.nif.context.ragged_layout import lay_out
-from genbatch.nif.context.runs import DecodeRun, Kept, OverlappedRun, Read, Steps, can_overlap
+from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, can_overlap
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
@@ -78,6 +78,7 @@ class Context:
         max_per_sequence: most positions one sequence may take; None means that only the pool limits a sequence.
         allow_block_sharing: whether finished blocks may be reused by content (the prefix cache).
         adapters: the model's loaded adapters; they outlive the context.
+        drafter: guesses tokens for decode runs to verify; the context closes it.
 
     Raises:
         OptionError: an option is out of range.
@@ -97,6 +98,7 @@ class Context:
         max_per_sequence: int | None = None,
         allow_block_sharing: bool = True,
         adapters: Adapters | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         for option, value in (("n_ctx", n_ctx), ("n_parallel", n_parallel), ("block_size", block_size)):
             if value is not None and value < 1:
@@ -105,6 +107,7 @@ class Context:
             raise OptionError("n_batch", f"must be at least 1, not {n_batch}")
         self.model = model
         self.runner = runner
+        self.drafter = drafter
         self.n_batch = n_batch
         self.num_sequences = n_parallel + n_held
         if num_blocks is None:
@@ -405,6 +408,8 @@ class Context:
     def close(self) -> None:
         """Release the KV pool."""
         self.runner.close()
+        if self.drafter is not None:
+            self.drafter.close()
 
     # Helpers
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from genbatch.nif.context.context import Context
+from genbatch.nif.context.draft_model import DRAFTED_SEQUENCES, MAX_CATCH_UP, NUM_SLOTS, DraftModel
 from genbatch.nif.cores import available_cores
 from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
@@ -49,6 +50,7 @@ class Engine:
         )
         # Do not empty torch's cache here: a running service may be in the middle of a step.
         self.adapters = Adapters(model, limits, refusal, partial(self._free_memory, collect=False))
+        self.draft: Engine | None = None  # the draft model
 
     def rename(self, name: str) -> None:
         """Rename the model. Call this before opening the first context."""
@@ -66,11 +68,37 @@ class Engine:
         Raises:
             OptionError: an option is out of range, or the pool does not fit into memory.
         """
-        options = self.options
         if n_parallel < 1:
             raise OptionError("n_parallel", f"must be at least 1, not {n_parallel}")
+        drafter, reserved = self._open_drafter(n_batch)
+        try:
+            context = self._open_context(n_parallel, n_held, n_batch, drafter, reserved)
+            if drafter is not None and not context.can_verify:
+                context.runner.close()
+                raise OptionError("draft", f"the runner {context.runner.name} cannot verify drafts exactly")
+        except BaseException:
+            if drafter is not None:
+                drafter.close()
+            raise
+        return context
+
+    def _open_drafter(self, n_batch: int) -> tuple[DraftModel | None, int]:
+        """Open the draft model's context; return it with the host memory to reserve for it."""
+        if self.draft is None:
+            return None, 0
+        draft, n_batch = self.draft, min(n_batch, MAX_CATCH_UP * DRAFTED_SEQUENCES)
+        context = draft._open_context(NUM_SLOTS, 0, n_batch, None, 0)
+        size = draft._cache_size(context.runner, NUM_SLOTS, 0, n_batch)
+        # A GPU's free memory shows the draft model's pool at once, the host's only once it is used.
+        reserved = size.footprint.total if draft.model.device.type == "cpu" else 0
+        return DraftModel(context, self.model.vocab_size), reserved
+
+    def _open_context(
+        self, n_parallel: int, n_held: int, n_batch: int, drafter: DraftModel | None, reserved: int
+    ) -> Context:
+        options = self.options
         runner = self._new_runner(n_parallel)
-        size = self._cache_size(runner, n_parallel, n_held, n_batch)
+        size = self._cache_size(runner, n_parallel, n_held, n_batch, reserved)
         is_free = options.positions is None and options.num_blocks is None and options.max_tokens_in_cache is None
         if size.limited_by not in ("n_ctx", "num_blocks") and not is_free:
             log.warning("the KV pool is limited by %s to %d blocks", size.limited_by, max(size.num_blocks))
@@ -91,11 +119,13 @@ class Engine:
             else None,
             allow_block_sharing=options.allow_block_sharing,
             adapters=self.adapters,
+            drafter=drafter,
         )
 
-    def _cache_size(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int) -> CacheSize:
+    def _cache_size(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int, reserved: int = 0) -> CacheSize:
         options = self.options
-        own = runner.own_bytes(n_parallel, options.block_size) if isinstance(runner, HoldsMemory) else 0
+        own = reserved
+        own += runner.own_bytes(n_parallel, options.block_size) if isinstance(runner, HoldsMemory) else 0
         own += sum(adapter.nbytes for adapter in self.adapters.values())  # as the runner will pack them
         step = self._step_shape(runner, n_parallel, n_held, n_batch)
         limits = CacheLimits(
@@ -166,7 +196,47 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
     if engine.model.tokenizer.has_chat_template:
         engine.model.tokenizer.renderer.prepare()
     load_adapters(engine, options.lora)
+    if options.draft:
+        engine.draft = _load_draft(engine.model, options, progress)
     return engine
+
+
+# The share of token ids that may mean other texts in the draft model's vocabulary.
+_OTHER_TOKENS = 0.01
+
+
+def _load_draft(model: Model, options: EngineOptions, progress: Progress | None) -> Engine:
+    """Load the draft model, in the fastest numbers: a draft changes no answer.
+
+    Raises:
+        OptionError: the draft model cannot be loaded, draws no tokens, or has another vocabulary.
+    """
+    if options.tensor_parallel > 1:
+        raise OptionError("draft", "a model that tensor_parallel shares out has no draft model")
+    try:
+        draft = _load_engine(
+            EngineOptions(
+                model_path=options.draft,
+                n_gpu_layers=options.n_gpu_layers,
+                main_gpu=options.main_gpu,
+                quantize="auto",
+                n_threads=options.n_threads,
+                n_ctx=options.n_ctx,
+                max_memory_percent=options.max_memory_percent,
+                block_size=options.block_size,
+            ),
+            progress,
+        )
+    except ModelError as error:
+        raise OptionError("draft", str(error)) from error
+    if not draft.model.generates:
+        raise OptionError("draft", f"{draft.model.name} draws no tokens")
+    ours, theirs = model.tokenizer.backend.get_vocab(), draft.model.tokenizer.backend.get_vocab()
+    num_others = sum(theirs.get(text) != token_id for text, token_id in ours.items())
+    if num_others > _OTHER_TOKENS * len(ours):
+        reason = f"{draft.model.name} has another vocabulary: {num_others} of {len(ours)} tokens differ"
+        raise OptionError("draft", reason)
+    return draft
 
 
 def load_adapters(engine: Engine, sources: Sequence[str]) -> None:

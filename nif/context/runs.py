@@ -13,7 +13,7 @@ from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Reservation
 from genbatch.nif.runner import Entry, Largest, Launched, LaunchingRunner, Logits, RaggedBatch
 from genbatch.nif.sampling.choosing import choose
-from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable
+from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 T = TypeVar("T")
@@ -39,6 +39,44 @@ class Forward(Protocol):
         with_logits: bool,
         kept: "Kept[T] | None" = None,
     ) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A sequence to draft for.
+
+    Args:
+        key: tells the sequence from all others.
+        tokens: its prompt and its output so far.
+        params: how its tokens are drawn.
+    """
+
+    key: int
+    tokens: list[int]
+    params: SamplingParams
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of a run's sequences; `DraftModel` implements it."""
+
+    forward_s: float  # the measured seconds of a forward that drafts one token for each sequence
+    seconds: float  # spent on drafts, in all
+
+    def chance(self, key: int) -> float:
+        """Return the estimated probability that a drafted token of this sequence is right."""
+        ...
+
+    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
+        """Draft up to `lengths[i]` tokens for each sequence."""
+        ...
+
+    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
+        """Learn from a step: how many of the drafted tokens were right."""
+        ...
+
+    def close(self) -> None:
+        """Release the drafter's memory."""
+        ...
 
 
 class DecodeRun:

@@ -23,6 +23,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
+from genbatch.nif.context.draft_model import MAX_CATCH_UP, NUM_SLOTS, DraftModel
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
@@ -257,21 +258,29 @@ def test_what_edits_its_logits_by_the_tokens_before_is_not_drafted(monkeypatch: 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The price of a draft depends on no machine."""
-    monkeypatch.setattr(DraftCosts, "price", lambda self, num_sequences, num_keys: 0.08)
+    monkeypatch.setattr(DraftCosts, "price", lambda self, num_sequences, num_keys, guess_s: 0.08)
 
 
 @asynccontextmanager
 async def serving(
-    model: Model, open_runner: Callable[[], Any], *, n_ctx: int = 512, **options: Any
+    model: Model,
+    open_runner: Callable[[], Any],
+    *,
+    n_ctx: int = 512,
+    open_drafter: Callable[[], DraftModel] | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[Batcher, Any]]:
     chosen = BatcherOptions(
         **{"n_parallel": 4, "batch_timeout": 1.0, "max_batch_tokens": 32, "prompt_lookup": True, **options}
     )
     async with trio.open_nursery() as nursery:
-        actor = Batcher(
-            lambda: Context(model, open_runner(), n_ctx=n_ctx, n_parallel=chosen.n_parallel, n_held=4, block_size=4),
-            chosen,
-        )
+
+        def opened() -> Context:
+            drafter = open_drafter() if open_drafter is not None else None
+            sizes = {"n_ctx": n_ctx, "n_parallel": chosen.n_parallel, "n_held": 4, "block_size": 4}
+            return Context(model, open_runner(), **sizes, drafter=drafter)
+
+        actor = Batcher(opened, chosen)
         ref = await start(nursery, actor, name="batcher")
         yield actor, ref
         assert actor.slots.seq_pool == set(range(chosen.n_parallel))
@@ -562,3 +571,122 @@ def test_a_caller_that_leaves_during_a_draft_leaves_nothing_behind(tiny_model: T
                 await trio.sleep(0.01)  # nobody tells when the Batcher has let a caller go
 
     trio.run(leave)
+
+
+# A draft model
+
+
+def drafting_with(made: tuple[Model, Callable[[], Any]], *, n_ctx: int = 1024) -> Callable[[], DraftModel]:
+    model, opened = made
+
+    def open_drafter() -> DraftModel:
+        context = Context(model, opened(), n_ctx=n_ctx, n_parallel=NUM_SLOTS, block_size=4, n_batch=256)
+        return DraftModel(context, model.vocab_size)
+
+    return open_drafter
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    requests=ASKED,
+    n_ctx=st.sampled_from([64, 512]),
+    family=st.sampled_from(NATIVE),
+    draft_family=st.sampled_from(NATIVE),
+    draft_ctx=st.sampled_from([64, 1024]),
+    looks_up=st.booleans(),
+)
+def test_a_draft_model_changes_no_answer_no_stream_and_no_bit_of_a_logprob(
+    native_model: NativeModel,
+    _clock: None,
+    requests: list[dict[str, Any]],
+    n_ctx: int,
+    family: str,
+    draft_family: str,
+    draft_ctx: int,
+    looks_up: bool,
+) -> None:
+    model, opened = native_model(family)
+    requests = [{**one, **_fitting(one, n_ctx - len(one["token_ids"]))} for one in requests]
+    plain = trio.run(lambda: ask(model, opened, requests, prompt_lookup=False, n_ctx=n_ctx))
+    drafter = drafting_with(native_model(draft_family), n_ctx=draft_ctx)
+    options: dict[str, Any] = {"open_drafter": drafter, "prompt_lookup": looks_up, "n_ctx": n_ctx}
+    same(trio.run(lambda: ask(model, opened, requests, **options)), plain)
+
+
+@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_that_agrees_saves_steps(
+    native_model: NativeModel, _clock: None, family: str, temperature: float
+) -> None:
+    """The model drafts for itself: greedy and by the same seed, it draws what the steps draw; windows move on."""
+    made = native_model(family)
+    requests = [
+        {"token_ids": prompt_of(seed, 3), "max_tokens": 90, "temperature": temperature, "seed": seed} for seed in (1, 2)
+    ]
+    plain = trio.run(lambda: ask(*made, requests, prompt_lookup=False))
+    drafter = drafting_with(made)
+    drafted = trio.run(lambda: ask(*made, requests, prompt_lookup=False, open_drafter=drafter))
+    same(drafted, plain)
+    assert drafted[2]["accepted"] == drafted[2]["drafted"] > 100
+    assert drafted[2]["steps"] < 0.4 * plain[2]["steps"]
+
+
+def test_a_draft_model_that_is_wrong_is_asked_less_and_less(native_model: NativeModel, _clock: None) -> None:
+    request = {"token_ids": prompt_of(1, 3), "max_tokens": 300}
+    drafter = drafting_with(native_model("mistral"))
+    _, _, counted = trio.run(lambda: ask(*native_model("llama"), [request], prompt_lookup=False, open_drafter=drafter))
+    assert 0 < counted["drafted"] < 150  # of 300 tokens, eight of which a draft may have
+
+
+def test_a_long_prompt_is_read_in_parts_by_the_draft_model(native_model: NativeModel, _clock: None) -> None:
+    made = native_model("llama")
+    prompt = list(range(3, 203))
+    _, _, counted = trio.run(
+        lambda: ask(
+            *made,
+            [{"token_ids": prompt, "max_tokens": 60}],
+            prompt_lookup=False,
+            open_drafter=drafting_with(made),
+        )
+    )
+    parts = len(prompt) // MAX_CATCH_UP
+    assert counted["accepted"] == counted["drafted"] > 30
+    assert counted["drafted"] <= 60 - parts
+
+
+def test_more_sequences_than_the_draft_model_follows_take_turns(native_model: NativeModel, _clock: None) -> None:
+    made = native_model("llama")
+    drafter = drafting_with(made)
+
+    async def one_by_one() -> int:
+        async with serving(*made, prompt_lookup=False, open_drafter=drafter) as (actor, ref):
+            for seed in range(12):
+                wanted = GenerateRequest(token_ids=prompt_of(seed, 2), max_tokens=20, ignore_eos=True, temperature=0.0)
+                await ref.call(Generate(wanted), timeout=None)
+            return actor.stats.accepted_draft_tokens
+
+    assert trio.run(one_by_one) > 12 * 10
+
+
+def test_a_draft_model_that_fails_is_not_asked_again_and_no_request_fails(
+    native_model: NativeModel, _clock: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = native_model("llama")
+    request = {"token_ids": prompt_of(1, 3), "max_tokens": 40}
+    plain = trio.run(lambda: ask(*made, [request], prompt_lookup=False))
+
+    def failing() -> DraftModel:
+        model = drafting_with(made)()
+
+        def step(*_: object, **__: object) -> None:
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(model._ctx, "step", step)
+        return model
+
+    drafted = trio.run(lambda: ask(*made, [request], prompt_lookup=False, open_drafter=failing))
+    same(drafted, plain)
+    assert drafted[2]["drafted"] == 0
+    assert [record.message for record in caplog.records].count(
+        "the draft model failed; nothing is drafted from now on"
+    ) == 1

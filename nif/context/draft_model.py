@@ -1,0 +1,192 @@
+"""DraftModel: a small model that guesses the next tokens of a few sequences, for a larger model to verify.
+
+    draft_model = DraftModel(context)                       # of the small model
+    guesses = draft_model.propose([Drafted(7, tokens, params), ...], lengths=[4, ...])
+
+The draft model draws with the sequence's own sampling parameters, seed and positions. So its draw equals the large
+model's draw wherever both give nearly the same probabilities, at every temperature. All of this runs on the thread of
+the large model.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from genbatch.nif.context.context import Context
+from genbatch.nif.context.runs import Drafted
+from genbatch.nif.errors import OutOfBlocks
+from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.sampling.sampler import SamplerState
+
+log = logging.getLogger("genbatch")
+
+# The most sequences that a draft model follows: as many as a run with drafts has.
+DRAFTED_SEQUENCES = 4
+# Each has a sequence in the draft model's context, and a scratch sequence for its draft.
+NUM_SLOTS = 2 * DRAFTED_SEQUENCES
+# The most tokens of a prompt that the draft model reads between two steps of the large model, so that no gap between
+# two tokens grows much.
+MAX_CATCH_UP = 64
+# The assumed share of right tokens before the first draft.
+UNTRIED = 0.7
+# The weight of the newest token in a sequence's share of right tokens, and in that of all sequences.
+NEWEST, NEWEST_OF_ALL = 0.1, 0.02
+# How far a share moves back to `UNTRIED` in a step without a draft, so that drafting is tried again.
+FORGETTING = 0.005
+# The weight of the newest forward in the measured time of a forward.
+NEWEST_TIME = 0.1
+
+
+@dataclass(slots=True)
+class _Follower:
+    """A sequence of the draft model.
+
+    Args:
+        seq_id: its slot in the draft model's context.
+        evaluated: the number of the sequence's tokens in the slot.
+        chance: the recent share of drafted tokens that were right.
+    """
+
+    seq_id: int
+    chance: float
+    evaluated: int = 0
+
+
+class DraftModel:
+    """Follows up to `DRAFTED_SEQUENCES` sequences, the most recent ones, in a context of its own.
+
+    An error of the draft model never fails a request: it is logged once, and drafting ends.
+
+    Args:
+        context: the draft model's context, of `NUM_SLOTS` sequences; DraftModel closes it.
+        vocab_size: the width of the large model's logits; no token beyond it is drafted.
+    """
+
+    def __init__(self, context: Context, vocab_size: int) -> None:
+        self._ctx = context
+        self._followers: OrderedDict[int, _Follower] = OrderedDict()  # by key, the least recently used first
+        self._free = list(range(DRAFTED_SEQUENCES))
+        self._scratch = list(range(DRAFTED_SEQUENCES, NUM_SLOTS))
+        self._vocab_size = vocab_size
+        self._has_failed = False
+        self._usual = UNTRIED  # the share of all sequences, with which a new one begins
+        self.seconds = 0.0  # spent in forwards, in all
+        self._ctx.rehearse(1)
+        began = time.perf_counter()
+        self._ctx.rehearse(1)
+        self.forward_s = time.perf_counter() - began
+
+    def chance(self, key: int) -> float:
+        """Return the estimated probability that a drafted token of this sequence is right."""
+        if self._has_failed:
+            return 0.0
+        follower = self._followers.get(key)
+        return self._usual if follower is None else follower.chance
+
+    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
+        """Learn from a step of the large model: how many of the drafted tokens were right."""
+        follower = self._followers.get(key)
+        if follower is None:
+            return
+        if num_drafted == 0:
+            follower.chance += FORGETTING * (UNTRIED - follower.chance)
+        # The token after the first wrong one says nothing.
+        for place in range(min(num_drafted, num_right + 1)):
+            is_right = place < num_right
+            follower.chance += NEWEST * (is_right - follower.chance)
+            self._usual += NEWEST_OF_ALL * (is_right - self._usual)
+
+    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
+        """Draft up to `lengths[i]` tokens for each sequence; [] while the draft model still reads its prompt."""
+        began = time.perf_counter()
+        try:
+            return self._propose(sequences, lengths)
+        except OutOfBlocks:
+            for key in list(self._followers):
+                self._forget(key)
+        except Exception:
+            log.exception("the draft model failed; nothing is drafted from now on")
+            self._has_failed = True
+        finally:
+            self.seconds += time.perf_counter() - began
+        return [[] for _ in sequences]
+
+    def close(self) -> None:
+        """Release the draft model's KV pool."""
+        self._ctx.close()
+
+    def _propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in sequences]
+        drafting = scratch = self._first_tokens(sequences, lengths, drafts)
+        # Further tokens go into scratch sequences. So the followers hold only tokens that the large model drew, and no
+        # window and no state has to go back.
+        for i in drafting:
+            self._ctx.seq_cp(self._followers[sequences[i].key].seq_id, self._scratch[i])
+        try:
+            while drafting:
+                batch = {
+                    i: Entry(
+                        self._scratch[i],
+                        (drafts[i][-1],),
+                        len(sequences[i].tokens) + len(drafts[i]) - 1,
+                        Logits.LAST,
+                    )
+                    for i in drafting
+                }
+                began = time.perf_counter()
+                drawn = self._draw(batch, sequences, drafts)
+                self.forward_s += NEWEST_TIME * (time.perf_counter() - began - self.forward_s)
+                drafting = [i for i in drawn if len(drafts[i]) < lengths[i]]
+        finally:
+            for i in scratch:
+                self._ctx.seq_rm(self._scratch[i])
+        return drafts
+
+    def _first_tokens(self, sequences: Sequence[Drafted], lengths: Sequence[int], drafts: list[list[int]]) -> list[int]:
+        """Evaluate the followers' missing tokens and draft one token each; return who drafts more."""
+        batch: dict[int, Entry] = {}
+        is_reading = False
+        for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+            if not length or len(sequence.tokens) + length > self._ctx.max_positions:
+                continue
+            follower = self._follow(sequence.key, sequences)
+            missing = sequence.tokens[follower.evaluated :]
+            if len(missing) <= MAX_CATCH_UP:
+                batch[i] = Entry(follower.seq_id, missing, follower.evaluated, Logits.LAST)
+            elif not is_reading:
+                is_reading = True
+                self._ctx.eval([Entry(follower.seq_id, missing[:MAX_CATCH_UP], follower.evaluated, Logits.NONE)])
+                follower.evaluated += MAX_CATCH_UP
+        drawn = self._draw(batch, sequences, drafts) if batch else []
+        for i in batch:
+            self._followers[sequences[i].key].evaluated = len(sequences[i].tokens)
+        return [i for i in drawn if lengths[i] > 1]
+
+    def _draw(self, batch: Mapping[int, Entry], sequences: Sequence[Drafted], drafts: Sequence[list[int]]) -> list[int]:
+        """Run a forward and append each draw to its draft; return whose draw gave a token."""
+        samplers = [SamplerState(replace(sequences[i].params, logprobs=None), ()) for i in batch]
+        _, draws = self._ctx.step(list(batch.values()), samplers, with_logits=False)
+        drawn = []
+        for i, draw in zip(batch, draws, strict=True):
+            if draw is not None and not draw.failed and draw.token_id < self._vocab_size:
+                drafts[i].append(draw.token_id)
+                drawn.append(i)
+        return drawn
+
+    def _follow(self, key: int, sequences: Sequence[Drafted]) -> _Follower:
+        """Return the sequence's follower; a new one takes the slot of the least recently used."""
+        follower = self._followers.get(key)
+        if follower is None:
+            if not self._free:
+                current = {sequence.key for sequence in sequences}
+                self._forget(next(other for other in self._followers if other not in current))
+            follower = self._followers[key] = _Follower(self._free.pop(), self._usual)
+        self._followers.move_to_end(key)
+        return follower
+
+    def _forget(self, key: int) -> None:
+        seq_id = self._followers.pop(key).seq_id
+        self._ctx.seq_rm(seq_id)
+        self._free.append(seq_id)
