@@ -1,6 +1,6 @@
-"""EngineOptions: which model, how it is run, and over how much memory, with the defaults in one place. No torch.
+"""EngineOptions: the model, its runner and its memory, with all defaults in one place. Imports no torch.
 
-GraphOptions, a part of them, tells how decode steps are captured as CUDA graphs, and which sizes there are.
+GraphOptions, a part of them, sets how decode steps are captured as CUDA graphs, and in which sizes.
 """
 
 import os
@@ -11,7 +11,7 @@ from genbatch.nif.errors import OptionError
 
 RUNNERS = ("auto", "native", "triton", "torch")
 QUANTIZE = ("auto", "none", "int8", "fp8", "int4")
-# What only the GPU's kernels multiply; the others mean something on either.
+# Formats that only the GPU's kernels multiply; all others exist on CPUs, too.
 GPU_ONLY = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POOLING = ("", "last", "mean", "cls", "rank")
@@ -22,8 +22,8 @@ class GraphKey:
     """The padded size of a step.
 
     Args:
-        num_tokens: rows, one token each.
-        kv_len: positions that every row's block table covers.
+        num_tokens: rows of one token each.
+        kv_len: the positions that every row's block table covers.
     """
 
     num_tokens: int
@@ -32,7 +32,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """How decode steps are captured.
+    """Settings for capturing decode steps.
 
     Args:
         q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: as in EngineOptions.
@@ -55,7 +55,7 @@ class GraphOptions:
                 raise OptionError(option, f"must be at least {least}, not {getattr(self, option)}")
 
     def row_sizes(self) -> list[int]:
-        """The padded numbers of rows, ascending, no more than may be kept."""
+        """Return the padded numbers of rows, ascending: at most `max_cached_graphs`."""
         limit, interval = self.max_batch_size, self.q_padding_interval_size
         sizes = list(range(interval, limit, interval)) if interval else [1, 2, 4, *range(8, limit, 8)]
         sizes = [size for size in sizes if size < limit] + [limit]
@@ -63,11 +63,11 @@ class GraphOptions:
         return sizes[::-1][:: -(-len(sizes) // self.max_cached_graphs)][::-1]
 
     def key(self, num_tokens: int, max_kv_len: int, longest: int) -> GraphKey | None:
-        """The size that a step is padded to; None where it has more rows than any.
+        """Return the size that a step is padded to; None for a step with more rows than any size.
 
         Args:
-            max_kv_len: of its sequences.
-            longest: positions that a sequence may have at most.
+            max_kv_len: the positions of the step's longest sequence.
+            longest: the most positions that a sequence may have.
         """
         if num_tokens > self.max_batch_size:
             return None
@@ -76,54 +76,56 @@ class GraphOptions:
         return GraphKey(rows, min(-(-max_kv_len // interval) * interval, longest))
 
     def captured_keys(self, longest: int) -> list[GraphKey]:
-        """What is captured at the start, the largest first: smaller graphs then fit into its memory."""
+        """Return the sizes to capture at the start, the largest first: smaller graphs then fit into its memory."""
         kv_len = min(self.kv_padding_interval_size or longest, longest)
         return [GraphKey(rows, kv_len) for rows in reversed(self.row_sizes())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Which model, how it is run, and how much KV memory it gets.
+    """The model, its runner and its KV memory.
 
     Args:
         model_path: a name ("smollm2"), a Hugging Face directory or id, or a .gguf file.
-        served_model_name: the name that clients see and ask for; if empty, the model's own.
-        chat_template: a file with the chat template to use; if empty, the model's own.
+        served_model_name: the name that clients see and ask for; the default is the model's own name.
+        chat_template: a file with the chat template to use; the default is the model's own template.
         dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is bfloat16 where the GPU has it, else float32.
         n_gpu_layers: -1 puts all layers on the GPU if there is one, 0 keeps all on the CPU.
-        main_gpu: the number of that GPU, where there are several.
-        runner: "auto" takes the fastest that can run the model here; "native" (C, CPU), "triton" (GPU) and "torch"
-            insist on one.
-        quantize: "none" computes in the dtype; "int8" and "int4" take so many bits for weights that have more, and on
-            the native runner 8 for activations and KV; "auto" is int8 where that runner runs and dtype is "auto", too:
-            who names a dtype gets its numbers. On a GPU "int8", "fp8" and "int4" pack the weights alone, of models of
+        main_gpu: the number of the GPU to use, on a machine with several.
+        runner: "auto" takes the fastest runner that supports the model on this machine; "native" (C, CPU), "triton"
+            (GPU) and "torch" take that runner or refuse to start.
+        quantize: "none" computes in the dtype. "int8" and "int4" store weights in that many bits; the native runner
+            then also computes with 8-bit activations and 8-bit KV. "auto" is "int8" on the native runner with dtype
+            "auto", and "none" elsewhere. On a GPU "int8", "fp8" and "int4" pack only the weights, and need a model of
             the Llama family.
-        pooling: how embeddings are made of hidden states: "last", "mean" or "cls"; "rank" scores documents by how
-            likely the answer "yes" is, as for Qwen3-Reranker. If empty, as the model's files say; most say nothing.
-        n_threads: threads of a step on the CPU; 0 takes the cores this process may use.
-        tensor_parallel: processes that share the model, each with a part of every layer, one a GPU where there are
-            any; 1: this one alone. Needs a model of the Llama family, and computes in torch.
-        use_cuda_graph: decode steps are captured at the start and replayed; needs a GPU and a model of the
-            Llama family. If not given, it is done where it can be.
-        batch_invariant: on a GPU, a request's logits are the same bit for bit whatever else is in the batch;
-            slower. Without it the last bits may differ. On a CPU the native kernels' never do, torch's may.
-        q_padding_interval_size: tokens of a captured step are padded to a multiple of it; 0 pads to 1, 2, 4, 8 and then
-            multiples of 8.
-        kv_padding_interval_size: 0 captures graphs for every length, all at the start. Otherwise the longest
-            sequence's length is padded to a multiple of it, and a longer one's graph is captured when it comes.
-        max_cached_graphs: graphs kept. With fewer than there are sizes, steps are padded further; the least recently
-            used graph beyond it is dropped where lengths are padded, too.
-        n_ctx: positions in the KV pool, all sequences together; 0 or None: as many as `max_memory_percent` of the free
-            memory holds.
-        num_blocks: blocks of the KV pool, where that is to be pinned instead.
-        max_tokens_in_cache: positions at most, whatever the other limits say (TensorRT-LLM's maxTokens).
-        max_memory_percent: fraction of the free memory, once the model is loaded, that the pool and a step may take.
-        block_size: positions a KV block holds; transformers calls it page_size.
-        cap_per_sequence: one sequence may take at most n_ctx / n_parallel positions.
-        allow_block_sharing: finished blocks are reused by content (the prefix cache).
-        lora: a LoRA adapter to load, NAME=DIR: the name that requests give as their model, and a directory as PEFT
-            writes it. More can be loaded while the service runs.
-        max_loras: adapters at once.
+        pooling: how hidden states become an embedding: "last", "mean" or "cls"; "rank" scores documents by the
+            probability of the answer "yes", as Qwen3-Reranker does. The default follows the model's files; most files
+            name no pooling.
+        n_threads: threads of a step on the CPU; 0 takes all cores that this process may use.
+        tensor_parallel: number of processes that share the model, each with a part of every layer, and each with a GPU
+            of its own if the machine has any. Needs a model of the Llama family, and computes in torch.
+        use_cuda_graph: capture decode steps at the start and replay them; needs a GPU and a model of the Llama family.
+            The default captures where that is possible.
+        batch_invariant: on a GPU, make a request's logits independent of the rest of the batch, bit for bit; slower.
+            Without it the last bits may differ. On a CPU, native kernels are always independent, and torch may differ.
+        q_padding_interval_size: pad the tokens of a captured step to a multiple of this number; 0 pads to 1, 2, 4, 8
+            and then to multiples of 8.
+        kv_padding_interval_size: 0 captures at the start, for every length. Otherwise the longest sequence's length is
+            padded to a multiple of this number, and a graph for a longer length is captured when it is needed.
+        max_cached_graphs: most graphs to keep. With fewer graphs than sizes, steps are padded further. If lengths are
+            padded, too, the least recently used graph is dropped.
+        n_ctx: positions in the KV pool, for all sequences together; 0 takes as many as fit into `max_memory_percent` of
+            the free memory.
+        num_blocks: blocks of the KV pool, in place of `n_ctx`.
+        max_tokens_in_cache: an upper bound on the positions in the KV pool (TensorRT-LLM's maxTokens).
+        max_memory_percent: the fraction of the free memory that the pool and a step may take, after the model is
+            loaded.
+        block_size: positions in a KV block; transformers calls it page_size.
+        cap_per_sequence: limit a sequence to n_ctx / n_parallel positions.
+        allow_block_sharing: reuse finished blocks by content (the prefix cache).
+        lora: a LoRA adapter to load, as NAME=DIR: the name that requests give as their model, and a directory that PEFT
+            wrote. More adapters can be loaded while the service runs.
+        max_loras: most adapters at the same time.
         max_lora_rank: the largest rank of an adapter.
         draft: a smaller model with the same vocabulary, named like `model_path`. It guesses several tokens while at
             most four requests decode, and a step of the model verifies them. Answers do not change. Drafting stops
@@ -187,11 +189,11 @@ class EngineOptions:
 
     @property
     def positions(self) -> int | None:
-        """What `n_ctx` pins; None where nothing but memory and the other limits bound the pool."""
+        """Return the positions that `n_ctx` sets; None if only memory and the other limits bound the pool."""
         return self.n_ctx or None
 
     def graphs(self, num_sequences: int) -> GraphOptions:
-        """How decode steps of at most so many sequences are captured.
+        """Return the settings for capturing decode steps of at most `num_sequences` sequences.
 
         Raises:
             OptionError: a padding or a count is out of range.
@@ -206,7 +208,7 @@ class EngineOptions:
 
 def check_dtype(name: str) -> None:
     """Raises:
-    OptionError: there is no such dtype; the one that is meant is named.
+    OptionError: the dtype does not exist; the message suggests the likely one.
     """
     if name not in DTYPES:
         meant = _OTHER_DTYPES.get(name.lower())
@@ -223,7 +225,7 @@ _OTHER_DTYPES = {
 
 def check_gpu_layers(n_gpu_layers: int) -> None:
     """Raises:
-    OptionError: some layers on the GPU and some not; the message says what to do instead.
+    OptionError: the layers would be split between GPU and CPU; the message names the alternatives.
     """
     if n_gpu_layers not in (-1, 0) or isinstance(n_gpu_layers, bool):
         raise OptionError(
@@ -234,15 +236,15 @@ def check_gpu_layers(n_gpu_layers: int) -> None:
 
 
 def is_torchrun() -> bool:
-    """Whether `torchrun`, or what does the same, has started this process as one of several ranks."""
+    """Return whether `torchrun`, or a similar launcher, started this process as one of several ranks."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def torchrun_rank(options: EngineOptions) -> int:
-    """This process's rank, 0 where nobody started it as one.
+    """Return this process's rank; 0 without a launcher.
 
     Raises:
-        OptionError: torchrun started another number of ranks than the option says.
+        OptionError: torchrun started another number of ranks than `tensor_parallel`.
     """
     if options.tensor_parallel == 1 or not is_torchrun():
         return 0

@@ -1,11 +1,11 @@
-"""Pooling: how the hidden states of a text's tokens become its one embedding, as the model's own files say.
+"""Pooling: turns the hidden states of a text's tokens into one embedding, by the rule in the model's files.
 
-    pooling = directory_pooling("all-minilm", directory, hidden_size=384)      # None: the files speak of no embeddings
+    pooling = directory_pooling("all-minilm", directory, hidden_size=384)      # None: the files name no pooling
     vector = pooling.finish(states.mean(0))
 
-sentence-transformers writes modules.json, which names a pooling, what follows it, and where their settings are; GGUF
-has the key `<architecture>.pooling_type`. Nothing is guessed: last token, mean and first token give vectors that look
-alike and are not.
+sentence-transformers writes modules.json, which names the pooling, the modules after it, and the files of their
+settings. GGUF has the key `<architecture>.pooling_type`. The rule is never guessed: the vectors of last token, mean and
+first token look alike, but have different meanings.
 """
 
 from collections.abc import Mapping
@@ -32,24 +32,24 @@ _OLD_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _OF_GGUF = {1: MEAN, 2: CLS, 3: LAST}
-# Without an effect once a model is trained.
+# Modules without an effect after training.
 _SILENT_MODULES = ("Transformer", "Dropout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """How embeddings are made.
+    """The rule that makes embeddings.
 
     Args:
         kind: one of KINDS.
-        normalize: whether an embedding is brought to the length 1.
+        normalize: whether embeddings have the length 1.
         size: elements of an embedding.
-        shorter: sizes to which an embedding may be cut, since the model was trained for it (Matryoshka).
-        prefix: text in front of every text, where the model wants one.
-        lowercase: whether texts are made lower case first.
-        max_tokens: tokens of a text at most; None leaves it to the model's positions.
-        reads_whole: whether the model reads a text in both directions, and its runner pools what is whole.
-        scoring: how scores are made of what is pooled; None: it is an embedding.
+        shorter: sizes to which an embedding may be cut, if the model was trained for that (Matryoshka).
+        prefix: the text that the model expects before every text; "" for none.
+        lowercase: whether texts are converted to lower case first.
+        max_tokens: most tokens of a text; None means that only the model's positions limit a text.
+        reads_whole: whether the model reads a text in both directions, so that its runner pools the whole text.
+        scoring: the rule that makes scores of the pooled vector; None for an embedding.
     """
 
     kind: str
@@ -64,29 +64,29 @@ class Pooling:
 
     @property
     def embeds(self) -> bool:
-        """Whether a text's vector is an embedding, and no scores."""
+        """Whether the pooled vector is an embedding, not a score."""
         return self.scoring is None
 
     @property
     def needs_states(self) -> bool:
-        """Whether a runner has to hand out hidden states."""
+        """Whether the runner must return hidden states."""
         return self.kind != RANK
 
     @property
     def needs_every_state(self) -> bool:
-        """Whether states other than the last token's are wanted of a runner."""
+        """Whether the runner must return the states of all tokens, not only of the last."""
         return self.kind in (MEAN, CLS) and not self.reads_whole
 
     def text(self, text: str) -> str:
-        """What the model reads for a text."""
+        """Return the text that the model reads: with the prefix, and in lower case if the model expects it."""
         return self.prefix + (text.lower() if self.lowercase else text)
 
     def finish(self, pooled: torch.Tensor, dimensions: int | None = None, *, activates: bool = True) -> torch.Tensor:
-        """The embedding, [dimensions or size] float32, or the scores.
+        """Return the embedding, [dimensions or size] float32, or the scores.
 
         Args:
-            pooled: [size], of the states that `kind` says; [vocab_size] of RANK.
-            activates: whether scores go through the model's activation.
+            pooled: [size], pooled from the states by the rule `kind`; [vocab_size] for RANK.
+            activates: whether to apply the model's activation to scores.
         """
         if self.scoring is not None:
             return self.scoring.finish(pooled, activates=activates)
@@ -97,14 +97,14 @@ class Pooling:
 
 
 def directory_pooling(model: str, directory: Path, config: Any) -> Pooling | None:
-    """What the files of sentence-transformers say; None where there are none, or they pool nothing.
+    """Return the pooling that the files of sentence-transformers name; None without such files or without a pooling.
 
     Args:
-        model: what the user called the model, for errors.
+        model: the user's name of the model, for errors.
         config: transformers' configuration of the model.
 
     Raises:
-        ModelError: the files cannot be read, or want what is not served.
+        ModelError: the files cannot be read, or name a rule that is not supported.
     """
     settings, normalize = _pooling_settings(model, directory)
     if settings is None:
@@ -128,10 +128,10 @@ def directory_pooling(model: str, directory: Path, config: Any) -> Pooling | Non
 
 
 def gguf_pooling(model: str, metadata: Mapping[str, Any], config: Any) -> Pooling | None:
-    """What a GGUF file says; None where it speaks of no embeddings.
+    """Return the pooling that a GGUF file names; None if the file names none.
 
     Raises:
-        ModelError: it wants another kind.
+        ModelError: the file names a rule that is not supported.
     """
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
     if kind == 0:
@@ -142,7 +142,7 @@ def gguf_pooling(model: str, metadata: Mapping[str, Any], config: Any) -> Poolin
 
 
 def plain_pooling(kind: str, config: Any) -> Pooling:
-    """This kind, of the model's hidden states, at length 1."""
+    """Return a pooling of this kind over the model's hidden states, with embeddings of length 1."""
     size = int(config.hidden_size)
     shorter = getattr(config, "matryoshka_dimensions", None)
     if shorter is None:
@@ -151,7 +151,7 @@ def plain_pooling(kind: str, config: Any) -> Pooling:
 
 
 def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | None, bool]:
-    """The pooling's configuration, and whether its vectors are normalised."""
+    """Return the pooling's configuration, and whether its vectors are normalised."""
     path = directory / "modules.json"
     if not path.is_file():
         settings = read_object(model, directory / "1_Pooling" / "config.json")
@@ -179,12 +179,12 @@ def _modes(settings: Mapping[str, Any]) -> list[str]:
     if "pooling_mode" in settings:
         named = settings["pooling_mode"]
         return [str(mode) for mode in named] if isinstance(named, list) else [str(named)]
-    # As sentence-transformers has it: a configuration that names none means the mean.
+    # As in sentence-transformers: the default is the mean.
     return [mode for key, mode in _OLD_KEYS.items() if settings.get(key) is True] or ["mean"]
 
 
 def _default_prompt(model: str, directory: Path) -> str:
-    """The text that sentence-transformers puts in front where its caller names no prompt."""
+    """Return the text that sentence-transformers puts before a text if its caller names no prompt."""
     settings = read_object(model, directory / "config_sentence_transformers.json")
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     if name is None or not isinstance(prompts, dict):

@@ -1,4 +1,4 @@
-"""Step costs: the work of a step, and the seconds that its parts cost. Needs no numpy, as clients import it.
+"""Step costs: the work of a step, and the seconds that its parts cost. Imports no numpy, because clients import it.
 
 StepTime(base=0.004, decode=0.001, ...).seconds(StepWork(decodes=8, keys=2400))
 """
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """The work of one step, or of several ones together.
+    """The work of one step, or the sum over several steps.
 
     Args:
-        steps: forwards.
-        decodes: sequences that get one token each.
-        keys: positions that those read, all together.
-        prompts: prompts of which a part is evaluated.
-        prefill: tokens of these parts.
-        prefill_keys: positions that those tokens read, all together.
-        drafted: tokens that are checked beside those decoded.
+        steps: number of forwards.
+        decodes: number of sequences that get one token each.
+        keys: number of positions that these sequences read, in all.
+        prompts: number of prompts with a part in the step.
+        prefill: number of tokens in these parts.
+        prefill_keys: number of positions that these tokens read, in all.
+        drafted: number of drafted tokens to verify.
     """
 
     steps: float = 1
@@ -29,7 +29,7 @@ class StepWork:
     drafted: float = 0
 
     def row(self) -> list[float]:
-        """The amounts in the order of `COSTS`."""
+        """Return the amounts in the order of `COSTS`."""
         return [self.steps, self.decodes, self.keys, self.prompts, self.prefill, self.prefill_keys, self.drafted]
 
 
@@ -39,7 +39,7 @@ COSTS = ("base", "decode", "key", "prompt", "prefill", "prefill_key", "draft")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds that each part of a step's work costs; `nif/step_time.py` says how they are learned."""
+    """The seconds that each part of a step's work costs; `nif/step_time.py` learns them."""
 
     base: float
     decode: float
@@ -50,7 +50,7 @@ class StepTime:
     draft: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        """How long this work takes."""
+        """Return the seconds that this work takes."""
         return (
             self.base * work.steps
             + self.decode * work.decodes

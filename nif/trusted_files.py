@@ -1,11 +1,11 @@
-"""Which files may be believed: those that nobody but this user, and root, could have put there or changed.
+"""Trusted files: files that only this user, or root, could have created or changed.
 
     folder = private_folder(cache / "native")     # made for this user alone where it is missing
     if is_ours(folder / "kernels.so"): ...
 
-What is loaded from a cache runs as this user. So it must not be another's, nor lie where another may rename and link:
-every folder on the way counts, and every link. A folder with the sticky bit, such as /tmp, lets nobody touch what is
-another's, so it may be on the way.
+A library that is loaded from a cache runs with this user's rights. So another user must not own the file, and must not
+be able to rename or link it. Every folder and every link on the path counts. A folder with the sticky bit, such as
+/tmp, protects each user's files from other users, so the path may lead through it.
 """
 
 import grp
@@ -21,7 +21,7 @@ _MAX_LINKS = 40
 
 
 class NotOurs(NativeError):
-    """Others could have written it; the message says who and where, and what to do."""
+    """Another user could have written the file; the message says who, where, and what to do."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} {reason}: what is there is not believed")
@@ -29,12 +29,13 @@ class NotOurs(NativeError):
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, which nobody else may write to; missing folders are made for this user alone.
+    """Return `path` as a folder that only this user may write to; create missing folders.
 
-    A folder of this user's that others may write to is closed to them; what they have left there `is_ours` tells.
+    If others may write to the user's own folder, their permission is removed. `is_ours` then finds files that they
+    left there.
 
     Raises:
-        NotOurs: it, or a folder on the way, is another's or open to others.
+        NotOurs: another user owns the folder or a folder on the path, or may write to it.
         OSError: the file system refuses.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def private_folder(path: Path) -> Path:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the file, or the folder with all that is in it, is there and can be believed."""
+    """Return whether a file, or a folder with its whole content, exists and is trusted."""
     try:
         check_ours(path)
         status = path.lstat()
@@ -58,11 +59,11 @@ def is_ours(path: Path) -> bool:
 
 
 def check_ours(path: Path) -> None:
-    """Looks at a path and every folder and link on its way.
+    """Check a path, and every folder and link on it.
 
     Raises:
-        NotOurs: another than this user and root could have put it there, or may change it.
-        OSError: there is nothing, or it cannot be looked at.
+        NotOurs: a user other than this one and root could have created the file, or may change it.
+        OSError: the file does not exist, or cannot be examined.
     """
     links = 0
     done = Path("/")
@@ -104,7 +105,7 @@ def _may_others_write(status: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether nobody but this user is in the group: many systems give each user such a one, and open folders to it."""
+    """Return whether only this user is in the group: many systems give each user a group, and open folders to it."""
     if gid == 0:
         return True
     try:
