@@ -10,12 +10,12 @@ task, or leaving a stream's body, cancels the trio task, which frees the sequenc
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import outcome
@@ -23,18 +23,9 @@ import sniffio
 import trio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from genbatch.clients.interface import (
-    CallResult,
-    ClientClosed,
-    GenerateParams,
-    MessageLike,
-    ServiceCalls,
-    SyncServiceCalls,
-    TokenStream,
-    build_request,
-)
+from genbatch.clients.interface import CallResult, Client, ClientClosed, SyncClient, TokenStream
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.messages import GenerateRequest, Token
 
 T = TypeVar("T")
 # Tokens of a stream that the bridge holds for a reader before it reads no more of them.
@@ -326,55 +317,34 @@ async def _to_the_end(work: Awaitable[T]) -> T:
     return future.result()
 
 
-class AsyncCalls(ServiceCalls):
-    """`Client` for trio and asyncio; a subclass has the calls as they are on trio."""
+class AsyncCalls(Client):
+    """A `Client` on trio and asyncio; a subclass has `_ask` and `_open_stream` as they are on trio."""
 
     _thread: TrioThread | None = None  # where the calls run, on asyncio
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Result:
-        """See `Client.generate`."""
-        return await self._run(self._generate, build_request(prompt, messages, params))
-
-    @asynccontextmanager
-    async def stream(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> AsyncIterator[TokenStream | AsyncioStream]:
-        """See `Client.stream`."""
-        opening = self._stream(build_request(prompt, messages, params))
-        async with opening if self._thread is None else self._thread.stream(opening) as stream:
-            yield stream
-
     async def ask(self, request: msgspec.Struct) -> Any:
-        """See `ServiceCalls.ask`."""
+        """See `Client.ask`."""
         return await self._run(self._ask, request)
+
+    def open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[TokenStream | AsyncioStream]:
+        """See `Client.open_stream`."""
+        opening = self._open_stream(request)
+        return opening if self._thread is None else self._thread.stream(opening)
 
     async def _run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         if self._thread is not None:
             return await self._thread.run(call, *args)
         return await call(*args)
 
-    async def _generate(self, request: GenerateRequest) -> Result:
-        raise NotImplementedError
-
-    def _stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[TokenStream]:
-        raise NotImplementedError
-
     async def _ask(self, request: msgspec.Struct) -> Any:
         raise NotImplementedError
 
+    def _open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[TokenStream]:
+        raise NotImplementedError
 
-class BlockingClient(SyncServiceCalls):
-    """`SyncClient` over a client of trio's on another thread.
+
+class BlockingClient(SyncClient):
+    """A `SyncClient` over a client of trio's on another thread.
 
     Args:
         thread: where trio runs.
@@ -385,27 +355,11 @@ class BlockingClient(SyncServiceCalls):
         self._thread = thread
         self._client = client
 
-    def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Result:
-        """See `Client.generate`."""
-        return self._run(self._client._generate, build_request(prompt, messages, params))
-
     @contextmanager
-    def stream(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Iterator[BlockingStream]:
-        """See `Client.stream`."""
+    def open_stream(self, request: GenerateRequest) -> Iterator[BlockingStream]:
+        """See `Client.open_stream`."""
         stream = BlockingStream()
-        feeding = self._thread.start(stream.feed, self._client._stream(build_request(prompt, messages, params)))
+        feeding = self._thread.start(stream.feed, self._client._open_stream(request))
         feeding.add_done_callback(stream.cut)
         try:
             yield stream
@@ -413,11 +367,8 @@ class BlockingClient(SyncServiceCalls):
             feeding.cancel()
 
     def ask(self, request: msgspec.Struct) -> Any:
-        """See `SyncServiceCalls.ask`."""
-        return self._run(self._client._ask, request)
-
-    def _run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
-        calling = self._thread.start(call, *args)
+        """See `Client.ask`."""
+        calling = self._thread.start(self._client._ask, request)
         try:
             return calling.result()
         except BaseException:  # such as Ctrl-C

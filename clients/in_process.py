@@ -55,11 +55,8 @@ class BatcherClient(AsyncCalls):
         self._thread = thread
         self._dispatcher = Dispatcher(service.batcher)
 
-    async def _generate(self, request: GenerateRequest) -> Result:
-        return await self._call(request, None)
-
     @asynccontextmanager
-    async def _stream(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+    async def _open_stream(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
         stream = TokenStream()
 
         async def produce() -> None:
@@ -73,6 +70,8 @@ class BatcherClient(AsyncCalls):
             yield stream
 
     async def _ask(self, request: msgspec.Struct) -> Any:
+        if isinstance(request, GenerateRequest):  # `build_request` has checked its types
+            return await self._call(request, None)
         # Send a map, because the dispatcher checks the types of a map and a struct's constructor checks none.
         fields = msgspec.structs.asdict(request)
         return await self._dispatcher.call(asked_method(request).name, fields, client=CLIENT, on_token=None)

@@ -12,9 +12,11 @@ Errors of requests are in genbatch.proto.errors. This module has the errors of a
 import struct
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, Protocol, TypedDict, Unpack
+from dataclasses import dataclass
+from functools import update_wrapper, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 import outcome
@@ -26,6 +28,7 @@ from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
     DrainRequest,
+    Effort,
     Embeddings,
     EmbedRequest,
     GenerateRequest,
@@ -34,7 +37,6 @@ from genbatch.proto.messages import (
     LoadAdapterRequest,
     Message,
     ModelCard,
-    Models,
     ModelsRequest,
     Ranking,
     ResponseFormat,
@@ -42,9 +44,7 @@ from genbatch.proto.messages import (
     ScoreRequest,
     Scores,
     StatsRequest,
-    Text,
     Token,
-    TokenIds,
     TokenizeRequest,
     Tool,
     ToolChoice,
@@ -103,6 +103,7 @@ class GenerateParams(TypedDict, total=False):
     tool_choice: ToolChoice | Mapping[str, str]
     parallel_tool_calls: bool
     reasoning: bool
+    reasoning_effort: Effort | None
     max_thinking_tokens: int | None
     chat_template_kwargs: Mapping[str, object] | None
     continue_final_message: bool
@@ -233,16 +234,71 @@ class SyncStream(Protocol):
         """See `Stream.result`."""
 
 
-class Client(Protocol):
-    """A client for trio."""
+T = TypeVar("T")
+Params = ParamSpec("Params")
 
-    async def generate(
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A request of a method in `proto/methods.py`, and how to read its answer."""
+
+    request: msgspec.Struct
+    read: Callable[[Any], T]
+
+
+class call_of(Generic[Params, T]):
+    """Makes a method of a function that returns a `Call`: awaited on a `Client`, blocking on a `SyncClient`.
+
+    A method of the protocol is so written once for all clients ([ADR 77](../ADRs/0077-a-call-is-written-once.md)).
+    """
+
+    def __init__(self, build: Callable[Concatenate[Any, Params], Call[T]]) -> None:
+        self._build = build
+        update_wrapper(self, build)  # type: ignore[arg-type]
+
+    @overload
+    def __get__(self, client: "Client", owner: object = None) -> Callable[Params, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __get__(self, client: "SyncClient", owner: object = None) -> Callable[Params, T]: ...
+    @overload
+    def __get__(self, client: None, owner: object = None) -> Self: ...
+
+    def __get__(self, client: "Client | SyncClient | None", owner: object = None) -> Any:
+        if client is None:
+            return self
+        build = self._build.__get__(client)
+        if isinstance(client, SyncClient):
+
+            @wraps(build)
+            def call(*args: Params.args, **params: Params.kwargs) -> T:
+                made: Call[T] = build(*args, **params)
+                return made.read(client.ask(made.request))
+
+            return call
+
+        @wraps(build)
+        async def acall(*args: Params.args, **params: Params.kwargs) -> T:
+            made: Call[T] = build(*args, **params)
+            return made.read(await client.ask(made.request))
+
+        return acall
+
+
+def _whole(answer: T) -> T:
+    return answer
+
+
+class Calls:
+    """The methods with one request and one answer, of `Client` and `SyncClient` alike."""
+
+    @call_of
+    def generate(
         self,
         prompt: str | Sequence[int] | None = None,
         *,
         messages: Sequence[MessageLike] | None = None,
         **params: Unpack[GenerateParams],
-    ) -> Result:
+    ) -> Call[Result]:
         """Generate an answer and return it whole; cancelling the scope cancels the request.
 
         Args:
@@ -253,6 +309,129 @@ class Client(Protocol):
         Raises:
             GenbatchError: the request failed; the class is one of genbatch.proto.errors.
         """
+        return Call(build_request(prompt, messages, params), _whole)
+
+    @call_of
+    def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Call[Embeddings]:
+        """Return a vector for each text, as lists of numbers; cancelling the scope cancels the request.
+
+        Args:
+            texts: a text, the token ids of one, or a list of either.
+            params: the other fields of EmbedRequest.
+
+        Raises:
+            GenbatchError: the request failed; InvalidRequest if the model gives no embeddings.
+        """
+        return Call(build_embed(texts, params), read_embeddings)
+
+    @call_of
+    def score(
+        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
+    ) -> Call[Scores]:
+        """Return each document's scores: one number for each of the model's labels (`ModelCard.labels`).
+
+        Args:
+            documents: the texts.
+            query: one query for all documents, one for each document, or None to score documents alone.
+            params: the other fields of ScoreRequest.
+
+        Raises:
+            GenbatchError: the request failed; InvalidRequest if the model gives no scores.
+        """
+        return Call(build_score(documents, query, params), _whole)
+
+    @call_of
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
+    ) -> Call[Ranking]:
+        """Sort the documents by their relevance to a query, the most relevant first.
+
+        Args:
+            top_n: how many documents to return; None returns all.
+            params: the other fields of ScoreRequest.
+
+        Raises:
+            GenbatchError: as `score`; also if the model has several labels.
+        """
+        return Call(build_score(documents, query, params), lambda scores: ranking_of(scores, top_n))
+
+    @call_of
+    def stats(self) -> Call[dict[str, Any]]:
+        """Return the service's counters. While the engine is down (see `engine`), only the gateway's are there."""
+        return Call(StatsRequest(), _whole)
+
+    @call_of
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        add_special_tokens: bool = True,
+        model: str | None = None,
+    ) -> Call[list[int]]:
+        """Return the token ids that `generate` would evaluate for a text or a conversation.
+
+        Args:
+            add_special_tokens: put the start token before `prompt`, if the model uses one.
+            model: a name that `models` lists; None means the first name.
+        """
+        request = build_tokenize(prompt, messages, add_special_tokens, model)
+        return Call(request, lambda answer: answer.token_ids)
+
+    @call_of
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> Call[str]:
+        """Return the text of token ids, without special tokens; parts of a character become U+FFFD."""
+        return Call(DetokenizeRequest(token_ids=list(token_ids), model=model), lambda answer: answer.text)
+
+    @call_of
+    def models(self) -> Call[tuple[ModelCard, ...]]:
+        """Return the served models."""
+        return Call(ModelsRequest(), lambda answer: answer.models)
+
+    @call_of
+    def health(self) -> Call[Health]:
+        """Return the service's health: "ready", "draining", "stuck" or "down"."""
+        return Call(HealthRequest(), _whole)
+
+    @call_of
+    def load_adapter(self, name: str, path: str) -> Call[tuple[ModelCard, ...]]:
+        """Load a LoRA adapter into the service; returns the served models. Only the operator may call this.
+
+        Args:
+            name: the adapter's name, for the `model` of requests.
+            path: the adapter's absolute directory on the service's machine.
+        """
+        return Call(LoadAdapterRequest(name=name, path=path), lambda answer: answer.models)
+
+    @call_of
+    def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Call[Drained]:
+        """Unload a LoRA adapter: refuse new requests for it, and wait until its open requests have ended.
+
+        Args:
+            timeout_s: seconds after which open requests are cancelled.
+        """
+        return Call(UnloadAdapterRequest(name=name, timeout_s=timeout_s), _whole)
+
+    @call_of
+    def drain(self, timeout_s: float = 30.0) -> Call[Drained]:
+        """Drain the service: refuse new requests, and wait until the open ones have ended. A drain is final.
+
+        Args:
+            timeout_s: seconds after which open requests are cancelled.
+        """
+        return Call(DrainRequest(timeout_s=timeout_s), _whole)
+
+
+class Client(Calls):
+    """The interface of the clients for trio and asyncio. A subclass implements `ask` and `open_stream`."""
+
+    async def ask(self, request: msgspec.Struct) -> Any:
+        """Send the request of a method in `proto/methods.py` and return its answer."""
+        raise NotImplementedError
+
+    def open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[Stream]:
+        """Generate the answer of a request token by token."""
+        raise NotImplementedError
 
     def stream(
         self,
@@ -268,109 +447,19 @@ class Client(Protocol):
                 print(token.text, end="")
         print(stream.result.finish_reason)
         """
-
-    async def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
-        """Return a vector for each text, as lists of numbers; cancelling the scope cancels the request.
-
-        Args:
-            texts: a text, the token ids of one, or a list of either.
-            params: the other fields of EmbedRequest.
-
-        Raises:
-            GenbatchError: the request failed; InvalidRequest if the model gives no embeddings.
-        """
-
-    async def score(
-        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
-    ) -> Scores:
-        """Return each document's scores: one number for each of the model's labels (`ModelCard.labels`).
-
-        Args:
-            documents: the texts.
-            query: one query for all documents, one for each document, or None to score documents alone.
-            params: the other fields of ScoreRequest.
-
-        Raises:
-            GenbatchError: the request failed; InvalidRequest if the model gives no scores.
-        """
-
-    async def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
-    ) -> Ranking:
-        """Sort the documents by their relevance to a query, the most relevant first.
-
-        Args:
-            top_n: how many documents to return; None returns all.
-            params: the other fields of ScoreRequest.
-
-        Raises:
-            GenbatchError: as `score`; also if the model has several labels.
-        """
-
-    async def ask(self, request: msgspec.Struct) -> Any:
-        """Send the request of any method in `proto/methods.py` but a generation, and return its answer."""
-
-    async def stats(self) -> dict[str, Any]:
-        """Return the service's counters. While the engine is down (see `engine`), only the gateway's are there."""
-
-    async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        add_special_tokens: bool = True,
-        model: str | None = None,
-    ) -> list[int]:
-        """Return the token ids that `generate` would evaluate for a text or a conversation.
-
-        Args:
-            add_special_tokens: put the start token before `prompt`, if the model uses one.
-            model: a name that `models` lists; None means the first name.
-        """
-
-    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """Return the text of token ids, without special tokens; parts of a character become U+FFFD."""
-
-    async def models(self) -> tuple[ModelCard, ...]:
-        """Return the served models."""
-
-    async def health(self) -> Health:
-        """Return the service's health: "ready", "draining", "stuck" or "down"."""
-
-    async def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
-        """Load a LoRA adapter into the service; returns the served models. Only the operator may call this.
-
-        Args:
-            name: the adapter's name, for the `model` of requests.
-            path: the adapter's absolute directory on the service's machine.
-        """
-
-    async def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
-        """Unload a LoRA adapter: refuse new requests for it, and wait until its open requests have ended.
-
-        Args:
-            timeout_s: seconds after which open requests are cancelled.
-        """
-
-    async def drain(self, timeout_s: float = 30.0) -> Drained:
-        """Drain the service: refuse new requests, and wait until the open ones have ended. A drain is final.
-
-        Args:
-            timeout_s: seconds after which open requests are cancelled.
-        """
+        return self.open_stream(build_request(prompt, messages, params))
 
 
-class SyncClient(Protocol):
-    """A client without an event loop, for one thread."""
+class SyncClient(Calls):
+    """The interface of the clients without an event loop. A subclass implements `ask` and `open_stream`."""
 
-    def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Result:
-        """See `Client.generate`."""
+    def ask(self, request: msgspec.Struct) -> Any:
+        """See `Client.ask`."""
+        raise NotImplementedError
+
+    def open_stream(self, request: GenerateRequest) -> AbstractContextManager[SyncStream]:
+        """See `Client.open_stream`."""
+        raise NotImplementedError
 
     def stream(
         self,
@@ -380,50 +469,7 @@ class SyncClient(Protocol):
         **params: Unpack[GenerateParams],
     ) -> AbstractContextManager[SyncStream]:
         """See `Client.stream`; use it with `with` and `for`."""
-
-    def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
-        """See `Client.embed`."""
-
-    def score(
-        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
-    ) -> Scores:
-        """See `Client.score`."""
-
-    def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
-    ) -> Ranking:
-        """See `Client.rerank`."""
-
-    def stats(self) -> dict[str, Any]:
-        """See `Client.stats`."""
-
-    def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        add_special_tokens: bool = True,
-        model: str | None = None,
-    ) -> list[int]:
-        """See `Client.tokenize`."""
-
-    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """See `Client.detokenize`."""
-
-    def models(self) -> tuple[ModelCard, ...]:
-        """See `Client.models`."""
-
-    def health(self) -> Health:
-        """See `Client.health`."""
-
-    def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
-        """See `Client.load_adapter`."""
-
-    def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
-        """See `Client.unload_adapter`."""
-
-    def drain(self, timeout_s: float = 30.0) -> Drained:
-        """See `Client.drain`."""
+        return self.open_stream(build_request(prompt, messages, params))
 
 
 class CallResult:
@@ -525,161 +571,14 @@ class TokenStream(CallResult):
         return trio.lowlevel.Abort.SUCCEEDED
 
 
-class ServiceCalls:
-    """The methods of `Client` with one request and one answer. A subclass implements `ask`."""
-
-    async def ask(self, request: msgspec.Struct) -> Any:
-        """Send the request of a method in `proto/methods.py` and return its answer."""
-        raise NotImplementedError
-
-    async def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
-        """See `Client.embed`."""
-        return read_embeddings(await self.ask(build_embed(texts, params)))
-
-    async def score(
-        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
-    ) -> Scores:
-        """See `Client.score`."""
-        scores: Scores = await self.ask(build_score(documents, query, params))
-        return scores
-
-    async def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
-    ) -> Ranking:
-        """See `Client.rerank`."""
-        return ranking_of(await self.score(documents, query, **params), top_n)
-
-    async def stats(self) -> dict[str, Any]:
-        """See `Client.stats`."""
-        stats: dict[str, Any] = await self.ask(StatsRequest())
-        return stats
-
-    async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        add_special_tokens: bool = True,
-        model: str | None = None,
-    ) -> list[int]:
-        """See `Client.tokenize`."""
-        answer: TokenIds = await self.ask(build_tokenize(prompt, messages, add_special_tokens, model))
-        return answer.token_ids
-
-    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """See `Client.detokenize`."""
-        answer: Text = await self.ask(DetokenizeRequest(token_ids=list(token_ids), model=model))
-        return answer.text
-
-    async def models(self) -> tuple[ModelCard, ...]:
-        """See `Client.models`."""
-        answer: Models = await self.ask(ModelsRequest())
-        return answer.models
-
-    async def health(self) -> Health:
-        """See `Client.health`."""
-        health: Health = await self.ask(HealthRequest())
-        return health
-
-    async def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
-        """See `Client.load_adapter`."""
-        answer: Models = await self.ask(LoadAdapterRequest(name=name, path=path))
-        return answer.models
-
-    async def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
-        """See `Client.unload_adapter`."""
-        drained: Drained = await self.ask(UnloadAdapterRequest(name=name, timeout_s=timeout_s))
-        return drained
-
-    async def drain(self, timeout_s: float = 30.0) -> Drained:
-        """See `Client.drain`."""
-        drained: Drained = await self.ask(DrainRequest(timeout_s=timeout_s))
-        return drained
-
-
-class SyncServiceCalls:
-    """The methods of `SyncClient` with one request and one answer. A subclass implements `ask`."""
-
-    def ask(self, request: msgspec.Struct) -> Any:
-        """See `ServiceCalls.ask`."""
-        raise NotImplementedError
-
-    def embed(self, texts: Texts, **params: Unpack[EmbedParams]) -> Embeddings:
-        """See `Client.embed`."""
-        return read_embeddings(self.ask(build_embed(texts, params)))
-
-    def score(
-        self, documents: Sequence[str], query: str | Sequence[str] | None = None, **params: Unpack[ScoreParams]
-    ) -> Scores:
-        """See `Client.score`."""
-        scores: Scores = self.ask(build_score(documents, query, params))
-        return scores
-
-    def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **params: Unpack[ScoreParams]
-    ) -> Ranking:
-        """See `Client.rerank`."""
-        return ranking_of(self.score(documents, query, **params), top_n)
-
-    def stats(self) -> dict[str, Any]:
-        """See `Client.stats`."""
-        stats: dict[str, Any] = self.ask(StatsRequest())
-        return stats
-
-    def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        add_special_tokens: bool = True,
-        model: str | None = None,
-    ) -> list[int]:
-        """See `Client.tokenize`."""
-        answer: TokenIds = self.ask(build_tokenize(prompt, messages, add_special_tokens, model))
-        return answer.token_ids
-
-    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """See `Client.detokenize`."""
-        answer: Text = self.ask(DetokenizeRequest(token_ids=list(token_ids), model=model))
-        return answer.text
-
-    def models(self) -> tuple[ModelCard, ...]:
-        """See `Client.models`."""
-        answer: Models = self.ask(ModelsRequest())
-        return answer.models
-
-    def health(self) -> Health:
-        """See `Client.health`."""
-        health: Health = self.ask(HealthRequest())
-        return health
-
-    def load_adapter(self, name: str, path: str) -> tuple[ModelCard, ...]:
-        """See `Client.load_adapter`."""
-        answer: Models = self.ask(LoadAdapterRequest(name=name, path=path))
-        return answer.models
-
-    def unload_adapter(self, name: str, timeout_s: float = 30.0) -> Drained:
-        """See `Client.unload_adapter`."""
-        drained: Drained = self.ask(UnloadAdapterRequest(name=name, timeout_s=timeout_s))
-        return drained
-
-    def drain(self, timeout_s: float = 30.0) -> Drained:
-        """See `Client.drain`."""
-        drained: Drained = self.ask(DrainRequest(timeout_s=timeout_s))
-        return drained
-
-
 async def generate_for(
     client: Client, request: GenerateRequest, on_token: Callable[[Token], None] | None = None
 ) -> Result:
     """Generate the result of an already validated request; calls `on_token` with each token as it arrives."""
-    params: Any = msgspec.to_builtins(request)  # fields that differ from their default
-    prompt = params.pop("prompt", None)
-    prompt = params.pop("token_ids", prompt)
-    messages = params.pop("messages", None)
     if on_token is None:
-        return await client.generate(prompt, messages=messages, **params)
-    async with client.stream(prompt, messages=messages, **params) as stream:
+        result: Result = await client.ask(request)
+        return result
+    async with client.open_stream(request) as stream:
         async for token in stream:
             on_token(token)
     return stream.result

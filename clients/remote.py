@@ -33,7 +33,7 @@ from genbatch.clients.interface import CallResult, ClientClosed, TokenStream, as
 from genbatch.clients.transports import RPCTransport, Transport, ZeroMQTransport, load_client_keys
 from genbatch.proto.codec import to_answer
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage, QueueFull, Unavailable
-from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.messages import GenerateRequest, Token
 from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import (
     PLAIN_STREAM,
@@ -374,13 +374,8 @@ class RemoteClient(AsyncCalls):
             self._tasks.cancel_scope.cancel()
             await manager.__aexit__(None, None, None)
 
-    async def _generate(self, request: GenerateRequest) -> Result:
-        deadline = Deadline(request, trio.current_time, trio.current_effective_deadline())
-        result: Result = await self._ask_again(METHODS["generate"], deadline.remaining_request)
-        return result
-
     @asynccontextmanager
-    async def _stream(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+    async def _open_stream(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
         deadline = Deadline(request, trio.current_time, trio.current_effective_deadline())
         options = StreamOptions(credit=WINDOW, coalesce=True)
         msgid = 0
@@ -401,7 +396,11 @@ class RemoteClient(AsyncCalls):
             self._close(msgid)
 
     async def _ask(self, request: msgspec.Struct) -> Any:
-        return await self._ask_again(asked_method(request), lambda: request)
+        method = asked_method(request)
+        if not isinstance(request, GenerateRequest):
+            return await self._ask_again(method, lambda: request)
+        deadline = Deadline(request, trio.current_time, trio.current_effective_deadline())
+        return await self._ask_again(method, deadline.remaining_request)
 
     async def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """Send a request, retry it by the policy, and return its answer."""

@@ -8,25 +8,17 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import msgspec
 import zmq
 
 from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.runtime.zeromq_socket import set_defaults
-from genbatch.clients.interface import (
-    CallResult,
-    ClientClosed,
-    GenerateParams,
-    MessageLike,
-    SyncServiceCalls,
-    asked_method,
-    build_request,
-)
+from genbatch.clients.interface import CallResult, ClientClosed, SyncClient, asked_method
 from genbatch.clients.remote import Deadline, Retry, RPCCalls
 from genbatch.clients.transports import (
     CONNECTION_EVENTS,
@@ -43,7 +35,7 @@ from genbatch.clients.transports import (
     socket_options,
 )
 from genbatch.proto.errors import GenbatchError, Unauthenticated, Unavailable
-from genbatch.proto.messages import Result, Token
+from genbatch.proto.messages import GenerateRequest, Token
 from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import PLAIN_STREAM, StreamOptions
 
@@ -123,7 +115,7 @@ HEARTBEAT_S, LEASE_S = 1.0, 60.0
 WINDOW = 1024
 
 
-class SyncRemoteClient(SyncServiceCalls):
+class SyncRemoteClient(SyncClient):
     """A client of a service, with the interface of `SyncClient`. Use it inside `with`.
 
     One thread uses a client; several streams may be open at once and be read in turns.
@@ -156,28 +148,10 @@ class SyncRemoteClient(SyncServiceCalls):
         self._is_open = False
         self._transport.close()
 
-    def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Result:
-        """See `Client.generate`."""
-        deadline = Deadline(build_request(prompt, messages, params), time.monotonic)
-        result: Result = self._ask_again(METHODS["generate"], deadline.remaining_request)
-        return result
-
     @contextmanager
-    def stream(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Iterator[SyncTokenStream]:
-        """See `Client.stream`."""
-        deadline = Deadline(build_request(prompt, messages, params), time.monotonic)
+    def open_stream(self, request: GenerateRequest) -> Iterator[SyncTokenStream]:
+        """See `Client.open_stream`."""
+        deadline = Deadline(request, time.monotonic)
         options = StreamOptions(credit=WINDOW, coalesce=True)
         with self._call(METHODS["stream"], deadline.remaining_request, options) as call:
             yield call
@@ -203,8 +177,11 @@ class SyncRemoteClient(SyncServiceCalls):
                 self._fail_all(Unavailable(f"the service at {self.address} was silent for {self.timeout:g} s"))
 
     def ask(self, request: msgspec.Struct) -> Any:
-        """See `SyncServiceCalls.ask`."""
-        return self._ask_again(asked_method(request), lambda: request)
+        """See `Client.ask`."""
+        method = asked_method(request)
+        if not isinstance(request, GenerateRequest):
+            return self._ask_again(method, lambda: request)
+        return self._ask_again(method, Deadline(request, time.monotonic).remaining_request)
 
     def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """Send a request, retry it by the policy, and return its answer."""

@@ -5,13 +5,13 @@ LoadingBars are what a person sees while a model is fetched, converted and loade
 A PickedModel is the client of a service that has several models, all of whose requests name one of them.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
 import msgspec
 import trio
@@ -20,9 +20,9 @@ import typer
 from genbatch.actors.gateways.addresses import default_address, is_listening
 from genbatch.clients.cli.command import UsageError
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
-from genbatch.clients.interface import Client, GenerateParams, MessageLike, ServiceCalls, Stream
+from genbatch.clients.interface import Client, Stream
 from genbatch.nif.models.model_names import check_source
-from genbatch.proto.messages import Result
+from genbatch.proto.messages import GenerateRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from genbatch.clients.remote import RemoteClient
 
 
-class PickedModel(ServiceCalls):
-    """Implements `Client`: requests that name no model name this one. All else is the client's own.
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+
+class PickedModel(Client):
+    """A `Client`: requests that name no model name this one. All else is the client's own.
 
     Args:
         client: asks.
@@ -43,33 +46,18 @@ class PickedModel(ServiceCalls):
         self._client = client
         self._model = model
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> Result:
-        """See `Client.generate`."""
-        params.setdefault("model", self._model)
-        return await self._client.generate(prompt, messages=messages, **params)
-
-    def stream(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[MessageLike] | None = None,
-        **params: Unpack[GenerateParams],
-    ) -> AbstractAsyncContextManager[Stream]:
-        """See `Client.stream`."""
-        params.setdefault("model", self._model)
-        return self._client.stream(prompt, messages=messages, **params)
-
     async def ask(self, request: msgspec.Struct) -> Any:
         """See `Client.ask`."""
+        return await self._client.ask(self._picked(request))
+
+    def open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[Stream]:
+        """See `Client.open_stream`."""
+        return self._client.open_stream(self._picked(request))
+
+    def _picked(self, request: Request) -> Request:
         if getattr(request, "model", self._model) is None:
             request = msgspec.structs.replace(request, model=self._model)
-        return await self._client.ask(request)
+        return request
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
